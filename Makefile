@@ -1,0 +1,75 @@
+# The five commands: setup, run, test, lint, bench. `run` and `test` call `setup`, which does nothing the second time.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOCK := requirements/cpu.txt
+CONFIG ?= deployments/configs/demo.yaml
+ARGS ?=
+
+# torch's CPU build has its own index. Where wheels lie in a local folder (PIP_FIND_LINKS), that folder is used instead.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+else
+export UV_TORCH_BACKEND ?= cpu
+endif
+export UV_LINK_MODE ?= copy
+
+.PHONY: setup run test test-unit test-slow lint format bench up down status lock clean help
+
+help:
+	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, lock, clean)"
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCK) requirements/bootstrap.txt pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), f"Python 3.11 is needed; this is {sys.version.split()[0]}. Try: make PYTHON=/path/to/python3.11 setup"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.txt
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python --require-hashes $(LOCK) requirements/bootstrap.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
+	@touch $(STAMP)
+
+run: setup
+	$(BIN)/rlhf run $(CONFIG) $(ARGS)
+
+test: setup
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-unit: setup
+	$(BIN)/pytest tests/unit
+
+test-slow: setup
+	$(BIN)/pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m tests.benchmarks.ppo_iteration $(ARGS)
+
+up: setup
+	$(BIN)/rlhf up
+
+down: setup
+	$(BIN)/rlhf down
+
+status: setup
+	$(BIN)/rlhf status
+
+lock: $(STAMP)
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+	  --custom-compile-command "make lock" requirements/bootstrap.in -o requirements/bootstrap.txt
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+	  --no-emit-package uv \
+	  --custom-compile-command "make lock" --extra dev --override requirements/override.txt \
+	  requirements/cpu.in pyproject.toml -o $(LOCK)
+
+clean:
+	rm -rf .rlhf .pytest_cache .mypy_cache .ruff_cache

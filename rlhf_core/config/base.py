@@ -1,0 +1,21 @@
+"""What all configuration sections share: frozen, no unknown keys, strict types, finite numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+
+
+class Section(BaseModel):
+    """A part of the configuration. Every field has a description: the README's table and the forms come from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

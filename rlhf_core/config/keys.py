@@ -1,0 +1,74 @@
+"""Stage keys: what a stage's output depends on, as one hash.
+
+The same key is the same artifact, across runs and machines; a changed learning rate of PPO changes the keys of
+`ppo`, `evaluate` and `register` and of nothing before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.types import StageName
+
+SCHEMA: dict[StageName, int] = {"data": 1, "sft": 1, "reward": 1, "ppo": 1, "evaluate": 1, "register": 1}
+"""Version of each stage's code: raise it when the same configuration gives another result."""
+
+INPUTS: dict[StageName, tuple[StageName, ...]] = {
+    "data": (),
+    "sft": ("data",),
+    "reward": ("data", "sft"),
+    "ppo": ("data", "sft", "reward"),
+    "evaluate": ("data", "sft", "reward", "ppo"),
+    "register": ("data", "sft", "reward", "ppo", "evaluate"),
+}
+"""Which artifacts a stage reads. `reward` drops out of all where no reward model is trained."""
+
+_SECTIONS: dict[StageName, tuple[str, ...]] = {
+    "data": ("model", "data"),
+    "sft": ("model", "sft"),
+    "reward": ("model", "reward"),
+    "ppo": ("model", "ppo"),
+    "evaluate": ("evaluate", "ppo"),
+    "register": ("register",),
+}
+
+_NOT_RESULTS = {"checkpoint_every", "timeout", "start_timeout", "call_timeout", "samples_every"}
+"""Fields that change when things happen, not what comes out."""
+
+
+def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
+    """The stages whose artifacts `stage` reads under this configuration."""
+    return tuple(name for name in INPUTS[stage] if name != "reward" or config.reward.enabled)
+
+
+def stage_key(
+    config: PipelineConfig, stage: StageName, input_digests: Mapping[str, str], source_digests: Mapping[str, str]
+) -> str:
+    """16 hex digits. `input_digests`: manifest digest of each input artifact. `source_digests`: content digests of
+    what the stage reads from outside (data files, the base model's folder), see `rlhf_core.data.sources`."""
+    dump = config.model_dump(mode="json", by_alias=True)
+    payload = {
+        "stage": stage,
+        "schema": SCHEMA[stage],
+        "seed": config.run.seed,
+        "device": config.run.device,
+        "config": {name: _strip(dump[name]) for name in _SECTIONS[stage]},
+        "inputs": dict(sorted(input_digests.items())),
+        "sources": dict(sorted(source_digests.items())),
+    }
+    if stage == "register":
+        payload["model"] = config.registered_model
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _strip(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS}
+    if isinstance(tree, list):
+        return [_strip(value) for value in tree]
+    return tree

@@ -1,0 +1,172 @@
+"""Small frozen records that cross the borders of stages, processes and packages.
+
+Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tuples, no padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
+STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
+
+
+@dataclass(frozen=True)
+class ArtifactRef:
+    """Where a finished stage's output lies. Small: this is all that crosses a stage border."""
+
+    kind: StageName
+    """The stage that made it."""
+    key: str
+    """Stage key, 16 hex digits; the folder is `{store}/artifacts/{kind}/{key}/`."""
+    digest: str
+    """sha256 of the manifest: changes if any file of the artifact does."""
+    uri: str
+    """Full address of the folder, for people and for lineage."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The stage's headline numbers, copied from the manifest."""
+    mlflow_run_id: str | None = None
+    """The MLflow run that made it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; `ArtifactRef(**d)` reads it back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    """One prompt of the data artifact (a row of `prompts_{train,eval}.parquet`)."""
+
+    prompt_id: str
+    """Digest of the prompt text, 16 hex digits: stable over runs and machines."""
+    prompt: str
+    """What the user asked, as plain text (chat messages joined), for rewards and for reading."""
+    input_ids: tuple[int, ...]
+    """(P,) tokens with the chat template and the generation prompt applied once; starts with BOS if the model has one."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever the source row had besides (`answer`, gold specification): JSON, for rule rewards."""
+
+
+@dataclass(frozen=True)
+class PairExample:
+    """One preference pair (a row of `pairs_{train,eval}.parquet`)."""
+
+    prompt_id: str
+    prompt: str
+    """Plain text, for reading."""
+    prompt_ids: tuple[int, ...]
+    """(P,) as in `PromptExample.input_ids`."""
+    chosen_ids: tuple[int, ...]
+    """(T,) the preferred response, EOS included."""
+    rejected_ids: tuple[int, ...]
+    """(T,) the other one, EOS included."""
+    source: str = ""
+    """Name of the data source, for accuracy by source."""
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    """One demonstration (a row of `sft_{train,eval}.parquet`)."""
+
+    input_ids: tuple[int, ...]
+    """(P+T,) whole conversation."""
+    loss_mask: tuple[int, ...]
+    """(P+T,) 1 on tokens the assistant wrote, its EOS included; for plain text 1 everywhere but BOS."""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response."""
+
+    prompt_id: str
+    sample_index: int
+    """0 .. samples_per_prompt - 1."""
+    prompt_ids: tuple[int, ...]
+    """(P,)"""
+    response_ids: tuple[int, ...]
+    """(T,) tokens the policy generated, the first EOS included."""
+    rollout_logprobs: tuple[float, ...]
+    """(T,) log-probabilities by the engine, at the sampling temperature."""
+    finished: bool
+    """True if the policy ended with EOS, False if the length limit cut it."""
+    policy_version: int
+    """Step whose weights sampled it."""
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """What a reward source sees of one rollout."""
+
+    prompt_id: str
+    prompt: str
+    response: str
+    """Decoded without special tokens."""
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    finished: bool
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """`PromptExample.meta` of its prompt."""
+
+
+class Progress(Protocol):
+    """Reports how far a long part is; shown as a bar, a log line and a Prefect progress artifact."""
+
+    def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None: ...
+
+
+class MetricLogger(Protocol):
+    """The part of tracking that training loops see."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep `metrics` for `step`; they reach the tracker at the next `flush`."""
+
+    def flush(self) -> None:
+        """Send everything kept so far; called with every checkpoint and at the end."""
+
+    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """A table of samples, `name` without suffix."""
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """A matplotlib figure, as PNG."""
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """A small file (report, data card) as an artifact of the run."""
+
+
+class Checkpoints(Protocol):
+    """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
+
+    def latest(self) -> tuple[int, Path] | None:
+        """(step, verified local folder) of the newest whole checkpoint, or None when there is none."""
+
+    def save(self, step: int, folder: Path) -> None:
+        """Commit a local folder as the checkpoint of `step`; it exists whole or not at all. Consumes `folder`."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a stage may touch of the outside world."""
+
+    inputs: Mapping[str, Path]
+    """Verified local folder of each input artifact, by stage name."""
+    out: Path
+    """Empty local folder; what the stage leaves here becomes its artifact."""
+    work: Path
+    """Local scratch folder of this attempt."""
+    checkpoints: Checkpoints
+    metrics: MetricLogger
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage returns; its files lie in `Services.out`."""
+
+    metrics: Mapping[str, float]
+    """Headline numbers: they go into the manifest, the table at the end and the summary."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Facts worth a parameter in MLflow (counts, digests)."""
