@@ -30,6 +30,8 @@ class ArtifactRef:
     """The stage's headline numbers, copied from the manifest."""
     mlflow_run_id: str | None = None
     """The MLflow run that made it."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """`StageResult.params` as text, copied from the manifest (`weights_sha256` of the policy, counts)."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `ArtifactRef(**d)` reads it back."""

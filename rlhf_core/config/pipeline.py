@@ -17,8 +17,12 @@ class RunConfig(Section):
 
     name: Name = Field("rlhf", description="Name of the pipeline: MLflow experiment, flow run names, log folders")
     seed: NonNegativeInt = Field(0, description="Every random choice derives from it")
-    home: str = Field(".rlhf", min_length=1, description="Local folder for logs, scratch files and the embedded store and MLflow")
-    threads: NonNegativeInt = Field(0, description="CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU")
+    home: str = Field(
+        ".rlhf", min_length=1, description="Local folder for logs, scratch files and the embedded store and MLflow"
+    )
+    threads: NonNegativeInt = Field(
+        0, description="CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: CUDA where there is any")
     retries: NonNegativeInt = Field(2, description="How often a failed stage is tried again, from its last checkpoint")
     retry_delay: PositiveFloat = Field(5.0, description="Seconds before the first retry; doubles each time")
@@ -29,7 +33,9 @@ class StoreConfig(Section):
     """Where artifacts and checkpoints lie."""
 
     url: str | None = Field(None, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`")
-    endpoint: str | None = Field(None, description="URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3")
+    endpoint: str | None = Field(
+        None, description="URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"
+    )
     keep_checkpoints: PositiveInt = Field(2, description="Whole checkpoints kept per stage")
 
 
@@ -47,7 +53,9 @@ class TinyModel(Section):
     hidden_size: PositiveInt = Field(128, description="Width")
     intermediate_size: PositiveInt = Field(352, description="Width of the MLP")
     layers: PositiveInt = Field(3, description="Decoder layers")
-    heads: PositiveInt = Field(4, description="Attention heads; vLLM on CPU needs hidden_size / heads in 32, 64, 80, 96, 112, 128")
+    heads: PositiveInt = Field(
+        4, description="Attention heads; vLLM on CPU needs hidden_size / heads in 32, 64, 80, 96, 112, 128"
+    )
     vocab_size: PositiveInt = Field(384, description="Size of the tokenizer trained on the data, at most")
     max_positions: PositiveInt = Field(256, description="Context length")
     tie_embeddings: bool = Field(True, description="One matrix for input and output embeddings")
@@ -67,7 +75,9 @@ class ModelConfig(Section):
 
     path: str | None = Field(None, description="Local folder or Hugging Face id; None: `tiny`, from scratch")
     revision: str | None = Field(None, description="Commit of a hub model")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="Attention of the training side")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention of the training side"
+    )
     tiny: TinyModel = Field(default_factory=TinyModel, description="Shape of the model from scratch")
 
 
@@ -79,7 +89,8 @@ class EvaluateConfig(Section):
     bootstrap: PositiveInt = Field(2000, description="Resamples for the confidence intervals")
     confidence: Fraction = Field(0.95, description="Level of the intervals")
     judge: Literal["auto", "gold", "reward_model", "rules"] = Field(
-        "auto", description="Who decides a win: the true reward where there is one, else the reward model, else the rules"
+        "auto",
+        description="Who decides a win: the true reward where there is one, else the reward model, else the rules",
     )
     samples: PositiveInt = Field(20, description="Sample pairs in the table and report")
 
@@ -87,7 +98,9 @@ class EvaluateConfig(Section):
 class RegisterConfig(Section):
     """The MLflow registry."""
 
-    model: str | None = Field(None, pattern=r"^[\w.-]{1,100}$", description="Registered name; default `{run.name}-policy`")
+    model: str | None = Field(
+        None, pattern=r"^[\w.-]{1,100}$", description="Registered name; default `{run.name}-policy`"
+    )
     min_win_rate: Fraction = Field(0.5, description="Against SFT; below it no alias `champion` is given")
 
 
@@ -137,5 +150,7 @@ class PipelineConfig(Section):
                     f"({self.model.tiny.max_positions}); raise it or lower ppo.max_new_tokens"
                 )
         if self.run.device == "cpu" and self.ppo.weight_sync.backend in ("nccl", "ipc"):
-            raise ValueError(f"ppo.weight_sync.backend={self.ppo.weight_sync.backend} needs GPUs; use auto or gloo with run.device=cpu")
+            raise ValueError(
+                f"ppo.weight_sync.backend={self.ppo.weight_sync.backend} needs GPUs; use auto or gloo with run.device=cpu"
+            )
         return self

@@ -14,12 +14,19 @@ from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 class KLConfig(Section):
     """The price of leaving the reference."""
 
-    coef: NonNegativeFloat = Field(0.05, description="Coefficient of the per-token KL in the reward (its first value, if adaptive)")
-    estimator: Literal["k1", "abs", "k2", "k3"] = Field("k1", description="Per-token estimator (Schulman, Approximating KL divergence)")
-    target: PositiveFloat | None = Field(
-        None, description="Set: adaptive coefficient towards this KL, in nats per response (mean over sequences of the token sum)"
+    coef: NonNegativeFloat = Field(
+        0.05, description="Coefficient of the per-token KL in the reward (its first value, if adaptive)"
     )
-    horizon: PositiveInt = Field(10000, description="Adaptive: sequences over which a full correction happens (Ziegler et al. 2019)")
+    estimator: Literal["k1", "abs", "k2", "k3"] = Field(
+        "k1", description="Per-token estimator (Schulman, Approximating KL divergence)"
+    )
+    target: PositiveFloat | None = Field(
+        None,
+        description="Set: adaptive coefficient towards this KL, in nats per response (mean over sequences of the token sum)",
+    )
+    horizon: PositiveInt = Field(
+        10000, description="Adaptive: sequences over which a full correction happens (Ziegler et al. 2019)"
+    )
 
 
 class EngineConfig(Section):
@@ -28,7 +35,9 @@ class EngineConfig(Section):
     count: PositiveInt = Field(1, description="Engines; each is a process with a copy of the policy")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the engines")
-    gpu_memory_utilization: Fraction = Field(0.85, description="Share of GPU memory for weights and KV cache; lower it when colocated")
+    gpu_memory_utilization: Fraction = Field(
+        0.85, description="Share of GPU memory for weights and KV cache; lower it when colocated"
+    )
     kv_cache_gib: PositiveFloat = Field(1.0, description="KV cache of a CPU engine in GiB")
     max_num_seqs: PositiveInt = Field(256, description="Sequences decoded at once by one engine")
     enforce_eager: bool = Field(True, description="No CUDA graphs: slower decoding, faster start")
@@ -44,8 +53,12 @@ class WeightSyncConfig(Section):
     )
     bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
     timeout: PositiveFloat = Field(120.0, description="Seconds for one sync")
-    canary: bool = Field(True, description="After the first sync, compare engine and trainer log-probabilities and stop if they differ")
-    canary_tolerance: PositiveFloat = Field(1e-3, description="Largest mean absolute difference of log-probabilities allowed")
+    canary: bool = Field(
+        True, description="After the first sync, compare engine and trainer log-probabilities and stop if they differ"
+    )
+    canary_tolerance: PositiveFloat = Field(
+        1e-3, description="Largest mean absolute difference of log-probabilities allowed"
+    )
 
 
 class PPOConfig(Section):
@@ -59,20 +72,33 @@ class PPOConfig(Section):
     epochs: PositiveInt = Field(1, description="Passes over each rollout batch")
     minibatches: PositiveInt = Field(4, description="Optimizer steps per epoch")
     micro_batch_tokens: PositiveInt = Field(16384, description="Tokens per forward pass of one rank")
-    policy: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"), description="Policy optimizer")
-    critic: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6, schedule="constant"), description="Critic optimizer")
+    policy: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"), description="Policy optimizer"
+    )
+    critic: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(learning_rate=5e-6, schedule="constant"), description="Critic optimizer"
+    )
     policy_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Policy ranks")
     critic_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Critic ranks")
-    reference_ranks: PositiveInt = Field(1, description="Reference workers; ignored where the reference is colocated with the policy")
+    reference_ranks: PositiveInt = Field(
+        1, description="Reference workers; ignored where the reference is colocated with the policy"
+    )
     reward_ranks: PositiveInt = Field(1, description="Reward-model workers; ignored where colocated with the critic")
     colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = Field(
-        "pairs", description="Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four together"
+        "pairs",
+        description="Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four together",
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM engines")
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig, description="Weights into the engines")
-    rewards: tuple[AnyReward, ...] = Field((ModelReward(),), min_length=1, description="Reward sources; their weighted sum is the score")
-    missing_eos_penalty: NonNegativeFloat = Field(0.0, description="Taken from the score of a response that the length limit cut")
-    score_clip: PositiveFloat | None = Field(5.0, description="Scores are clipped to +- this, before the KL is subtracted")
+    rewards: tuple[AnyReward, ...] = Field(
+        (ModelReward(),), min_length=1, description="Reward sources; their weighted sum is the score"
+    )
+    missing_eos_penalty: NonNegativeFloat = Field(
+        0.0, description="Taken from the score of a response that the length limit cut"
+    )
+    score_clip: PositiveFloat | None = Field(
+        5.0, description="Scores are clipped to +- this, before the KL is subtracted"
+    )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
     gamma: Fraction = Field(1.0, description="Discount per token")
     lam: Fraction = Field(0.95, description="GAE's lambda")
@@ -80,13 +106,20 @@ class PPOConfig(Section):
     clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - this")
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + this")
     dual_clip: PositiveFloat | None = Field(None, description="Bound c > 1 of the loss where the advantage is negative")
-    value_clip: PositiveFloat | None = Field(0.2, description="Values move at most this far from the old ones; None: plain")
+    value_clip: PositiveFloat | None = Field(
+        0.2, description="Values move at most this far from the old ones; None: plain"
+    )
     entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus")
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = Field(
-        "token-mean", description="How token losses become one number; denominators are those of the whole optimizer step"
+        "token-mean",
+        description="How token losses become one number; denominators are those of the whole optimizer step",
     )
-    importance: Literal["none", "truncate", "mask", "sequence-mask"] = Field("none", description="Weights for the gap between engine and trainer")
-    logprob_gap_limit: PositiveFloat = Field(0.1, description="Mean |old - rollout| log-probability above this warns in the log and counts")
+    importance: Literal["none", "truncate", "mask", "sequence-mask"] = Field(
+        "none", description="Weights for the gap between engine and trainer"
+    )
+    logprob_gap_limit: PositiveFloat = Field(
+        0.1, description="Mean |old - rollout| log-probability above this warns in the log and counts"
+    )
     critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
     max_kl: PositiveFloat = Field(100.0, description="KL per response above this three steps in a row stops the run")
     checkpoint_every: PositiveInt = Field(10, description="Steps between checkpoints")
@@ -132,5 +165,7 @@ class PPOConfig(Section):
             raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")
         names = [source.name or source.type for source in self.rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"ppo.rewards need distinct names; got {', '.join(names)}; give `name` to those of one type")
+            raise ValueError(
+                f"ppo.rewards need distinct names; got {', '.join(names)}; give `name` to those of one type"
+            )
         return self

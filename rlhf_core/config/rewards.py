@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlhf_core.config.base import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -14,7 +15,9 @@ class RewardSource(Section):
 
     name: str | None = Field(None, pattern=r"^[a-z0-9_]{1,32}$", description="Name in metrics; the type if not given")
     weight: FiniteFloat = Field(1.0, description="Factor in the sum")
-    normalize: Literal["none", "batch"] = Field("none", description="`batch`: mean 0, std 1 over the rollout batch, before the weight")
+    normalize: Literal["none", "batch"] = Field(
+        "none", description="`batch`: mean 0, std 1 over the rollout batch, before the weight"
+    )
 
 
 class ModelReward(RewardSource):
@@ -41,7 +44,7 @@ class KeywordsReward(RewardSource):
     """Occurrences of the words (whole, any case), at most `cap`, times `per_word`."""
 
     type: Literal["keywords"] = "keywords"
-    words: tuple[str, ...] = Field(min_length=1, description="Words counted")
+    words: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1, description="Words counted")
     per_word: FiniteFloat = Field(1.0, description="Reward for each occurrence; negative forbids")
     cap: PositiveInt = Field(5, description="Occurrences beyond this do not count")
     distinct: bool = Field(False, description="Count each word once")
@@ -52,6 +55,17 @@ class FormatReward(RewardSource):
 
     type: Literal["format"] = "format"
     pattern: str = Field(min_length=1, description="Python regular expression, matched against the whole response")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"pattern must be a Python regular expression; got {pattern!r}, which does not compile: {error}"
+            ) from error
+        return pattern
 
 
 class RepetitionReward(RewardSource):
@@ -86,7 +100,9 @@ class PythonReward(RewardSource):
 
     type: Literal["python"] = "python"
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="`package.module:function`")
-    file: str | None = Field(None, description="Python file that holds it, if it is not importable; then `function` is `anything:function`")
+    file: str | None = Field(
+        None, description="Python file that holds it, if it is not importable; then `function` is `anything:function`"
+    )
     timeout: PositiveFloat = Field(30.0, description="Seconds for one batch")
     retries: NonNegativeInt = Field(1, description="Further tries before the step fails")
 

@@ -25,22 +25,36 @@ class OptimizerConfig(Section):
 class DeepSpeedConfig(Section):
     """How one model is trained over ranks."""
 
-    ranks: PositiveInt = Field(1, description="Data-parallel training ranks (processes; one GPU each where there are GPUs)")
-    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters")
-    offload: Literal["none", "optimizer"] = Field("none", description="Keep optimizer state in host memory (ZeRO 1-3, GPU)")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute precision; bfloat16 keeps float32 master weights")
+    ranks: PositiveInt = Field(
+        1, description="Data-parallel training ranks (processes; one GPU each where there are GPUs)"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters"
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        "none", description="Keep optimizer state in host memory (ZeRO 1-3, GPU)"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Compute precision; bfloat16 keeps float32 master weights"
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
 
 
 class SFTConfig(Section):
     """Supervised fine-tuning."""
 
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(learning_rate=2e-5), description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(learning_rate=2e-5), description="AdamW and its schedule"
+    )
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
     epochs: PositiveInt = Field(1, description="Passes over the demonstrations")
     batch_size: PositiveInt = Field(64, description="Sequences per optimizer step, over all ranks")
-    micro_batch_tokens: PositiveInt = Field(4096, description="Tokens per forward pass of one rank; a longer sequence gets one of its own")
-    pack: bool = Field(True, description="Put several sequences into one row, invisible to each other; off: right-padded rows")
+    micro_batch_tokens: PositiveInt = Field(
+        4096, description="Tokens per forward pass of one rank; a longer sequence gets one of its own"
+    )
+    pack: bool = Field(
+        True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
+    )
     eval_every: PositiveInt = Field(50, description="Optimizer steps between evaluations")
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     samples: PositiveInt = Field(8, description="Held-out prompts answered at the end, for reading")
@@ -50,7 +64,9 @@ class RewardConfig(Section):
     """Bradley-Terry reward model, from the SFT model."""
 
     enabled: bool = Field(True, description="False: no reward model is trained; PPO then needs rule rewards")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5), description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5), description="AdamW and its schedule"
+    )
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
     epochs: PositiveInt = Field(1, description="Passes over the pairs")
     batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
@@ -58,7 +74,9 @@ class RewardConfig(Section):
     center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
     eval_every: PositiveInt = Field(50, description="Optimizer steps between evaluations")
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
-    min_accuracy: Fraction = Field(0.5, description="Held-out accuracy below this fails the stage: PPO on it would be noise")
+    min_accuracy: Fraction = Field(
+        0.5, description="Held-out accuracy below this fails the stage: PPO on it would be noise"
+    )
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> Self:

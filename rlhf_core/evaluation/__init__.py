@@ -1,0 +1,1 @@
+"""The policy against the SFT model on held-out prompts: sampling, scores, win rate with intervals, plots, report."""

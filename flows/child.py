@@ -1,0 +1,191 @@
+"""Runs one stage in a child process and never leaves anything of it behind.
+
+run_child      starts `python -m rlhf_core.stages SPEC` in a session of its own, output into a log file
+events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
+waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
+finally        SIGTERM to the group, up to 20 s, SIGKILL to the group, then to whatever else carries its mark;
+               also when the flow is cancelled (Prefect's TerminationSignal) or interrupted (Ctrl-C)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flows.processes import stop_marked
+from rlhf_core.errors import RLHFError, StageFailed, from_record
+from rlhf_core.stages.events import FD_VARIABLE, PARENT_VARIABLE, parse
+from rlhf_core.stages.spec import StageSpec
+from rlhf_core.types import ArtifactRef
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+MARK = "RLHF_STAGE_MARK"
+TERM_SECONDS = 20.0
+"""How long a stage may take to stop after SIGTERM."""
+EXIT_SECONDS = 30.0
+"""How long a stage may take to exit after it sent its result, which is committed by then."""
+_LEFTOVER_SECONDS = 5.0
+"""Ray's daemons end by themselves within 2 s of their driver."""
+_POLL_SECONDS = 0.25
+_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Failed|Interrupt)\b.*:|^Fatal Python error")
+
+
+def run_child(
+    spec: StageSpec, log_file: Path, environment: Mapping[str, str], timeout: float, on_event: OnEvent
+) -> ArtifactRef:
+    """Run the stage of `spec` and return its artifact.
+
+    Raises the error that the child sent, with its class, or `StageFailed` if it died or took over `timeout` seconds.
+    """
+    spec_file = log_file.with_suffix(".json")
+    spec.write(spec_file)
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    child, reader = _start(spec_file, log_file, {**environment, MARK: mark})
+    with reader:
+        try:
+            outcome = _follow(child, reader, timeout, on_event)
+        finally:
+            _end(child, mark)
+    if isinstance(outcome, RLHFError):
+        raise outcome
+    if outcome is None:
+        raise StageFailed(_obituary(spec.stage, child.returncode, log_file, timeout, time.monotonic() - started))
+    return outcome
+
+
+def _start(spec_file: Path, log_file: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    reader = os.fdopen(read_fd, "rb", buffering=0)
+    try:
+        with log_file.open("ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "rlhf_core.stages", str(spec_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, FD_VARIABLE: str(write_fd), PARENT_VARIABLE: str(os.getpid())},
+                pass_fds=(write_fd,),
+                start_new_session=True,
+            )
+    except BaseException:
+        reader.close()
+        raise
+    finally:
+        os.close(write_fd)
+    return child, reader
+
+
+def _follow(
+    child: subprocess.Popen[bytes], reader: BinaryIO, timeout: float, on_event: OnEvent
+) -> ArtifactRef | RLHFError | None:
+    """The child's last word, or None if it died or ran out of time without one."""
+    deadline = time.monotonic() + timeout
+    outcome: ArtifactRef | RLHFError | None = None
+    lines = _Lines(reader)
+    while True:
+        # The order matters: what a child wrote before it exited is in the pipe by the time its exit is seen.
+        exited = _has_exited(child.pid)
+        for event in filter(None, map(parse, lines.wait(0.0 if exited else _POLL_SECONDS))):
+            if event["event"] == "result":
+                outcome = ArtifactRef(**event["artifact"])
+            elif event["event"] == "error":
+                outcome = from_record({"type": event["type"], "message": event["message"]})
+            else:
+                on_event(event)
+            if outcome is not None:
+                deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
+        if exited or time.monotonic() > deadline:
+            return outcome
+
+
+class _Lines:
+    """Whole lines out of a non-blocking pipe."""
+
+    def __init__(self, reader: BinaryIO) -> None:
+        self._reader = reader
+        self._rest = b""
+        self._open = True
+
+    def wait(self, seconds: float) -> list[bytes]:
+        """The lines that have come; waits at most `seconds` for the first."""
+        if not self._open:
+            time.sleep(seconds)
+            return []
+        if not select.select([self._reader], [], [], seconds)[0]:
+            return []
+        while (data := self._reader.read(65536)) is not None:
+            if not data:
+                self._open = False
+                break
+            self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        return lines
+
+
+def _has_exited(pid: int) -> bool:
+    """Looks without reaping: until it is reaped, no other process can get its pid or process group."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _end(child: subprocess.Popen[bytes], mark: str) -> None:
+    """Stop the child and all that it started, whatever interrupts this."""
+    try:
+        if not _has_exited(child.pid):
+            _signal_group(child.pid, signal.SIGTERM)
+            deadline = time.monotonic() + TERM_SECONDS
+            while not _has_exited(child.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        _signal_group(child.pid, signal.SIGKILL)
+        child.wait(timeout=EXIT_SECONDS)
+        stop_marked(MARK, mark, patience=_LEFTOVER_SECONDS)
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+
+
+def _obituary(stage: str, code: int, log_file: Path, timeout: float, seconds: float) -> str:
+    if seconds >= timeout:
+        cause = f"was stopped after run.stage_timeout = {timeout:g} seconds"
+    elif code < 0:
+        hint = "; the kernel may have run out of memory" if code == -signal.SIGKILL else ""
+        cause = f"was killed by {signal.Signals(-code).name}{hint}"
+    else:
+        cause = f"ended with exit code {code} and no result"
+    quote = telling_lines(log_file)
+    return f"stage {stage} {cause}; log: {log_file}" + (f"; its last words: {quote}" if quote else "")
+
+
+def telling_lines(log_file: Path, count: int = 3) -> str:
+    """The end of a log as one line: from the last exception's message on, or the last lines."""
+    with contextlib.suppress(OSError), log_file.open("rb") as file:
+        file.seek(max(0, log_file.stat().st_size - 16384))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        lines = [escape_controls(line)[:300] for line in lines if line]
+        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line)]
+        start = errors[-1] if errors else max(0, len(lines) - count)
+        return " | ".join(lines[start : start + count])
+    return ""
+
+
+def escape_controls(text: str) -> str:
+    """`text` with control characters spelled out: samples in a log must not steer a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

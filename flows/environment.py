@@ -1,0 +1,66 @@
+"""The environments of the processes that a flow starts, in one place.
+
+Threads and devices must be settled before torch is imported, so they are set on the process, not inside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_core.config import PipelineConfig
+
+NO_TELEMETRY = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def has_cuda(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this machine offers a CUDA device, found without importing torch."""
+    return Path("/dev/nvidiactl").exists() and environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+
+
+def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The whole environment of a stage's child process.
+
+    Prefect's variables stay behind: the child is no part of a flow run, and the reconciler takes whoever carries
+    `PREFECT__FLOW_RUN_ID` for the engine of that run.
+    """
+    threads = str(config.run.threads or len(os.sched_getaffinity(0)))
+    child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
+    child |= {name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")}
+    child |= {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    child |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "MPLBACKEND": "Agg",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+    }
+    if config.run.device == "cpu" or not has_cuda(environ):
+        child |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return child
+
+
+def prefect_environment(folder: Path) -> dict[str, str]:
+    """Settings of a Prefect server or client of ours whose files lie in `folder`."""
+    return {
+        **NO_TELEMETRY,
+        "PREFECT_HOME": str(folder),
+        "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
+        "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
+        "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+    }

@@ -1,0 +1,83 @@
+"""Questions to the operating system: is this the process we started, who carries this variable?
+
+A process is known by pid and start time, because pids are used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """One process, for as long as the machine is up."""
+
+    pid: int
+    started: float
+    """Seconds since the epoch, as the kernel says."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that has `pid` now, or None."""
+        with contextlib.suppress(psutil.Error):
+            return cls(pid, psutil.Process(pid).create_time())
+        return None
+
+    def alive(self) -> bool:
+        """Whether it is running still; a zombie is not."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 1.0
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def send(self, signum: int) -> None:
+        """Signal it, unless it is gone."""
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signum)
+
+
+def carriers(variable: str) -> Iterator[tuple[ProcessId, str]]:
+    """Every live process of this user with `variable` in its environment, and the value."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            value = process.environ().get(variable)
+            if value is not None and process.status() != psutil.STATUS_ZOMBIE:
+                yield ProcessId(process.pid, process.create_time()), value
+
+
+def stop(processes: Iterable[ProcessId], patience: float, first: int = signal.SIGTERM) -> None:
+    """Signal all with `first`, wait `patience` seconds at most, then SIGKILL those that are left."""
+    left = list(processes)
+    for process in left:
+        process.send(first)
+    if not wait_gone(left, patience):
+        for process in left:
+            process.send(signal.SIGKILL)
+
+
+def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
+    """Whether all of them ended within `seconds`."""
+    deadline = time.monotonic() + seconds
+    left = [process for process in processes if process.alive()]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left = [process for process in left if process.alive()]
+    return not left
+
+
+def stop_marked(variable: str, value: str, patience: float) -> None:
+    """Wait for every process that carries `variable=value`, and SIGKILL those left after `patience` seconds."""
+    marked = [process for process, mark in carriers(variable) if mark == value]
+    if not wait_gone(marked, patience):
+        for process, mark in list(carriers(variable)):
+            if mark == value:
+                process.send(signal.SIGKILL)

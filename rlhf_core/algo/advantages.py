@@ -1,0 +1,116 @@
+"""Rewards per token, and the advantages made of them.
+
+Axes: B sequences, T response tokens. Results are targets: they carry no gradient. Nothing here whitens; see
+`masking.masked_whiten`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_core.algo.masking import as_float, select
+
+GroupKind = Literal["grpo", "dr_grpo", "reinforce_baseline", "rloo"]
+
+
+@torch.no_grad()
+def token_rewards(
+    scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float, score_clip: float | None = None
+) -> Tensor:
+    """-kl_coef * kl on the mask, plus the score at its last token; 0 elsewhere. [B, T], unit of the score.
+
+    The score is clipped to [-score_clip, score_clip] (None: not at all) before the KL joins it, so that the
+    clip cannot hide the KL. A sequence without a mask token gets zeros. (Ziegler et al. 2019; Ouyang et al.
+    2022, eq. 2.)
+    """
+    mask = mask_BT.bool()
+    scores = as_float(scores_B)
+    if score_clip is not None:
+        if not score_clip > 0:
+            raise ValueError(f"score_clip must be above 0, or None; got {score_clip}")
+        scores = scores.clamp(-score_clip, score_clip)
+    tokens_from_here = mask.flip(1).cumsum(1).flip(1)
+    is_last = mask & (tokens_from_here == 1)
+    return torch.where(is_last, scores.unsqueeze(1), 0.0) - kl_coef * select(kl_BT, mask)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        returns = A + V
+
+    [B, T] each -> (advantages, returns), [B, T], unit of the reward, 0 under the mask. t + 1 is the next
+    VALID token: a masked step inside a row (tokens of a tool) is passed over as if it were not there. After
+    the last one V is 0.
+    """
+    valid = mask.bool()
+    rewards, values = select(rewards, valid), select(values, valid)
+    advantages = torch.zeros_like(rewards + values)
+    next_value = advantages.new_zeros(valid.shape[0])
+    next_advantage = next_value
+    for t in reversed(range(valid.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        next_value = torch.where(valid[:, t], values[:, t], next_value)
+        next_advantage = torch.where(valid[:, t], advantage, next_advantage)
+        advantages[:, t] = next_advantage
+    return select(advantages, valid), select(advantages + values, valid)
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} over the valid tokens. [B, T], unit of the reward, 0 under the mask.
+
+    Used by REINFORCE++ (Hu 2025) and for the per-token KL of the group estimators. GAE without a critic and
+    with lam = 1 is this sum, so it follows the same rule for gaps.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+
+
+@torch.no_grad()
+def group_advantages(scores_B: Tensor, groups_B: Tensor, kind: GroupKind, eps: float = 1e-6) -> Tensor:
+    """Advantage of each sequence within its group, usually the samples of one prompt. [B] -> [B].
+
+        grpo                         (s - mean) / (std_unbiased + eps)   Shao et al. 2024, "DeepSeekMath"
+        dr_grpo, reinforce_baseline  s - mean                            Liu et al. 2025; Hu et al. 2025
+        rloo                         s - mean of the others              Kool 2019; Ahmadian et al. 2024
+
+    `groups_B` holds any integer ids, in any order. A NaN score is left out of its group and gets 0. A group
+    of one and a group of equal scores get exactly 0: s - mean of equal float32 scores is rounding noise, and
+    eps cannot hide it.
+
+    Calculated in float64 and on the CPU: sums over B numbers, in one order, give the same bits on every
+    device.
+    """
+    if scores_B.dim() != 1 or groups_B.shape != scores_B.shape:
+        shapes = f"{tuple(scores_B.shape)} and {tuple(groups_B.shape)}"
+        raise ValueError(f"scores and groups must be of one shape [B]; got {shapes}")
+    scores = scores_B.to("cpu", torch.float64)
+    valid = ~scores.isnan()
+    ids, group = torch.unique(groups_B.cpu(), return_inverse=True)
+
+    def group_sum(x: Tensor) -> Tensor:
+        return x.new_zeros(len(ids)).index_add_(0, group, torch.where(valid, x, 0.0))[group]
+
+    def group_extreme(reduce: str, absent: float) -> Tensor:
+        seen = torch.where(valid, scores, absent)
+        return scores.new_full((len(ids),), absent).scatter_reduce_(0, group, seen, reduce)[group]
+
+    count = group_sum(torch.ones_like(scores))
+    others = (count - 1).clamp(min=1)
+    centred = scores - group_sum(scores) / count.clamp(min=1)
+    if kind == "grpo":
+        advantages = centred / ((group_sum(centred.square()) / others).sqrt() + eps)
+    elif kind in ("dr_grpo", "reinforce_baseline"):
+        advantages = centred
+    elif kind == "rloo":
+        # s - (sum - s) / (n - 1) = (s - mean) * n / (n - 1)
+        advantages = centred * count / others
+    else:
+        raise ValueError(f"kind must be one of grpo, dr_grpo, reinforce_baseline, rloo; got {kind!r}")
+    equal = group_extreme("amin", torch.inf) == group_extreme("amax", -torch.inf)
+    zero = equal | ~valid | (count < 2)
+    return torch.where(zero, 0.0, advantages).to(scores_B.device, as_float(scores_B).dtype)

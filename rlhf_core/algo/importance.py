@@ -1,0 +1,54 @@
+"""Weights that correct for the engine's sampling distribution differing from the training engine's.
+
+Axes: B sequences, T response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_core.algo.kl import LOG_RATIO_LIMIT
+from rlhf_core.algo.masking import select
+
+ImportanceKind = Literal["none", "truncate", "mask", "sequence-mask"]
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    kind: ImportanceKind,
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Tensor:
+    """Weights from w = exp(old - rollout), the log-ratio clamped to [-20, 20]. [B, T] -> [B, T], no unit.
+
+        none           1: no correction
+        truncate       clamp(w, low, high)                                       TIS, Yao et al. 2025
+        mask           w where low <= w <= high, else 0                          IcePop, Ling team 2025
+        sequence-mask  w in rows whose geometric mean of w is within [low, high], else 0 for the whole row
+
+    Detached, 0 under the mask. A NaN log-probability of a valid token stays NaN under every kind but `none`:
+    no bound may turn it into a quiet 0.
+    """
+    valid = mask.bool()
+    log_w = select(old_logprobs, valid) - select(rollout_logprobs, valid)
+    log_w = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    w = log_w.exp()
+    if kind == "none":
+        weights = torch.ones_like(w)
+    elif kind == "truncate":
+        weights = w.clamp(low, high)
+    elif kind == "mask":
+        weights = torch.where((w < low) | (w > high), 0.0, w)
+    elif kind == "sequence-mask":
+        tokens = valid.sum(dim=1, keepdim=True).clamp(min=1)
+        geometric_mean = (log_w.sum(dim=1, keepdim=True) / tokens).exp()
+        weights = torch.where((geometric_mean < low) | (geometric_mean > high), 0.0, w)
+    else:
+        raise ValueError(f"kind must be one of none, truncate, mask, sequence-mask; got {kind!r}")
+    return select(weights, valid)

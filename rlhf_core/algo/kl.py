@@ -1,0 +1,102 @@
+"""Estimators of the KL divergence from samples, and the coefficient that weighs it.
+
+Axes: B sequences, T response tokens. Estimators are elementwise and take any shape.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_core.algo.masking import as_float
+
+Estimator = Literal["k1", "abs", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Largest absolute log-ratio that is exponentiated, in nats: far from overflow, and beyond any ratio
+that means something."""
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate of KL(policy || reference) at tokens sampled from the policy. Shape of the inputs, in nats.
+
+    With d = logprobs - ref_logprobs (Schulman 2020, "Approximating KL divergence"):
+
+        k1   d                    unbiased, may be negative
+        abs  |d|
+        k2   d^2 / 2              biased; its expected gradient is that of the KL
+        k3   exp(-d) - 1 + d      unbiased and never negative; d is clamped to [-20, 20] inside exp
+    """
+    d = as_float(logprobs) - as_float(ref_logprobs)
+    if estimator == "k1":
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k3":
+        # expm1: exp(-d) - 1 cancels for small d, and in float32 the estimate would come out negative.
+        return torch.expm1(-d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + d
+    raise ValueError(f"estimator must be one of k1, abs, k2, k3; got {estimator!r}")
+
+
+class FixedKL:
+    """A KL coefficient that stays what it is. `coef`: reward per nat."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = float(coef)
+
+    def update(self, kl: float, n_sequences: int) -> None:
+        """Nothing: here so that callers treat both controllers alike."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef = float(state["coef"])
+
+
+class AdaptiveKL:
+    """A KL coefficient steered towards a target.
+
+        coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon
+
+    (Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2.) `coef` starts at
+    `init`: reward per nat. `target`: nats per sequence, the unit of `kl`. `horizon`: sequences.
+    """
+
+    def __init__(self, init: float, target: float, horizon: float) -> None:
+        if not target > 0:
+            raise ValueError(f"target must be above 0 nats; got {target}")
+        if not horizon > 0:
+            raise ValueError(f"horizon must be above 0 sequences; got {horizon}")
+        self.coef = float(init)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, kl: float, n_sequences: int) -> None:
+        """Move `coef` after `n_sequences` whose mean KL was `kl`: the token SUM of k1 per sequence, in nats.
+
+        A `kl` that is not finite changes nothing: it belongs to a step that is skipped and counted elsewhere,
+        and must not live on in the coefficient and its checkpoints.
+        """
+        if not math.isfinite(kl):
+            return
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        factor = 1.0 + error * n_sequences / self.horizon
+        if factor <= 0:
+            raise ValueError(
+                f"horizon must be above n_sequences / 5 ({n_sequences / 5:g}), "
+                f"or the coefficient turns negative; got {self.horizon:g}; raise it"
+            )
+        self.coef *= factor
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores `coef`; target and horizon belong to the configuration."""
+        self.coef = float(state["coef"])

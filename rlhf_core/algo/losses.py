@@ -1,0 +1,242 @@
+"""The losses of every stage, and the one way they are averaged.
+
+Axes: B sequences, T response tokens. Every loss is a scalar to be minimised.
+
+Where a loss takes `aggregation` and `denominator`, they are `aggregate`'s. With the denominator of the whole
+optimizer step (all ranks, all micro-batches) the losses of its parts ADD UP to the loss of the whole,
+gradients included, however the tokens are split. Whoever averages over ranks or divides by accumulation steps
+must undo both.
+
+Only the newest numbers of a loss (`logprobs`, `values`, the policy's in DPO) receive gradients. Old and
+reference log-probabilities, advantages, returns and weights are constants, even if they arrive attached to a
+graph.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_core.algo.kl import LOG_RATIO_LIMIT, Estimator, kl_estimate
+from rlhf_core.algo.masking import as_float, divide, masked_mean, select
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+
+
+class PolicyLoss(NamedTuple):
+    loss: Tensor
+    """Scalar, unit of the advantages."""
+    clip_fraction: Tensor
+    """Share of this call's valid tokens, 0 to 1, held by the clip (the dual clip not included). Detached."""
+    approx_kl: Tensor
+    """Mean of k3 between old and new over this call's valid tokens, in nats. Detached."""
+
+
+class ValueLoss(NamedTuple):
+    loss: Tensor
+    """Scalar, unit of the returns, squared."""
+    clip_fraction: Tensor
+    """Share of this call's valid tokens, 0 to 1, held by the clip. Detached."""
+
+
+def aggregate(
+    x: Tensor,
+    mask: Tensor,
+    mode: Aggregation,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """One number from per-token numbers. [B, T] -> scalar; 0.0 for an empty mask.
+
+        token-mean           sum of all valid tokens / number of tokens
+        seq-mean-token-mean  sum over sequences of the mean of their tokens / number of sequences
+        seq-mean-token-sum   sum over sequences of the sum of their tokens / number of sequences
+        token-sum            sum of all valid tokens / 1
+
+    A row without a valid token is not a sequence. `denominator` (positive) replaces what stands after the
+    last slash: give it `step_denominator` of the whole optimizer step. The token modes take packed [N] too.
+    """
+    x = select(x, mask)
+    if mode in ("token-mean", "token-sum"):
+        total = x.sum()
+        count = mask.bool().sum() if mode == "token-mean" else torch.ones_like(total)
+    elif mode in ("seq-mean-token-mean", "seq-mean-token-sum"):
+        if mask.dim() != 2:
+            raise ValueError(f"{mode} needs one row per sequence, [B, T]; got shape {tuple(mask.shape)}")
+        tokens_B = mask.bool().sum(dim=1)
+        per_row = x.sum(dim=1)
+        if mode == "seq-mean-token-mean":
+            per_row = per_row / tokens_B.clamp(min=1)
+        total = per_row.sum()
+        count = (tokens_B > 0).sum()
+    else:
+        raise ValueError(f"mode must be one of {', '.join(get_args(Aggregation))}; got {mode!r}")
+    return divide(total, count.clamp(min=1) if denominator is None else denominator)
+
+
+def step_denominator(mode: Aggregation, tokens: int, sequences: int) -> float:
+    """The `denominator` of `mode` for an optimizer step of so many valid tokens and non-empty sequences."""
+    if mode == "token-sum":
+        return 1.0
+    return float(tokens if mode == "token-mean" else sequences)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate of PPO (Schulman et al. 2017, eq. 7). All [B, T].
+
+        r = exp(logprobs - old_logprobs)         L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    The log-ratio is clamped to [-20, 20]. `dual_clip` c > 1 bounds L by -c A where A < 0, where a large r
+    would make it grow without limit (Ye et al. 2020, "Mastering Complex Control in MOBA Games"). `weights`
+    [B, T], from `importance`, multiply L after the clip.
+    """
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, or None; got {dual_clip}")
+    new, old = select(logprobs, mask), select(old_logprobs, mask).detach()
+    advantages = select(advantages, mask).detach()
+
+    ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    per_token = torch.maximum(plain, clipped)
+    if dual_clip is not None:
+        per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)
+    if weights is not None:
+        per_token = per_token * select(weights, mask).detach()
+
+    with torch.no_grad():
+        clip_fraction = masked_mean((clipped > plain).to(plain.dtype), mask)
+        approx_kl = masked_mean(kl_estimate(old, new, "k3"), mask)
+    return PolicyLoss(aggregate(per_token, mask, aggregation, denominator), clip_fraction, approx_kl)
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None = 0.2,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> ValueLoss:
+    """Squared error of the critic, with PPO's clip. All [B, T].
+
+    L = max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2, or (v - R)^2 / 2 when clip is None.
+    """
+    new, old = select(values, mask), select(old_values, mask).detach()
+    returns = select(returns, mask).detach()
+    plain = (new - returns).square()
+    if clip is None:
+        loss = aggregate(plain / 2, mask, aggregation, denominator)
+        return ValueLoss(loss, torch.zeros_like(loss))
+    clipped = (old + (new - old).clamp(-clip, clip) - returns).square()
+    loss = aggregate(torch.maximum(plain, clipped) / 2, mask, aggregation, denominator)
+    return ValueLoss(loss, masked_mean((clipped > plain).to(plain.dtype), mask))
+
+
+def entropy_bonus(
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """The aggregated entropy per token ([B, T], from `logprobs.token_entropy`), in nats.
+
+    A bonus: coefficient * it is to be SUBTRACTED from the loss.
+    """
+    return aggregate(entropy, mask, aggregation, denominator)
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: Estimator = "k2",
+    *,
+    aggregation: Aggregation = "token-mean",
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """The aggregated KL estimate. [B, T] each -> scalar, in nats; coefficient * it is to be ADDED.
+
+    The gradient is the plain derivative of the estimator. That of k2 is the gradient of the KL in expectation
+    over the policy's own samples. Those of the unbiased estimators are not: k1's has mean zero, k3's is that
+    of KL(reference || policy).
+    """
+    new, ref = select(logprobs, mask), select(ref_logprobs, mask).detach()
+    return aggregate(kl_estimate(new, ref, estimator), mask, aggregation, denominator)
+
+
+def reward_model_loss(
+    chosen_B: Tensor,
+    rejected_B: Tensor,
+    margin_B: Tensor | None = None,
+    center: float = 0.0,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """Bradley-Terry loss on pairs of scores. [B] each -> mean over pairs (Ouyang et al. 2022, eq. 1).
+
+        L = -log sigmoid(c - r - margin) + center (c + r)^2
+
+    `margin_B`: by how much the chosen should win (Touvron et al. 2023, eq. 2). `center` holds the free offset
+    of the scores near 0 (Eisenstein et al. 2023). `denominator`: pairs of the whole optimizer step.
+    """
+    chosen, rejected = as_float(chosen_B), as_float(rejected_B)
+    gap = chosen - rejected
+    if margin_B is not None:
+        gap = gap - margin_B
+    per_pair = -logsigmoid(gap)
+    if center != 0.0:
+        per_pair = per_pair + center * (chosen + rejected).square()
+    return _mean_over_pairs(per_pair, denominator)
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
+    """Negative log-likelihood per trained token, in nats. Any shape.
+
+    `denominator`: trained tokens of the whole optimizer step.
+    """
+    return -masked_mean(logprobs, mask, denominator)
+
+
+def dpo_loss(
+    policy_chosen_B: Tensor,
+    policy_rejected_B: Tensor,
+    ref_chosen_B: Tensor,
+    ref_rejected_B: Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """DPO on summed log-probabilities. [B] each -> mean over pairs (Rafailov et al. 2023, eq. 7).
+
+        h = beta ((policy_chosen - policy_rejected) - (ref_chosen - ref_rejected))
+        L = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
+
+    `label_smoothing`: the probability that a label is the wrong way round (Mitchell 2023, "cDPO").
+    `denominator`: pairs of the whole optimizer step.
+    """
+    policy_gap = as_float(policy_chosen_B) - as_float(policy_rejected_B)
+    ref_gap = (as_float(ref_chosen_B) - as_float(ref_rejected_B)).detach()
+    h = beta * (policy_gap - ref_gap)
+    per_pair = -(1.0 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
+    return _mean_over_pairs(per_pair, denominator)
+
+
+def _mean_over_pairs(per_pair: Tensor, denominator: Tensor | float | None) -> Tensor:
+    return divide(per_pair.sum(), max(per_pair.numel(), 1) if denominator is None else denominator)

@@ -1,0 +1,73 @@
+"""Sums, means, variances and whitening over the valid tokens only.
+
+Axes: B sequences, T response tokens. `mask` has the shape of `x`; true (1.0) marks a valid token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def as_float(x: Tensor) -> Tensor:
+    """`x` itself when it is float32 or float64, otherwise raised to float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` on the mask and 0 elsewhere, in float32 or float64.
+
+    `torch.where` and not a product: 0 * NaN is NaN, in the value and in the gradient. Axes of size one in `x`
+    broadcast; the mask never does, because it is also what is counted.
+    """
+    if x.dim() != mask.dim() or any(a not in (1, b) for a, b in zip(x.shape, mask.shape, strict=True)):
+        raise ValueError(f"mask must have the shape of the values {tuple(x.shape)}; got {tuple(mask.shape)}")
+    return torch.where(mask.bool(), as_float(x), 0.0)
+
+
+def divide(total: Tensor, denominator: Tensor | float) -> Tensor:
+    """`total / denominator` in the dtype of `total`, whatever number type the denominator came in."""
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(total.dtype)
+    return total / denominator
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `x` over the mask. Scalar, unit of `x`; 0.0 for an empty mask."""
+    return select(x, mask).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
+    """Mean of `x` over the mask: sum(m x) / sum(m). Scalar, unit of `x`; 0.0 for an empty mask.
+
+    The count is exact. An epsilon in it would bias every mean, and short batches the most. `denominator`
+    (positive) replaces the count: give it the tokens of the whole optimizer step, and the values of its
+    micro-batches add up.
+    """
+    if denominator is None:
+        denominator = mask.bool().sum().clamp(min=1)
+    return divide(masked_sum(x, mask), denominator)
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over the mask: sum m (x - mu)^2 / (n - 1), or / n if not `unbiased`. Scalar; 0.0 if n < 2."""
+    # float64 inside: a float32 mean of equal values is not quite that value, and whitening divides by this.
+    wide = select(x, mask).double()
+    count = mask.bool().sum()
+    squares = masked_sum((wide - masked_mean(wide, mask)).square(), mask)
+    return (squares / (count - int(unbiased)).clamp(min=1)).to(as_float(x).dtype)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """(x - mu) * rsqrt(var + eps) on the mask, 0 under it; plus mu again when `shift_mean` is false.
+
+    Same shape as `x`, no unit. mu and the unbiased variance are those of all valid tokens given: for
+    statistics across ranks the caller reduces count, sum and sum of squares, or calls this on the whole
+    batch.
+    """
+    wide = select(x, mask).double()
+    mean = masked_mean(wide, mask)
+    whitened = (wide - mean) * torch.rsqrt(masked_var(wide, mask) + eps)
+    if not shift_mean:
+        whitened = whitened + mean
+    return select(whitened, mask).to(as_float(x).dtype)

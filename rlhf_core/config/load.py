@@ -1,0 +1,183 @@
+"""`load_config`: one YAML file and overrides such as `ppo.kl.coef=0.02` become one `PipelineConfig`, or one error.
+
+Everything wrong is listed in one ConfigError, a line each: `FILE:LINE: field: rule; got VALUE; fix`. Values that may
+be secrets are never shown. Nothing heavy is imported here.
+
+A section that the file gives in part keeps the rest of its defaults: with `ppo: {policy: {weight_decay: 0.1}}` the
+learning rate stays that of `ppo.policy`, not that of optimizers in general.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.problems import Place, dotted, sentences, unknown
+from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
+from rlhf_core.config.schema import Keys, fields, kind, locate
+from rlhf_core.config.yamlfile import Document, parse, parse_value, read
+from rlhf_core.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read, override and validate a configuration.
+
+    `overrides` are `section.field=value`; the value is YAML (`3`, `1e-5`, `text`, `[1, 2]`), items of lists are
+    reached by index (`ppo.rewards.0.weight=2`). Raises ConfigError with every problem found.
+    """
+    return _build(read(path), overrides)
+
+
+def parse_config(data: bytes, name: str = "configuration", overrides: Sequence[str] = ()) -> PipelineConfig:
+    """As `load_config`, from bytes; `name` stands for the file in messages."""
+    return _build(parse(data, name), overrides)
+
+
+def config_from_tree(
+    tree: Mapping[str, Any], name: str = "configuration", overrides: Sequence[str] = ()
+) -> PipelineConfig:
+    """As `load_config`, from plain data such as the parameters of a flow run."""
+    return _build(Document(name, dict(tree)), overrides)
+
+
+def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
+    tree = json.loads(json.dumps(document.tree))  # a copy in which aliased parts are apart
+    given: dict[Keys, str] = {}
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            given[_override(tree, text)] = text
+        except ConfigError as error:
+            problems.append(error.message)
+    place = _placer(document, given)
+    for path, value in texts(tree):
+        if has_credentials(value):
+            problems.append(
+                f"{place(path)}: {dotted(path)}: credentials in a URL are refused; got {HIDDEN}; "
+                "give them by environment variables or a role"
+            )
+    try:
+        config = PipelineConfig.model_validate_json(json.dumps(_with_defaults(tree)))
+    except ValidationError as error:
+        problems.extend(sentences(error, place))
+    if problems:
+        # Not chained: pydantic's error would carry the values that the message hides.
+        raise ConfigError("\n".join(problems)) from None
+    return config
+
+
+def _placer(document: Document, overrides: Mapping[Keys, str]) -> Place:
+    def place(path: Keys) -> str:
+        for end in range(len(path), 0, -1):
+            if path[:end] in overrides:
+                return _named(overrides[path[:end]])
+            if path[:end] in document.lines:
+                inside = [text for keys, text in overrides.items() if keys[:end] == path[:end]]
+                return _named(inside[-1]) if inside and end < len(path) else document.place(path[:end])
+        return document.name
+
+    return place
+
+
+def _named(override: str) -> str:
+    key, equals, value = override.partition("=")
+    text = f"{key}={HIDDEN}" if is_secret(key, value) else f"{key}{equals}{value}"
+    return f"override {text}" if len(text) <= 80 and text.isprintable() else f"override {shown(text, limit=80)}"
+
+
+def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    return _merged(tree, PipelineConfig().model_dump(mode="json", by_alias=True), PipelineConfig)
+
+
+def _merged(tree: dict[str, Any], defaults: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    merged = dict(defaults)
+    known = fields(model)
+    for key, value in tree.items():
+        section = kind(known[key].annotation).section if key in known else None
+        merged[key] = _merged(value, defaults[key], section) if section and isinstance(value, dict) else value
+    return merged
+
+
+def _override(tree: dict[str, Any], text: str) -> Keys:
+    """Write one override into the tree; returns its path. Raises ConfigError."""
+    key, equals, value_text = text.partition("=")
+    key = key.strip()
+    name = _named(text)
+    if not equals or not key:
+        raise ConfigError(f"{name}: an override has the form section.field=value; add `=` and a value")
+    if not value_text.strip():
+        raise ConfigError(f"{name}: has no value; write {key}=null to unset it, or {key}='\"\"' for empty text")
+    try:
+        value = parse_value(value_text, name)
+    except ConfigError as error:
+        message = error.message.replace(f"{name}:1:", f"{name}:", 1)
+        raise ConfigError(f"{message} (in a shell: {key}='\"...\"')") from None
+    path = _path(key, name)
+    _set(tree, path, value, name)
+    return path
+
+
+def _path(key: str, name: str) -> Keys:
+    """`ppo.rewards.0.weight` as keys, checked against the schema. Raises ConfigError for an unknown one."""
+    steps: list[str | int] = []
+    for step in key.split("."):
+        before = locate(steps)
+        in_list = before.kind is not None and before.kind.items is not None
+        if in_list and not (step.isascii() and step.isdigit() and len(step) < 5):
+            raise ConfigError(
+                f"{name}: {dotted(steps)} is a list; got {shown(step)}; use an index, such as {dotted(steps)}.0"
+            )
+        steps.append(int(step) if in_list else step)
+        here = locate(steps)
+        if here.kind is None and before.kind is not None and before.kind.section is not None:
+            raise ConfigError(f"{name}: {unknown(tuple(steps), before.kind.section)}")
+        if (
+            here.kind is None
+            and before.kind is not None
+            and not before.kind.variants
+            and not _is_map(before.kind.annotation)
+        ):
+            raise ConfigError(
+                f"{name}: {dotted(steps[:-1])} is a value and has no fields; override {dotted(steps[:-1])}"
+            )
+    return tuple(steps)
+
+
+def _is_map(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is dict
+
+
+def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
+    here: Any = tree
+    for depth, step in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(here, list) and isinstance(step, int):
+            if step > len(here):
+                raise ConfigError(
+                    f"{name}: {dotted(path[:depth])} has {len(here)} items; got index {step}; use 0 to {len(here)}"
+                )
+            if step == len(here):
+                here.append({})
+        elif not isinstance(here, dict):
+            raise ConfigError(
+                f"{name}: {dotted(path[:depth])} is no section or list in the file; got {shown(here)}; correct it there"
+            )
+        elif not last and here.get(str(step)) is None:
+            here[str(step)] = _default(path[: depth + 1])
+        if last:
+            here[step] = value
+        else:
+            here = here[step]
+
+
+def _default(path: Keys) -> Any:
+    """What the file would have to say to mean what it means without saying it: the default list, or an empty section."""
+    here: Any = PipelineConfig().model_dump(mode="json", by_alias=True)
+    for step in path:
+        here = here.get(step) if isinstance(here, dict) else None
+    return here if isinstance(here, list) else {}

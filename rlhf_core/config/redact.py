@@ -1,0 +1,67 @@
+"""What may be shown of a value in messages and logs: never a secret, never much."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+HIDDEN = "(hidden)"
+
+_SECRET_NAME = re.compile(
+    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth|private_?key)$", re.I
+)
+_SECRET_VALUE = re.compile(
+    r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
+    r"|-----BEGIN|\beyJ[\w-]{10,}\.|[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)=",
+    re.I,
+)
+_URL_WITH_USER = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@)")
+
+
+def has_credentials(text: str) -> bool:
+    """True for a URL with a user part (`scheme://user:password@host`)."""
+    return _URL_WITH_USER.search(text) is not None
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """True if the value, or a field of this name, should not be shown."""
+    if _SECRET_NAME.search(name):
+        return True
+    return isinstance(value, str) and (has_credentials(value) or _SECRET_VALUE.search(value) is not None)
+
+
+def shown(value: Any, name: str = "", limit: int = 60) -> str:
+    """A value as messages show it: short, on one line, without control characters, `(hidden)` if it may be secret."""
+    if is_secret(name, value):
+        return HIDDEN
+    if value is None:
+        return "null (nothing)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return f"a section of {len(value)} keys"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
+
+
+def shown_key(key: str) -> str:
+    """A key as messages show it."""
+    return HIDDEN if is_secret("", key) else (key if key.isprintable() and len(key) <= 60 else shown(key))
+
+
+def texts(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Every text in a tree of plain data, with its path."""
+    if isinstance(tree, str):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from texts(value, (*path, key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from texts(value, (*path, index))

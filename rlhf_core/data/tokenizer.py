@@ -1,0 +1,116 @@
+"""Tokenizers: loading one and making it fit for RLHF, or training a small one on the data.
+
+The only file of the data layer that imports `tokenizers` and `transformers.AutoTokenizer`, inside functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+TINY_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Chat template of trained tokenizers: role marks are single tokens, so a prompt is always a prefix of its conversation."""
+
+
+def is_local_model(path: str) -> bool:
+    """True for what can only be a folder: it exists, or it does not look like a hub id (`name` or `owner/name`)."""
+    looks_like_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
+    return not looks_like_id or Path(path).expanduser().exists()
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> Any:
+    """A fast Hugging Face tokenizer with an EOS token and a pad token that is not EOS.
+
+    `path` is a folder or a hub id. No code of the model is run. Raises ModelError with a fix.
+    """
+    if is_local_model(path):
+        path = str(Path(path).expanduser())
+        if not Path(path).is_dir():
+            raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:  # the libraries below raise a dozen unrelated types for a broken or missing tokenizer
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"no tokenizer can be loaded from {path}: {reason}; it needs tokenizer.json and tokenizer_config.json"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"the tokenizer of {path} has no tokenizer.json; save it once with its fast version")
+    return with_safe_specials(tokenizer, path)
+
+
+def with_safe_specials(tokenizer: Any, name: str) -> Any:
+    """Make sure that EOS exists and that the pad id is another id: a pad that equals EOS would mask EOS in training."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return tokenizer
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    specials = [
+        token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special and token.content not in taken
+    ]
+    named = [token for token in specials if "pad" in token.lower()]
+    spare = [token for token in specials if "reserved" in token.lower() or "unused" in token.lower()]
+    unk = [tokenizer.unk_token] if tokenizer.unk_token and tokenizer.unk_token not in taken else []
+    choices = named + unk + spare + specials
+    if not choices:
+        raise ModelError(
+            f"the tokenizer of {name} has no token to pad with besides EOS ({tokenizer.eos_token!r}); "
+            "add a pad token to it and resize the model's embeddings once"
+        )
+    log.warning("the tokenizer of %s has no pad token of its own: %r is used", name, choices[0])
+    tokenizer.pad_token = choices[0]
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = TINY_TEMPLATE) -> Any:
+    """A byte-level BPE of at most `vocab_size` tokens with pad, bos, eos, unk and role marks, and a chat template.
+
+    With 512 tokens and more every byte has a token; a smaller vocabulary covers printable ASCII and the bytes of
+    `texts`, and anything else becomes `<unk>`.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = [PAD, BOS, EOS, UNK, *_ROLES]
+    bpe = Tokenizer(models.BPE(unk_token=UNK))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    # Printable ASCII stands for itself in the byte-level alphabet, but for the space (Ġ) and the newline (Ċ).
+    ascii_alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if vocab_size >= 512 else ascii_alphabet,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bpe.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        additional_special_tokens=list(_ROLES),
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )

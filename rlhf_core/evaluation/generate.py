@@ -1,0 +1,58 @@
+"""Responses of one model to held-out prompts, by a vLLM engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.seeds import derive_seed
+from rlhf_core.types import PromptExample, RewardInput, Rollout
+
+
+def sample_responses(
+    config: PipelineConfig, model: Path, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+) -> list[Rollout]:
+    """One response per prompt (n,), in order; `done(k)` is called after each batch with the responses so far.
+
+    Seeds depend on the prompt alone, so two models answer with the same random numbers. The engine is gone afterwards.
+    """
+    from rlhf_core.rollout.engine import Engine
+
+    seed = derive_seed(config.run.seed, "evaluate")
+    engine = Engine(
+        model, config.ppo.engine, device=device, max_model_len=config.max_sequence_tokens, seed=seed % 2**31
+    )
+    rollouts: list[Rollout] = []
+    try:
+        for start in range(0, len(prompts), config.ppo.engine.max_num_seqs):
+            batch = prompts[start : start + config.ppo.engine.max_num_seqs]
+            rollouts += engine.generate(
+                batch,
+                n=1,
+                max_new_tokens=config.ppo.max_new_tokens,
+                temperature=config.evaluate.temperature,
+                seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
+                policy_version=0,
+            )
+            done(len(rollouts))
+    finally:
+        engine.shutdown()
+    return rollouts
+
+
+def reward_inputs(tokenizer: Any, prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]) -> list[RewardInput]:
+    """What the reward sources see of each response (n,): decoded without special tokens."""
+    return [
+        RewardInput(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.prompt,
+            response=tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True),
+            prompt_ids=rollout.prompt_ids,
+            response_ids=rollout.response_ids,
+            finished=rollout.finished,
+            meta=prompt.meta,
+        )
+        for prompt, rollout in zip(prompts, rollouts, strict=True)
+    ]

@@ -1,0 +1,126 @@
+"""The plots of the report. matplotlib's object interface only: no pyplot, no global state, no display."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.evaluation.history import Column, History
+
+SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
+_SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
+MEASURE_LABELS = {"gold": "gold reward (true reward)", "reward_model": "reward-model score (normalised)", "rules": "weighted sum of rule rewards"}  # fmt: skip
+_DPI = 144
+
+
+def training_curves(history: History) -> Any:
+    """Score and KL by PPO step, one panel each (no second axis to misread). Needs at least one step."""
+    figure, (top, bottom) = _figure(7.6, 5.2, rows=2)
+    step = history.column("step")
+    _line(top, step, history.column("objective/scores"), PPO, "score")
+    if history.has("objective/rlhf_reward"):
+        _line(top, step, history.column("objective/rlhf_reward"), SFT, "score minus KL penalty")
+    top.legend(loc="lower right", frameon=False)
+    _label(top, "Reward during PPO", "", "mean score per response")
+    _line(bottom, step, history.column("objective/kl"), KL, "KL")
+    _label(bottom, "Distance from the SFT model", "PPO step", "KL (nats per response)")
+    return figure
+
+
+def reward_sources(history: History) -> Any:
+    """Raw value of each reward source by step."""
+    figure, (axes,) = _figure(7.6, 3.4)
+    for name, color in zip(history.names("rewards/"), _SERIES * 8, strict=False):
+        _line(axes, history.column("step"), history.column(name), color, name.removeprefix("rewards/"))
+    axes.legend(loc="best", frameon=False)
+    _label(axes, "Reward sources during PPO", "PPO step", "mean raw value")
+    return figure
+
+
+def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Any:
+    """Histograms of SFT and policy scores on the same prompts. `scores`: measure -> (sft (n,), policy (n,))."""
+    figure, panels = _figure(7.6, 3.4, columns=len(scores))
+    for axes, (measure, (sft, ppo)) in zip(panels, scores.items(), strict=True):
+        bins = _bins(np.asarray(sft, dtype=float), np.asarray(ppo, dtype=float))
+        for values, color, name in ((sft, SFT, "SFT"), (ppo, PPO, "PPO")):
+            axes.hist(values, bins=bins, color=color, alpha=0.6, label=name, edgecolor="white", linewidth=0.5)
+            axes.axvline(float(np.mean(values)), color=color, linewidth=1.8, linestyle=(0, (4, 2)))
+        axes.legend(loc="upper left", frameon=False)
+        _label(axes, "Before and after PPO", MEASURE_LABELS.get(measure, measure), f"responses (of {len(sft)})")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def reward_against_kl(history: History) -> Any:
+    """What each nat of KL bought: score against KL, one point per step, coloured by step (Gao et al. 2022)."""
+    figure, (axes,) = _figure(7.6, 3.8)
+    kl, score, step = (history.column(name) for name in ("objective/kl", "objective/scores", "step"))
+    axes.plot(kl, score, color=GRID, linewidth=1.0, zorder=1)
+    points = axes.scatter(kl, score, c=step, cmap="viridis", s=22, zorder=2, linewidths=0)
+    bar = figure.colorbar(points, ax=axes, pad=0.02)
+    bar.set_label("PPO step", color=INK)
+    bar.outline.set_visible(False)
+    _label(axes, "Reward against KL", "KL to the SFT model (nats per response)", "mean score per response")
+    return figure
+
+
+def to_png(figure: Any) -> bytes:
+    """The same figure gives the same bytes: no date, no version."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False).ravel().tolist()
+    for axes in panels:
+        axes.grid(True, color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, labelsize=9, length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(SFT)
+    return figure, panels
+
+
+def _label(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_xlabel(x, color=INK, fontsize=9.5)
+    axes.set_ylabel(y, color=INK, fontsize=9.5)
+
+
+def _line(axes: Any, step: Column, values: Column, color: str, name: str) -> None:
+    """The values, faint, and their running mean over a twentieth of the steps."""
+    window = max(1, len(values) // 20)
+    if window > 1:
+        axes.plot(step, values, color=color, alpha=0.3, linewidth=1.0)
+        name = f"{name} (mean of {window} steps)"
+    marker = "o" if len(values) < 3 else None
+    axes.plot(step, _running_mean(values, window), color=color, linewidth=2.0, label=name, marker=marker)
+
+
+def _running_mean(values: Column, window: int) -> Column:
+    """Trailing mean; the first values average over what there is."""
+    sums = np.cumsum(np.nan_to_num(values))
+    counts = np.cumsum(np.isfinite(values)).astype(np.float64)
+    sums[window:] -= sums[:-window].copy()
+    counts[window:] -= counts[:-window].copy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means: Column = sums / counts
+    return means
+
+
+def _bins(sft: Column, ppo: Column) -> Column:
+    low, high = float(min(sft.min(), ppo.min())), float(max(sft.max(), ppo.max()))
+    if high - low < 1e-9:
+        low, high = low - 0.5, high + 0.5
+    edges: Column = np.linspace(low, high, 25)
+    return edges

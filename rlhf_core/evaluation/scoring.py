@@ -1,0 +1,124 @@
+"""Scores of sampled responses by each measure, and the policy's KL to the SFT model. One model in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.rewards import AnyReward, ModelReward
+from rlhf_core.data.synthetic import parse_prompt
+from rlhf_core.errors import ConfigError, NonFiniteError
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rewards.rules import gold
+from rlhf_core.types import PromptExample, RewardInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
+    """The sources of `ppo.rewards` that need no reward model."""
+    return tuple(source for source in config.ppo.rewards if not isinstance(source, ModelReward))
+
+
+def has_gold(prompts: Sequence[PromptExample]) -> bool:
+    """True if every prompt comes from the synthetic task, whose true reward is known."""
+    return bool(prompts) and all(parse_prompt(prompt.prompt) is not None for prompt in prompts)
+
+
+def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
+    """The measure that decides wins: `gold`, `reward_model` or `rules`.
+
+    Raises `ConfigError` if `evaluate.judge` asks for one that this run does not have.
+    """
+    possible = {"gold": gold_known, "reward_model": config.reward.enabled, "rules": bool(rule_sources(config))}
+    available = [name for name, there in possible.items() if there]
+    wanted = config.evaluate.judge
+    if wanted == "auto" and available:
+        return available[0]
+    if wanted in available:
+        return wanted
+    raise ConfigError(
+        f"evaluate.judge must name a judge that this run has; got {wanted}; use {' or '.join(['auto', *available])} "
+        "(gold needs the synthetic task, reward_model a trained reward model, rules a rule in ppo.rewards)"
+    )
+
+
+def score_rules(sources: tuple[AnyReward, ...], samples: Sequence[RewardInput]) -> RewardBatch:
+    """All sources on all samples at once, so that batch normalisation treats both models' responses alike."""
+    with RewardComposer(sources) as composer:
+        return composer.score(samples, None)
+
+
+def score_gold(samples: Sequence[RewardInput]) -> list[float]:
+    """(n,) true rewards."""
+    return [gold(sample) for sample in samples]
+
+
+def score_reward_model(
+    config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
+) -> list[float]:
+    """(n,) scores, normalised by the statistics stored with the reward model."""
+    from rlhf_core.models.score import load_score_model
+    from rlhf_core.models.scoring import sequence_scores
+
+    model = load_score_model(
+        folder, dtype=config.reward.deepspeed.dtype, attention=config.model.attention, device=device
+    ).eval()
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+    scores = sequence_scores(model, pairs, micro_batch_tokens=config.ppo.micro_batch_tokens, pad_id=pad_id)
+    del model
+    _free(device)
+    return scores
+
+
+def policy_kl(
+    config: PipelineConfig, policy: Path, reference: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
+) -> list[float]:
+    """(n,) sum over tokens of log policy - log reference on the policy's samples, in nats per response.
+
+    Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the prompt.
+    """
+    ours, theirs = (
+        _logprobs(config, folder, samples, pad_id=pad_id, device=device) for folder in (policy, reference)
+    )
+    values = [float((new - ref).double().sum()) for new, ref in zip(ours, theirs, strict=True)]
+    for value, sample in zip(values, samples, strict=True):
+        if abs(value) == float("inf") or value != value:
+            raise NonFiniteError(f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be finite")
+    return values
+
+
+def _logprobs(
+    config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
+) -> list[Tensor]:
+    from rlhf_core.models.policy import load_policy
+    from rlhf_core.models.scoring import sequence_logprobs
+
+    dtype = config.ppo.policy_deepspeed.dtype
+    model = load_policy(folder, dtype=dtype, attention=config.model.attention, device=device).eval()
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+    logprobs = sequence_logprobs(
+        model,
+        pairs,
+        temperature=config.evaluate.temperature,
+        micro_batch_tokens=config.ppo.micro_batch_tokens,
+        pad_id=pad_id,
+    )
+    del model
+    _free(device)
+    return logprobs
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()

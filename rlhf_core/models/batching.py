@@ -1,0 +1,152 @@
+"""Ragged sequences <-> the tensors of one forward pass.
+
+Axes: `B` rows, `L` columns, `N` selected tokens of the whole micro-batch (those with a label), `S` sequences.
+
+Two layouts, both without an attention mask over padding:
+  padded  one sequence per row, real tokens first. Causal attention never looks right, so what pads the end cannot
+          change a real token.
+  packed  all sequences in one row, position ids restart with each; Hugging Face models then let no sequence see another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence and which of its tokens are to be predicted."""
+
+    input_ids: tuple[int, ...]
+    """(L,)"""
+    target_mask: tuple[int, ...]
+    """(L,) 1 where the token is a target; the first token never is."""
+
+    @staticmethod
+    def of(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TokenSequence:
+        """Targets are the response tokens."""
+        return TokenSequence(
+            tuple(prompt_ids) + tuple(response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids)
+        )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tensors of one forward pass; all int64."""
+
+    input_ids_BL: torch.Tensor
+    position_ids_BL: torch.Tensor | None
+    """None in the padded layout: the model's own 0, 1, 2, ..."""
+    select_N: torch.Tensor
+    """Flat positions in B*L whose NEXT token is a target, sequence by sequence."""
+    labels_N: torch.Tensor
+    """The targets."""
+    last_S: torch.Tensor
+    """Flat position of the last real token of each sequence (where a score head reads)."""
+    counts: tuple[int, ...]
+    """(S,) targets of each sequence, so `split` can undo the concatenation."""
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        return TokenBatch(
+            self.input_ids_BL.to(device),
+            None if self.position_ids_BL is None else self.position_ids_BL.to(device),
+            self.select_N.to(device),
+            self.labels_N.to(device),
+            self.last_S.to(device),
+            self.counts,
+        )
+
+    def split(self, values_N: torch.Tensor) -> list[torch.Tensor]:
+        """(N,) -> S tensors of (T,)."""
+        return list(values_N.split(list(self.counts)))
+
+
+def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = False) -> TokenBatch:
+    """One micro-batch. An empty list gives a one-token dummy without targets, for ranks that must take part."""
+    if not sequences:
+        sequences = [TokenSequence((pad_id,), (0,))]
+    select: list[int] = []
+    labels: list[int] = []
+    counts: list[int] = []
+    last: list[int] = []
+    width = sum(map(len, sequences)) if pack else max(map(len, sequences))
+    offset = 0
+    for row, sequence in enumerate(sequences):
+        start = offset if pack else row * width
+        targets = [t for t in range(1, len(sequence)) if sequence.target_mask[t]]
+        select += [start + t - 1 for t in targets]
+        labels += [sequence.input_ids[t] for t in targets]
+        counts.append(len(targets))
+        last.append(start + len(sequence) - 1)
+        offset += len(sequence)
+    if pack:
+        input_ids = torch.tensor([[token for sequence in sequences for token in sequence.input_ids]])
+        positions = torch.tensor([[p for sequence in sequences for p in range(len(sequence))]])
+    else:
+        input_ids = torch.full((len(sequences), width), pad_id)
+        for row, sequence in enumerate(sequences):
+            input_ids[row, : len(sequence)] = torch.tensor(sequence.input_ids)
+        positions = None
+    return TokenBatch(
+        input_ids,
+        positions,
+        torch.tensor(select, dtype=torch.long),
+        torch.tensor(labels, dtype=torch.long),
+        torch.tensor(last, dtype=torch.long),
+        tuple(counts),
+    )
+
+
+def micro_batches(lengths: Sequence[int], budget: int, *, pack: bool = False) -> list[list[int]]:
+    """Indices grouped so that one forward pass holds at most `budget` tokens, padding included.
+
+    Sorted by length, longest first: the first pass shows the peak memory, and padding stays small. A sequence longer
+    than the budget gets a pass of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = []
+    used = 0
+    for i in order:
+        cost = lengths[i] if pack else lengths[groups[-1][0]] if groups else 0
+        if groups and used + cost <= budget:
+            groups[-1].append(i)
+            used += cost
+        else:
+            groups.append([i])
+            used = lengths[i]
+    return groups
+
+
+def plan_ranks(lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = False) -> list[list[list[int]]]:
+    """`plan[rank][micro_batch]` -> indices; every rank gets the same number of micro-batches.
+
+    Collectives inside a forward pass (ZeRO-3) and at its end need equal counts, so a rank with fewer groups splits its
+    largest, and a rank with too few sequences gets empty ones.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for i in order:
+        rank = min(range(ranks), key=lambda r: (load[r], len(shares[r]), r))
+        shares[rank].append(i)
+        load[rank] += lengths[i]
+    plans = [
+        [[share[i] for i in group] for group in micro_batches([lengths[i] for i in share], budget, pack=pack)]
+        for share in shares
+    ]
+    count = max(map(len, plans))
+    for plan in plans:
+        while len(plan) < count:
+            largest = max(range(len(plan)), key=lambda g: len(plan[g])) if plan else -1
+            if largest >= 0 and len(plan[largest]) > 1:
+                group = plan.pop(largest)
+                plan[largest:largest] = [group[: len(group) // 2], group[len(group) // 2 :]]
+            else:
+                plan.append([])
+    return plans

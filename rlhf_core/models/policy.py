@@ -1,0 +1,86 @@
+"""The policy (and the reference): a Hugging Face causal language model that returns log-probabilities of labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rlhf_core.algo.logprobs import token_entropy, token_logprobs
+from rlhf_core.errors import ModelError
+from rlhf_core.models.batching import TokenBatch
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TokenOutputs(NamedTuple):
+    """Per selected token."""
+
+    logprobs_N: torch.Tensor
+    """log p(label), float32."""
+    entropy_N: torch.Tensor | None
+    """Entropy of the distribution, float32, where it was asked for."""
+
+
+class Policy(nn.Module):
+    """Wraps a causal LM so that one `forward`, through DeepSpeed's hooks too, gives log-probabilities.
+
+    The language-model head runs on the selected positions only: prompts and padding cost no logits.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutputs:
+        hidden_BLH = self.lm.model(
+            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=False
+        ).last_hidden_state
+        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
+        logits_NV = self.lm.lm_head(hidden_NH)
+        entropy = None
+        if with_entropy:
+            with torch.no_grad():
+                entropy = token_entropy(logits_NV.detach(), temperature)
+        return TokenOutputs(token_logprobs(logits_NV, batch.labels_N, temperature), entropy)
+
+    def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `self.lm`."""
+        self.lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+
+
+def load_policy(folder: Path | str, *, dtype: str, attention: str, device: str, revision: str | None = None) -> Policy:
+    """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
+    try:
+        if is_config_only(folder):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            lm = AutoModelForCausalLM.from_config(config, **options)
+        else:
+            lm = AutoModelForCausalLM.from_pretrained(folder, revision=revision, use_safetensors=True, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"model.path: cannot load a causal language model from {folder}: {error}") from error
+    if not hasattr(lm, "lm_head") or not hasattr(lm, "model"):
+        raise ModelError(f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture")
+    return Policy(without_dropout(lm).to(device))
+
+
+def is_config_only(folder: Path | str) -> bool:
+    """True for a local folder with a `config.json` but no weights."""
+    path = Path(folder)
+    return (path / "config.json").is_file() and not any(path.glob("*.safetensors*"))
+
+
+def without_dropout(model: Any) -> Any:
+    """Dropout off everywhere: the ratio of the first minibatch must be exactly 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop"):
+        if getattr(model.config, name, None):
+            setattr(model.config, name, 0.0)
+    return model

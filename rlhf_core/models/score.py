@@ -1,0 +1,94 @@
+"""Score heads: the reward model (one score per sequence) and the critic (one value per response token).
+
+Both are Hugging Face sequence-classification models with one label: a linear head without bias on the last hidden
+state, so `AutoModelForSequenceClassification` opens what is saved here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.batching import TokenBatch
+from rlhf_core.models.policy import DTYPES, without_dropout
+
+_STATISTICS = "score_statistics.json"
+
+
+@dataclass(frozen=True)
+class ScoreStatistics:
+    """Mean and standard deviation of raw scores on held-out responses; stored beside the reward model."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def normalize(self, scores_S: torch.Tensor) -> torch.Tensor:
+        return (scores_S - self.mean) / self.std
+
+    def save(self, folder: Path) -> None:
+        (folder / _STATISTICS).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(folder: Path) -> ScoreStatistics:
+        """The stored ones; a model without them (a critic, a model from elsewhere) counts as normalised."""
+        path = folder / _STATISTICS
+        return ScoreStatistics(**json.loads(path.read_text())) if path.is_file() else ScoreStatistics()
+
+
+class ScoreModel(nn.Module):
+    """Backbone and head."""
+
+    def __init__(self, classifier: Any, statistics: ScoreStatistics | None = None) -> None:
+        super().__init__()
+        self.lm = classifier
+        self.statistics = statistics or ScoreStatistics()
+
+    def forward(self, batch: TokenBatch, at: str) -> torch.Tensor:
+        """`at="last"`: (S,) score at each sequence's last token. `at="tokens"`: (N,) value before each target token.
+        float32, not normalised."""
+        hidden_BLH = self.lm.model(
+            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=False
+        ).last_hidden_state
+        where = batch.last_S if at == "last" else batch.select_N
+        hidden = hidden_BLH.flatten(0, 1).index_select(0, where)
+        values: torch.Tensor = self.lm.score(hidden).squeeze(-1).float()
+        return values
+
+    def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Hugging Face layout and the statistics."""
+        self.lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+        self.statistics.save(folder)
+
+
+def load_score_model(folder: Path | str, *, dtype: str, attention: str, device: str) -> ScoreModel:
+    """From a causal LM (new head, N(0, 1/(h+1))) or from a saved score model (its own head). Seed torch first."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from_causal = not _is_classifier(Path(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, num_labels=1)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot make a score model from {folder}: {error}") from error
+    if from_causal:
+        nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.hidden_size + 1))
+    return ScoreModel(without_dropout(model).to(device), ScoreStatistics.load(Path(folder)))
+
+
+def _is_classifier(folder: Path) -> bool:
+    names = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    return any(name.endswith("ForSequenceClassification") for name in names)

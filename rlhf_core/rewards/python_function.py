@@ -1,0 +1,189 @@
+"""A user's reward function in a process of its own, so that it can be slow, crash or hang without taking PPO along.
+
+    with PythonFunction(source) as function:      starts the process and loads the function
+        values = function(samples)                n finite floats, within `timeout`, or RewardError after the retries
+
+A batch that takes too long, or in which the process dies, kills the process and its children; each further try starts
+a fresh one. Batches go one at a time: the object belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from rlhf_core.config.rewards import PythonReward
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.types import RewardInput
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+"""Importing the user's module, which may load a model, may take so long (or `timeout`, if that is more)."""
+_STOP_SECONDS = 2.0
+
+
+class PythonFunction:
+    """Callable `Sequence[RewardInput] -> list[float]`, one finite value per response.
+
+    Raises `ConfigError` at construction if the function cannot be loaded, and `RewardError` from a call that failed
+    `1 + retries` times: it raised, took longer than `timeout` seconds, or returned anything but n finite floats.
+    """
+
+    def __init__(self, source: PythonReward) -> None:
+        self._source = source
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._buffer = b""
+        if source.file is not None and not Path(source.file).is_file():
+            raise ConfigError(f"ppo.rewards.{self.name}.file must be an existing Python file; got {source.file}")
+        self._start()
+
+    @property
+    def name(self) -> str:
+        return self._source.name or self._source.type
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
+        if not samples:
+            return []
+        tries = self._source.retries + 1
+        for attempt in range(1, tries + 1):
+            try:
+                return self._once(samples)
+            except _Failure as failure:
+                logger.warning("reward %s: try %d of %d failed: %s", self.name, attempt, tries, failure)
+                last = failure
+        raise RewardError(
+            f"reward {self.name}: {self._source.function} failed {tries} times on a batch of {len(samples)} responses"
+            f"{_of_prompt(samples, last.index)}: {last}"
+        ) from last
+
+    def close(self) -> None:
+        """Ends the process; a second call does nothing."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+            self._kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _once(self, samples: Sequence[RewardInput]) -> list[float]:
+        if self._process is None:
+            self._start()
+        request = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=_plain)
+        reply = self._exchange(request.encode() + b"\n", self._source.timeout)
+        if "error" in reply:
+            raise _Failure(reply["error"])
+        values = [float(value) for value in reply["values"]]
+        for index, value in enumerate(values):
+            if not math.isfinite(value):
+                raise _Failure(f"it returned {value}, but rewards must be finite", index)
+        return values
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        source = self._source
+        arguments = [str(theirs.fileno()), str(os.getpid()), source.function, str(source.file or "")]
+        # -P keeps the current folder from shadowing installed packages; it is searched last instead.
+        paths = [*(path for path in sys.path if path), os.getcwd()]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rlhf_core.rewards.python_worker", *arguments],
+            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        self._channel, self._buffer = ours, b""
+        try:
+            reply = self._exchange(b"", max(START_SECONDS, source.timeout))
+        except _Failure as failure:
+            raise RewardError(
+                f"reward {self.name}: the process for {source.function} did not start: {failure}"
+            ) from failure
+        if "refused" in reply:
+            self.close()
+            place = f"{source.file}, function {source.function.partition(':')[2]}" if source.file else source.function
+            raise ConfigError(f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}")
+
+    def _exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
+        """Sends `request`, returns the next reply; on any failure the process is killed and `_Failure` raised."""
+        assert self._channel is not None
+        deadline = time.monotonic() + seconds
+        try:
+            self._channel.settimeout(seconds)
+            self._channel.sendall(request)
+            while b"\n" not in self._buffer:
+                self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+                part = self._channel.recv(1 << 16)
+                if not part:
+                    raise _Failure(f"its process ended{self._exit_status()}")
+                self._buffer += part
+        except TimeoutError:
+            self._kill()
+            raise _Failure(f"it gave no answer within {seconds:g} s") from None
+        except OSError as error:
+            status = self._exit_status()
+            self._kill()
+            raise _Failure(f"its process ended{status} ({error})") from error
+        except _Failure:
+            self._kill()
+            raise
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _exit_status(self) -> str:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f" with exit status {self._process.wait(_STOP_SECONDS)}"
+        return ""
+
+    def _kill(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            # The session is the worker's own: this reaches what the user's function started, and nothing else.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+class _Failure(Exception):
+    """One failed try; `index` is the response at fault, where known."""
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def _of_prompt(samples: Sequence[RewardInput], index: int | None) -> str:
+    if index is None and len(samples) > 1:
+        return ""
+    return f", prompt {samples[index or 0].prompt_id}"
+
+
+def _plain(value: Any) -> Any:
+    """Numpy scalars and arrays in `meta`, as JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"RewardInput.meta holds a {type(value).__name__}, which is not JSON")

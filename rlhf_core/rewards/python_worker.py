@@ -1,0 +1,115 @@
+"""The process that runs a user's reward function; started by `python_function.PythonFunction`, never imported by it.
+
+    parent --{"samples": [...]}\\n--> worker --{"values": [...]} or {"error": "..."}\\n--> parent
+
+One JSON object per line over an inherited socket, so what the function prints goes to the log and cannot spoil a reply.
+The first line it sends is {"ready": true} or {"refused": "..."}: the function could be loaded, or why not.
+It ends when the parent closes the socket or is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.types import RewardInput
+
+_PARENT_CHECK = 1.0
+"""Seconds between looks whether the parent still lives."""
+
+
+def load_function(function: str, file: str | None) -> Callable[[list[RewardInput]], Any]:
+    """The callable named `package.module:function`, or that function of `file`. Raises whatever importing it raises."""
+    module_name, _, name = function.partition(":")
+    if file is None:
+        module = importlib.import_module(module_name)
+    else:
+        spec = importlib.util.spec_from_file_location("rlhf_user_reward", file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["rlhf_user_reward"] = module
+        spec.loader.exec_module(module)
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
+        raise AttributeError(f"{file or module_name} has no function {name}")
+    return loaded  # type: ignore[no-any-return]  # what the user wrote is checked by its results
+
+
+def as_floats(result: Any, count: int) -> list[float]:
+    """`result` as `count` floats. Raises `ValueError` naming what came back instead; finiteness is the caller's."""
+    if isinstance(result, str | bytes | dict | set) or not hasattr(result, "__len__"):
+        raise ValueError(f"it returned {_short(result)}, but a list of {count} floats is needed")
+    values = result.tolist() if hasattr(result, "tolist") else list(result)
+    if not isinstance(values, list) or len(values) != count:
+        size = len(values) if isinstance(values, list) else 0
+        raise ValueError(f"it returned {size} values for {count} responses ({_short(result)})")
+    for index, value in enumerate(values):
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise ValueError(f"it returned {_short(value)} for response {index}, but a float is needed")
+    return [float(value) for value in values]
+
+
+def serve(channel: socket.socket, function: str, file: str | None) -> None:
+    """Answers batches until the parent closes `channel`."""
+    lines = channel.makefile("r", encoding="utf-8", newline="\n")
+    try:
+        call = load_function(function, file)
+    except Exception as error:
+        _send(channel, {"refused": f"{type(error).__name__}: {error}"})
+        return
+    _send(channel, {"ready": True})
+    for line in lines:
+        samples = [_sample(record) for record in json.loads(line)["samples"]]
+        try:
+            reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
+        except Exception as error:
+            traceback.print_exc()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = "" if place.filename == __file__ else f" ({Path(place.filename).name}:{place.lineno})"
+            text = str(error) if not where else f"it raised {type(error).__name__}: {error}{where}"
+            reply = {"error": text}
+        _send(channel, reply)
+
+
+def _sample(record: dict[str, Any]) -> RewardInput:
+    record["prompt_ids"] = tuple(record["prompt_ids"])
+    record["response_ids"] = tuple(record["response_ids"])
+    return RewardInput(**record)
+
+
+def _send(channel: socket.socket, record: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(record).encode() + b"\n")
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:80]}"
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK)
+    os._exit(1)
+
+
+def main(argv: list[str]) -> None:
+    """Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or empty."""
+    descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    os.dup2(2, 1)
+    with socket.socket(fileno=descriptor) as channel:
+        serve(channel, function, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

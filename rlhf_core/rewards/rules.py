@@ -1,0 +1,158 @@
+"""Rule rewards: one pure function per rule of `rlhf_core.config.rewards`, each of one response.
+
+Every function takes its configuration and one `RewardInput` and returns a finite float; ranges are given per rule.
+Words are runs of letters, digits, apostrophes and hyphens, compared with case folded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import regex
+
+from rlhf_core.config.rewards import (
+    AnyReward,
+    FormatReward,
+    GoldReward,
+    KeywordsReward,
+    LengthReward,
+    RelevanceReward,
+    RepetitionReward,
+    TokenShareReward,
+    WellFormedReward,
+)
+from rlhf_core.errors import ConfigError
+from rlhf_core.types import RewardInput
+
+logger = logging.getLogger(__name__)
+
+MATCH_SECONDS = 1.0
+"""A pattern may work so long on one response; see `format_match`."""
+
+_WORD = regex.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_CLOSERS = "\"'”’»)]}*_"
+_OPENERS = "\"'“‘«([{*_¿¡"
+_FULL_STOPS = ".!?…。！？؟।"
+
+
+def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
+    """The raw value of any rule source; a source that is no rule is our own bug.
+
+    Raises `ConfigError` for a pattern that does not compile, and what the gold reward raises for a foreign prompt.
+    """
+    match source:
+        case GoldReward():
+            return gold(sample)
+        case LengthReward():
+            return length(source, sample)
+        case KeywordsReward():
+            return keywords(source, sample)
+        case FormatReward():
+            return format_match(source, sample)
+        case RepetitionReward():
+            return repetition(source, sample)
+        case RelevanceReward():
+            return relevance(source, sample)
+        case WellFormedReward():
+            return well_formed(sample)
+        case TokenShareReward():
+            return token_share(source, sample)
+        case _:
+            raise AssertionError(f"{source.type} is not a rule reward")
+
+
+def gold(sample: RewardInput) -> float:
+    """The synthetic task's true reward."""
+    from rlhf_core.data.synthetic import gold_reward
+
+    return float(gold_reward(sample.prompt, sample.response, sample.finished))
+
+
+def length(source: LengthReward, sample: RewardInput) -> float:
+    """max(0, 1 - |T - target| / tolerance), in [0, 1]; T counts the generated tokens, EOS included."""
+    distance = abs(len(sample.response_ids) - source.target)
+    return max(0.0, 1.0 - distance / source.tolerance)
+
+
+def keywords(source: KeywordsReward, sample: RewardInput) -> float:
+    """per_word * min(cap, occurrences), in [0, per_word * cap] (or below 0 for a negative `per_word`)."""
+    found = [len(_whole_word(word).findall(sample.response)) for word in source.words]
+    count = sum(1 for n in found if n) if source.distinct else sum(found)
+    return source.per_word * min(source.cap, count)
+
+
+def format_match(source: FormatReward, sample: RewardInput) -> float:
+    """1.0 if the pattern matches the response from end to end, else 0.0.
+
+    A pattern with nested quantifiers can need exponential time on an unlucky text, so matching is bounded by
+    `MATCH_SECONDS`; a response on which it is not decided by then counts as no match and is named in the log.
+    """
+    try:
+        return float(_compiled(source.pattern).fullmatch(sample.response, timeout=MATCH_SECONDS) is not None)
+    except TimeoutError:
+        logger.warning(
+            "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts as no match; "
+            "rewrite the pattern without nested quantifiers",
+            source.name or source.type, MATCH_SECONDS, sample.prompt_id,
+        )  # fmt: skip
+        return 0.0
+
+
+def repetition(source: RepetitionReward, sample: RewardInput) -> float:
+    """distinct / total - 1 over the n-grams of words, in (-1, 0]; 0 for a text shorter than one n-gram."""
+    words = _words(sample.response)
+    grams = Counter(tuple(words[i : i + source.ngram]) for i in range(len(words) - source.ngram + 1))
+    total = grams.total()
+    return len(grams) / total - 1.0 if total else 0.0
+
+
+def relevance(source: RelevanceReward, sample: RewardInput) -> float:
+    """Share, in [0, 1], of the prompt's distinct content words found in the response; 0 if the prompt has none."""
+    wanted = {word for word in _words(sample.prompt) if sum(map(str.isalpha, word)) >= source.min_letters}
+    if not wanted:
+        return 0.0
+    return len(wanted & set(_words(sample.response))) / len(wanted)
+
+
+def well_formed(sample: RewardInput) -> float:
+    """Mean of four checks, in {0, 0.25, 0.5, 0.75, 1}; quotes and brackets around the text do not matter."""
+    text = sample.response.strip()
+    end = text.rstrip(_CLOSERS).rstrip()[-1:]
+    start = text.lstrip(_OPENERS).lstrip()[:1]
+    begins = start.isupper() or start.isdigit() or (start.isalpha() and start.lower() == start.upper())
+    checks = (sample.finished, bool(text), bool(end) and end in _FULL_STOPS, begins)
+    return sum(checks) / len(checks)
+
+
+def token_share(source: TokenShareReward, sample: RewardInput) -> float:
+    """Share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
+    ids = sample.response_ids
+    return sum(token < source.below for token in ids) / len(ids) if ids else 0.0
+
+
+def check_pattern(source: FormatReward) -> None:
+    """Raises `ConfigError` if the pattern does not compile."""
+    try:
+        _compiled(source.pattern)
+    except regex.error as error:
+        raise ConfigError(
+            f"ppo.rewards.{source.name or source.type}.pattern must be a Python regular expression; got "
+            f"{source.pattern!r}, which does not compile: {error}"
+        ) from error
+
+
+def _words(text: str) -> list[str]:
+    return [str(word) for word in _WORD.findall(text.casefold())]
+
+
+@lru_cache(maxsize=256)
+def _whole_word(word: str) -> Any:
+    return regex.compile(rf"(?<!\w){regex.escape(word)}(?!\w)", regex.IGNORECASE)
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> Any:
+    return regex.compile(pattern)

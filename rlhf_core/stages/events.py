@@ -1,0 +1,80 @@
+"""What a stage's child process tells the flow: JSON lines over an inherited pipe.
+
+    {"event": "started", "attempt": 2, "mlflow_run_id": "...", "resumed_from": 30}
+    {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
+    {"event": "result", "artifact": {...}}         the last line of a child that succeeded
+    {"event": "error", "type": "...", "message": "..."}     the last line of one that failed on purpose
+
+The reader must take a missing last line for a death, whatever the exit code says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+FD_VARIABLE = "RLHF_EVENTS_FD"
+PARENT_VARIABLE = "RLHF_PARENT_PID"
+MIN_SECONDS = 0.2
+"""Progress of one task is sent at most this often; first and last reports always are."""
+
+
+class Events:
+    """Writes events; without a pipe (a stage started by hand) it does nothing."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._sent: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_environment(cls) -> Events:
+        """Take over the pipe that the flow left in the environment.
+
+        The variable and the inheritance end here: a grandchild that held the write end would keep the pipe open.
+        """
+        text = os.environ.pop(FD_VARIABLE, "")
+        if not text.isdigit():
+            return cls(None)
+        fd = int(text)
+        os.set_inheritable(fd, False)
+        return cls(fd)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Write one event whole. A flow that is gone is not this process's failure."""
+        if self._fd is None:
+            return
+        data = (json.dumps({"event": event, **fields}, default=str) + "\n").encode()
+        with self._lock:
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except OSError:
+                self._fd = None
+
+    def progress(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
+        """`rlhf_core.types.Progress`."""
+        now = time.monotonic()
+        if 0 < done < total and now - self._sent.get(task, 0.0) < MIN_SECONDS:
+            return
+        self._sent[task] = now
+        self.send("progress", task=task, done=done, total=total, unit=unit, metrics=_finite(metrics))
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The event in a line, or None if it is none."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no NaN: what is not a finite number is left out of the progress line."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

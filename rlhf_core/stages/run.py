@@ -1,0 +1,122 @@
+"""One attempt at one stage: inputs fetched and verified, the stage run, its artifact published.
+
+The artifact is published here and not by the flow: this process holds the fence and the numbers, so a flow that
+dies in between loses nothing, and one that was wrongly thought dead cannot publish.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.stages.events import Events
+from rlhf_core.stages.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.store import Store
+from rlhf_core.tracking.tracker import StageRun, open_tracking
+from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+
+log = logging.getLogger(__name__)
+
+StageFunction = Callable[[PipelineConfig, Services], StageResult]
+
+
+def execute(spec: StageSpec, events: Events) -> ArtifactRef:
+    """Run the stage of `spec` and return its published artifact.
+
+    Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told to stop.
+    """
+    store = Store(spec.config.store_url, spec.config.store.endpoint)
+    fence = claim(store, spec.key)
+    work = _fresh_work_folder(spec, fence.attempt)
+    tracking = open_tracking(spec.config)
+    stage_run = tracking.stage_run(spec.parent_run_id, spec.stage, spec.key, params=_params(spec))
+    events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
+    log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
+    status = "KILLED"
+    try:
+        ref = _run(spec, store, fence, stage_run, events, work)
+        status = "FINISHED"
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        stage_run.finish(status)
+        shutil.rmtree(work.parent, ignore_errors=True)
+    return ref
+
+
+def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, events: Events, work: Path) -> ArtifactRef:
+    artifacts = ArtifactStore(store, cache=spec.home / "cache")
+    checkpoints = CheckpointStore(
+        store, spec.key, work=work / "checkpoints", keep=spec.config.store.keep_checkpoints, fence=fence
+    )
+    out, scratch = work / "out", work / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    services = Services(
+        inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
+        out=out,
+        work=scratch,
+        checkpoints=checkpoints,
+        metrics=stage_run,
+        progress=events.progress,
+        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
+    )
+    result = _stage_function(spec.stage)(spec.config, services)
+    stage_run.flush()
+    ref = artifacts.publish(
+        spec.stage,
+        spec.key,
+        out,
+        parents=spec.inputs,
+        metrics=result.metrics,
+        facts={name: str(value) for name, value in result.params.items()},
+        config=spec.config.model_dump(mode="json", by_alias=True),
+        mlflow_run_id=stage_run.run_id,
+        fence=fence,
+    )
+    checkpoints.clear()
+    return ref
+
+
+def _stage_function(stage: str) -> StageFunction:
+    # Imported here: the stages pull in torch, ray and vllm, which only their own process needs.
+    function: StageFunction = importlib.import_module(f"rlhf_core.stages.{stage}").run
+    return function
+
+
+def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
+    """An empty scratch folder for this attempt; what killed attempts at the same key left is removed."""
+    home = spec.home / "work" / f"{spec.stage}-{spec.key}"
+    shutil.rmtree(home, ignore_errors=True)
+    work = home / f"attempt-{attempt:06d}"
+    work.mkdir(parents=True)
+    return work
+
+
+def _params(spec: StageSpec) -> dict[str, Any]:
+    """The configuration of the stage, flat, as MLflow shows it."""
+    dump = spec.config.model_dump(mode="json", by_alias=True)
+    flat: dict[str, Any] = {"stage_key": spec.key, "seed": spec.config.run.seed}
+    for section in ("model", spec.stage):
+        _flatten(section, dump[section], flat)
+    return flat
+
+
+def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _flatten(f"{prefix}.{name}", part, into)
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            _flatten(f"{prefix}.{index}", part, into)
+    elif value is not None:
+        into[prefix] = value

@@ -1,0 +1,54 @@
+"""What a stage's child process is told: one JSON file, written by the flow, read once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.types import ArtifactRef, StageName
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One attempt at one stage."""
+
+    stage: StageName
+    key: str
+    """Stage key: where the artifact and the checkpoints go."""
+    config: PipelineConfig
+    inputs: Mapping[StageName, ArtifactRef] = field(default_factory=dict)
+    """The artifacts that the stage reads."""
+    parent_run_id: str | None = None
+    """MLflow run of the whole pipeline; None when tracking could not be reached."""
+    pipeline_key: str = ""
+    """Key of the whole pipeline, for lineage."""
+
+    @property
+    def home(self) -> Path:
+        """Absolute local folder for scratch files and logs."""
+        return Path(self.config.run.home).resolve()
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` reads."""
+        payload = {
+            "stage": self.stage,
+            "key": self.key,
+            "config": self.config.model_dump(mode="json", by_alias=True),
+            "inputs": {name: ref.to_json() for name, ref in self.inputs.items()},
+            "parent_run_id": self.parent_run_id,
+            "pipeline_key": self.pipeline_key,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(payload, indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> StageSpec:
+        """The spec in `path`, validated like any configuration."""
+        payload: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = PipelineConfig.model_validate_json(json.dumps(payload["config"]))
+        inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
+        return cls(payload["stage"], payload["key"], config, inputs, payload["parent_run_id"], payload["pipeline_key"])

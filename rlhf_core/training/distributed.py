@@ -1,0 +1,90 @@
+"""Joining the process group of one model's training ranks. The only place that knows how DeepSpeed is tamed on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+TIMEOUT = timedelta(minutes=10)
+"""For every collective: gloo would wait 30 minutes for a rank that hangs."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's place among the ranks that train together."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """0: a free port, for a world of one."""
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
+
+    @property
+    def torch_device(self) -> str:
+        return f"cuda:{self.local_rank}" if self.device == "cuda" else "cpu"
+
+    @staticmethod
+    def from_environment(device: str) -> Rank:
+        """What torchrun sets; a world of one without it."""
+        env = os.environ
+        if "RANK" not in env:
+            return Rank(device=device)
+        return Rank(
+            int(env["RANK"]),
+            int(env["WORLD_SIZE"]),
+            int(env["LOCAL_RANK"]),
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            device,
+        )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def join(rank: Rank) -> None:
+    """Initialise torch.distributed and DeepSpeed's view of it; gloo on the CPU, NCCL on GPUs."""
+    os.environ.update(
+        RANK=str(rank.rank),
+        WORLD_SIZE=str(rank.world_size),
+        LOCAL_RANK=str(rank.local_rank),
+        MASTER_ADDR=rank.master_addr,
+        MASTER_PORT=str(rank.master_port or free_port()),
+        TORCH_FORCE_WEIGHTS_ONLY_LOAD="1",
+    )
+    if rank.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        if rank.master_addr == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+
+    if rank.device == "cuda":
+        torch.cuda.set_device(rank.local_rank)
+    import deepspeed
+
+    # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never built.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(dist_backend="nccl" if rank.device == "cuda" else "gloo", timeout=TIMEOUT, verbose=False)
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

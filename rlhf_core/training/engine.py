@@ -1,0 +1,191 @@
+"""One model trained by DeepSpeed over the ranks of this process group.
+
+The wrapper undoes what would make a result depend on how a batch was cut: DeepSpeed averages over ranks, so losses
+are summed parts of a global mean and are scaled by the world size; every `step` is a boundary, so the number of
+micro-batches does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.errors import CorruptArtifact, NonFiniteError
+from rlhf_core.training.distributed import Rank
+
+log = logging.getLogger(__name__)
+
+_TAG = "state"
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to `min_lr_ratio` of the peak."""
+    warmup = round(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    if config.schedule == "constant":
+        return config.learning_rate
+    decay = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
+
+
+class TrainingEngine:
+    """DeepSpeed around `module`; `optimizer=None` gives a frozen, possibly sharded (ZeRO-3) model."""
+
+    def __init__(
+        self, module: nn.Module, deepspeed_config: DeepSpeedConfig, optimizer: OptimizerConfig | None, rank: Rank
+    ) -> None:
+        import deepspeed
+
+        self.rank = rank
+        self.optimizer_config = optimizer
+        self.zero_stage = deepspeed_config.zero_stage
+        self._grad_norm = math.nan
+        self.steps_done = 0
+        if deepspeed_config.gradient_checkpointing and optimizer is not None:
+            module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
+        torch_optimizer = None
+        if optimizer is not None:
+            torch_optimizer = torch.optim.AdamW(
+                _decay_groups(module, optimizer.weight_decay),
+                lr=optimizer.learning_rate,
+                betas=optimizer.betas,
+                eps=optimizer.eps,
+                fused=True,
+            )
+            module.train()
+        else:
+            module.requires_grad_(False)
+            module.eval()
+        self.engine: Any
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=torch_optimizer,
+            config=self._ds_config(deepspeed_config),
+            dist_init_required=False,
+        )
+        self._own_clipping = optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
+        if self._own_clipping and torch_optimizer is not None:
+            # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
+            torch_optimizer.register_step_pre_hook(self._clip)
+
+    def _ds_config(self, config: DeepSpeedConfig) -> dict[str, Any]:
+        # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
+        stage = config.zero_stage if self.optimizer_config is not None or config.zero_stage == 3 else 0
+        clip = self.optimizer_config.max_grad_norm if self.optimizer_config is not None else 0.0
+        ds: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": stage, "overlap_comm": False},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if config.offload == "optimizer" and stage > 0:
+            ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if config.dtype == "bfloat16":
+            ds["bf16"] = {"enabled": True}
+        return ds
+
+    @property
+    def module(self) -> Any:
+        return self.engine.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward through DeepSpeed's hooks."""
+        return self.engine(*args, **kwargs)
+
+    def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
+        """Backward over all micro-batches and one optimizer step; returns the gradient norm before clipping.
+
+        Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on all ranks.
+        Raises NonFiniteError if the norm is not finite.
+        """
+        assert self.optimizer_config is not None
+        for loss in micro_losses:
+            self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
+        rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.step()
+        norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the gradient norm of optimizer step {self.steps_done} is {norm}; nothing of it is saved; lower the "
+                "learning rate or look at the last batch"
+            )
+        self.steps_done += 1
+        return norm
+
+    def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        assert self.optimizer_config is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the Hugging Face model, full tensor), one decoder layer gathered at a time.
+
+        A collective under ZeRO-3: every rank iterates it to the end, in the same order. Tied parameters come once.
+        """
+        for group in self.gather_groups():
+            with self._gathered([parameter for _, parameter in group]):
+                for name, parameter in group:
+                    yield name, parameter.detach()
+
+    def gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """Parameters by decoder layer, so that gathering never holds more than one layer."""
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in self.module.lm.named_parameters():
+            parts = name.split(".")
+            index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+            groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append((name, parameter))
+        return list(groups.values())
+
+    def _gathered(self, parameters: list[nn.Parameter]) -> Any:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        return GatheredParameters(parameters, enabled=self.zero_stage == 3)
+
+    def save_model(self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None]) -> None:
+        """Gather the weights and let rank 0 `save(folder, state_dict)`; a collective."""
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in self.weights():
+            if self.rank.rank == 0:
+                state[name] = tensor.cpu().clone()
+        if self.rank.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save(folder, state)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Weights, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
+        self.engine.save_checkpoint(
+            str(folder), tag=_TAG, client_state={"steps_done": self.steps_done}, save_latest=True
+        )
+        for script in folder.rglob("*.py"):
+            # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
+            script.unlink(missing_ok=True)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """The inverse. A folder without a usable state is an error: DeepSpeed alone would start afresh."""
+        path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
+        if path is None:
+            raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
+        self.steps_done = int(client["steps_done"])
+
+
+def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
