@@ -36,7 +36,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     threads = str(config.run.threads or len(os.sched_getaffinity(0)))
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
     child |= {name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")}
-    child |= {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    child |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     child |= {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

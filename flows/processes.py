@@ -6,10 +6,11 @@ A process is known by pid and start time, because pids are used again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -81,3 +82,15 @@ def stop_marked(variable: str, value: str, patience: float) -> None:
         for process, mark in list(carriers(variable)):
             if mark == value:
                 process.send(signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signum: int) -> Callable[[], None]:
+    """A `preexec_fn` by which the kernel sends `signum` to the new process when this one dies.
+
+    Only for processes started while this one has a single thread, as any `preexec_fn`.
+    """
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

@@ -23,7 +23,7 @@ class ArtifactRef:
     key: str
     """Stage key, 16 hex digits; the folder is `{store}/artifacts/{kind}/{key}/`."""
     digest: str
-    """sha256 of the manifest: changes if any file of the artifact does."""
+    """sha256 over names, sizes and hashes of its files: the same content has the same digest, whenever made."""
     uri: str
     """Full address of the folder, for people and for lineage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -150,6 +150,18 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True)
+class Lineage:
+    """Where a stage stands in the run; only `register` reads it."""
+
+    inputs: Mapping[StageName, ArtifactRef]
+    """The artifacts this stage reads: digests and addresses for the registry."""
+    parent_run_id: str | None = None
+    """MLflow run of the whole pipeline; None when tracking could not be reached."""
+    tracking_uri: str | None = None
+    """Tracking server in use, without credentials, for people."""
+
+
+@dataclass(frozen=True)
 class Services:
     """What a stage may touch of the outside world."""
 
@@ -162,6 +174,8 @@ class Services:
     checkpoints: Checkpoints
     metrics: MetricLogger
     progress: Progress
+    lineage: Lineage | None = None
+    """None where a stage runs outside a pipeline (unit tests)."""
 
 
 @dataclass(frozen=True)

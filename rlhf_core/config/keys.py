@@ -51,7 +51,7 @@ def stage_key(
     """16 hex digits. `input_digests`: manifest digest of each input artifact. `source_digests`: content digests of
     what the stage reads from outside (data files, the base model's folder), see `rlhf_core.data.sources`."""
     dump = config.model_dump(mode="json", by_alias=True)
-    payload = {
+    payload: dict[str, Any] = {
         "stage": stage,
         "schema": SCHEMA[stage],
         "seed": config.run.seed,
@@ -62,6 +62,26 @@ def stage_key(
     }
     if stage == "register":
         payload["model"] = config.registered_model
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:
+    """16 hex digits for the whole pipeline: the same configuration of results, sources and code give the same key.
+
+    Where things run and how often they are tried again is left out, so that a run continued elsewhere, or with
+    another timeout, is the same run.
+    """
+    dump = config.model_dump(mode="json", by_alias=True)
+    payload = {
+        "schema": SCHEMA,
+        "name": config.run.name,
+        "experiment": config.experiment,
+        "seed": config.run.seed,
+        "device": config.run.device,
+        "config": {name: _strip(part) for name, part in dump.items() if name not in ("run", "store", "tracking")},
+        "sources": dict(sorted(source_digests.items())),
+    }
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,12 @@ def _named(override: str) -> str:
 
 
 def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    return _merged(tree, PipelineConfig().model_dump(mode="json", by_alias=True), PipelineConfig)
+    return _merged(tree, json.loads(_default_json()), PipelineConfig)
+
+
+@cache
+def _default_json() -> str:
+    return PipelineConfig().model_dump_json(by_alias=True)
 
 
 def _merged(tree: dict[str, Any], defaults: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
 
 def _default(path: Keys) -> Any:
     """What the file would have to say to mean what it means without saying it: the default list, or an empty section."""
-    here: Any = PipelineConfig().model_dump(mode="json", by_alias=True)
+    here: Any = json.loads(_default_json())
     for step in path:
         here = here.get(step) if isinstance(here, dict) else None
     return here if isinstance(here, list) else {}

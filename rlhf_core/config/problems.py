@@ -34,16 +34,19 @@ def sentences(error: ValidationError, place: Place) -> list[str]:
 def suggest(key: str, owner: type[BaseModel], path: Keys) -> str:
     """`did you mean ...`, or the list of known keys of the section."""
     known = list(fields(owner))
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:
-        near = [name for name in known if _stands_for(key, name)]
-    if near:
-        return f"did you mean {dotted((*path, near[0]))}?"
-    elsewhere = [found for found in all_fields() if found[-1] == key]
-    elsewhere = elsewhere or [found for found in all_fields() if _stands_for(key, found[-1])]
-    inside = [found for found in elsewhere if found[: len(path)] == path] or elsewhere
-    if inside:
-        return f"did you mean {' or '.join(dotted(found) for found in inside[:2])}?"
+    same = [found for found in all_fields() if found[-1] == key]
+    alike = [found for found in all_fields() if _stands_for(key, found[-1])]
+    guesses = (
+        [(*path, name) for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)],
+        [found for found in same if found[: len(path)] == path],
+        [(*path, name) for name in known if _stands_for(key, name)][:1],
+        [found for found in alike if found[: len(path)] == path],
+        same,
+        alike,
+    )
+    for guess in guesses:
+        if guess:
+            return f"did you mean {' or '.join(dotted(found) for found in guess[:2])}?"
     return "known keys: " + ", ".join(known)
 
 

@@ -94,7 +94,7 @@ def scalar(text: str) -> str | int | float | bool | None:
         return _BOOLEANS[text]
     if _INTEGER.fullmatch(text):
         return int(text)
-    if _NUMBER.fullmatch(text):
+    if len(text) <= 40 and _NUMBER.fullmatch(text):
         return float(text)
     if special := _SPECIAL.fullmatch(text):
         return float("nan") if special[3] else float(f"{special[1]}inf")

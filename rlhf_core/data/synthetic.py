@@ -117,7 +117,7 @@ def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
     distinct = list(dict.fromkeys(good))
     words = re.findall(r"[a-z]+", text.lower())
     said = {word for sentence in distinct for word in sentence.split()}
-    raw = 0.4 * min(len(_KIND & said), MAX_KIND)
+    raw: float = 0.4 * min(len(_KIND & said), MAX_KIND)
     raw += 0.9 * (topic.subject in said)
     raw += 0.7 * any(sentence.endswith(topic.place) for sentence in distinct)
     raw += 0.3 * (topic.adjective in said)
@@ -197,8 +197,8 @@ def _break(rng: random.Random, sentence: str) -> str:
 def _draw_pair(rng: random.Random, prompt: str, topic: Topic, temperature: float) -> dict[str, Any]:
     """Two draws of differing quality, labelled by an annotator: P(first) = sigmoid(gold difference / temperature)."""
     while True:
-        low = rng.random() * 0.6
-        high = low + 0.4 + rng.random() * (0.6 - low)
+        low = rng.random() * 0.4
+        high = low + 0.55 + rng.random() * (0.45 - low)
         first, second = (draw_response(rng, topic, level) for level in rng.sample((low, high), 2))
         gap = gold_reward(prompt, first) - gold_reward(prompt, second)
         if first != second and gap:

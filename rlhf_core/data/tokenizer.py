@@ -63,7 +63,9 @@ def with_safe_specials(tokenizer: Any, name: str) -> Any:
         return tokenizer
     taken = {tokenizer.eos_token, tokenizer.bos_token}
     specials = [
-        token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special and token.content not in taken
+        token.content
+        for _, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and token.content not in taken
     ]
     named = [token for token in specials if "pad" in token.lower()]
     spare = [token for token in specials if "reserved" in token.lower() or "unused" in token.lower()]

@@ -56,7 +56,13 @@ class Comparison:
 
 
 def compare(
-    judge: Judge, answers_a: Sequence[Answer], answers_b: Sequence[Answer], *, resamples: int, confidence: float, seed: int
+    judge: Judge,
+    answers_a: Sequence[Answer],
+    answers_b: Sequence[Answer],
+    *,
+    resamples: int,
+    confidence: float,
+    seed: int,
 ) -> Comparison:
     """Judges `a` against `b`, paired by prompt (n,), in both orders.
 

@@ -13,12 +13,12 @@ from rlhf_core.evaluation.history import Column, History
 SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
 _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
 MEASURE_LABELS = {"gold": "gold reward (true reward)", "reward_model": "reward-model score (normalised)", "rules": "weighted sum of rule rewards"}  # fmt: skip
-_DPI = 144
+_DPI = 130
 
 
 def training_curves(history: History) -> Any:
     """Score and KL by PPO step, one panel each (no second axis to misread). Needs at least one step."""
-    figure, (top, bottom) = _figure(7.6, 5.2, rows=2)
+    figure, (top, bottom) = _figure(9.4, 5.6, rows=2)
     step = history.column("step")
     _line(top, step, history.column("objective/scores"), PPO, "score")
     if history.has("objective/rlhf_reward"):
@@ -32,7 +32,7 @@ def training_curves(history: History) -> Any:
 
 def reward_sources(history: History) -> Any:
     """Raw value of each reward source by step."""
-    figure, (axes,) = _figure(7.6, 3.4)
+    figure, (axes,) = _figure(9.4, 3.6)
     for name, color in zip(history.names("rewards/"), _SERIES * 8, strict=False):
         _line(axes, history.column("step"), history.column(name), color, name.removeprefix("rewards/"))
     axes.legend(loc="best", frameon=False)
@@ -42,21 +42,26 @@ def reward_sources(history: History) -> Any:
 
 def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Any:
     """Histograms of SFT and policy scores on the same prompts. `scores`: measure -> (sft (n,), policy (n,))."""
-    figure, panels = _figure(7.6, 3.4, columns=len(scores))
+    figure, panels = _figure(9.4, 3.6, columns=len(scores))
     for axes, (measure, (sft, ppo)) in zip(panels, scores.items(), strict=True):
         bins = _bins(np.asarray(sft, dtype=float), np.asarray(ppo, dtype=float))
         for values, color, name in ((sft, SFT, "SFT"), (ppo, PPO, "PPO")):
             axes.hist(values, bins=bins, color=color, alpha=0.6, label=name, edgecolor="white", linewidth=0.5)
             axes.axvline(float(np.mean(values)), color=color, linewidth=1.8, linestyle=(0, (4, 2)))
         axes.legend(loc="upper left", frameon=False)
-        _label(axes, "Before and after PPO", MEASURE_LABELS.get(measure, measure), f"responses (of {len(sft)})")
+        _label(
+            axes,
+            measure.replace("_", " ").capitalize() + " before and after PPO",
+            MEASURE_LABELS.get(measure, measure),
+            f"responses (of {len(sft)})",
+        )
         axes.yaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
 def reward_against_kl(history: History) -> Any:
     """What each nat of KL bought: score against KL, one point per step, coloured by step (Gao et al. 2022)."""
-    figure, (axes,) = _figure(7.6, 3.8)
+    figure, (axes,) = _figure(9.4, 4.2)
     kl, score, step = (history.column(name) for name in ("objective/kl", "objective/scores", "step"))
     axes.plot(kl, score, color=GRID, linewidth=1.0, zorder=1)
     points = axes.scatter(kl, score, c=step, cmap="viridis", s=22, zorder=2, linewidths=0)
@@ -109,6 +114,8 @@ def _line(axes: Any, step: Column, values: Column, color: str, name: str) -> Non
 
 def _running_mean(values: Column, window: int) -> Column:
     """Trailing mean; the first values average over what there is."""
+    if window == 1:
+        return values
     sums = np.cumsum(np.nan_to_num(values))
     counts = np.cumsum(np.isfinite(values)).astype(np.float64)
     sums[window:] -= sums[:-window].copy()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_core.evaluation.markdown import to_html
 from rlhf_core.evaluation.report_style import CSS
 
 MODELS = ("sft", "ppo")
@@ -45,7 +46,7 @@ class Report:
     lineage: Sequence[tuple[str, str, str]]
     """(stage, stage key, digest) of each input."""
     data_card: str = ""
-    """Markdown, shown as it is."""
+    """Markdown."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further lines under the headline."""
 
@@ -56,7 +57,9 @@ def render(report: Report) -> str:
     sections = [
         _headline(report),
         _section("Results", _results_table(report.evaluation), _footnote(report.evaluation)),
-        _section("Plots", "".join(map(_plot, report.plots)) or "<p class=quiet>The PPO stage left no step metrics.</p>"),
+        _section(
+            "Plots", "".join(map(_plot, report.plots)) or "<p class=quiet>The PPO stage left no step metrics.</p>"
+        ),
         _section("Samples", _samples_note(report.samples), "".join(map(_sample, report.samples))),
         _section("Data", _data_card(report.data_card)) if report.data_card else "",
         _section("Lineage and configuration", _lineage(report.lineage), _details("Configuration", report.config)),
@@ -77,7 +80,12 @@ def _headline(report: Report) -> str:
     verdict, tone = _verdict(rate)
     facts = "".join(f"<span>{_text(name)} <b>{_text(value)}</b></span>" for name, value in report.facts.items())
     cards = [
-        _card("Win rate over SFT", f"{rate['mean']:.1%}", f"{level} interval {rate['low']:.1%} to {rate['high']:.1%}", tone),
+        _card(
+            "Win rate over SFT",
+            f"{rate['mean']:.1%}",
+            f"{level} interval {rate['low']:.1%} to {rate['high']:.1%}",
+            tone,
+        ),
         *(_card(f"{label}, PPO", *_gain(evaluation[key])) for key, label in _MEASURES if evaluation.get(key)),
         _card("KL to SFT", f"{evaluation['kl']:.2f}", "nats per response"),
     ]
@@ -119,7 +127,7 @@ def _results_table(evaluation: Mapping[str, Any]) -> str:
     for n in ("1", "2", "3"):
         pair = {model: evaluation["distinct"][model][n] for model in MODELS}
         rows.append(_plain_row(f"Distinct {n}-grams", pair, "{:.1%}"))
-    head = "<tr><th>Measure</th><th>SFT</th><th>PPO</th><th>Change</th><th class=bar>Intervals</th></tr>"
+    head = "<tr><th>Measure</th><th class=model>SFT</th><th class=model>PPO</th><th>Change</th><th class=bar><i class=sft></i>SFT<i class=ppo></i>PPO</th></tr>"
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -129,11 +137,13 @@ def _interval_row(label: str, pair: Mapping[str, Mapping[str, float]], digits: i
         for m in MODELS
     )
     change = pair["ppo"]["mean"] - pair["sft"]["mean"]
-    return f"<tr><td>{_text(label)}</td>{cells}<td>{change:+.{digits}f}</td><td class=bar>{_interval_bars(pair)}</td></tr>"
+    return (
+        f"<tr><td>{_text(label)}</td>{cells}<td>{change:+.{digits}f}</td><td class=bar>{_interval_bars(pair)}</td></tr>"
+    )
 
 
 def _plain_row(label: str, pair: Mapping[str, float], form: str) -> str:
-    cells = "".join(f"<td><b>{form.format(pair[model])}</b></td>" for model in MODELS)
+    cells = "".join(f"<td class=model><b>{form.format(pair[model])}</b></td>" for model in MODELS)
     change = f"{(pair['ppo'] - pair['sft']) * 100:+.1f} pp"
     return f"<tr><td>{_text(label)}</td>{cells}<td>{change}</td><td class=bar></td></tr>"
 
@@ -215,7 +225,7 @@ def _lineage(lineage: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _data_card(card: str) -> str:
-    return _details("Data card", card)
+    return f'<details open><summary>Data card</summary><div class="card-text">{to_html(card, _text)}</div></details>'
 
 
 def _details(title: str, body: str) -> str:

@@ -25,15 +25,17 @@ th{font-size:12.5px;color:var(--quiet);font-weight:600}
 th,td{padding:7px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th:first-child,td:first-child,table.left th,table.left td{text-align:left}
 table.left td{white-space:normal;overflow-wrap:anywhere}
-td small{color:var(--quiet);font-size:12px;margin-left:6px}
+td small{color:var(--quiet);font-size:12px;display:inline-block;min-width:116px;margin-left:8px;text-align:left}
+th.model{padding-right:138px}td.model{padding-right:138px}
 .bar{width:200px}td.bar{padding:2px 10px}
+th.bar i{display:inline-block;width:9px;height:9px;border-radius:50%;margin:0 5px 0 12px}th.bar i.sft{background:var(--sft)}th.bar i.ppo{background:var(--ppo)}
 svg{display:block;margin-left:auto}
 svg line{stroke-width:3;stroke-linecap:round;opacity:.45}
 svg .sft line{stroke:var(--sft)}svg .ppo line{stroke:var(--ppo)}
 svg .sft circle{fill:var(--sft)}svg .ppo circle{fill:var(--ppo)}
 .quiet{color:var(--quiet);font-size:13.5px;margin:10px 0 14px}
-figure{margin:0 0 22px}figure img{display:block;width:100%;max-width:860px;height:auto}
-figcaption{color:var(--quiet);font-size:13.5px;max-width:860px;margin-top:4px}
+figure{margin:0 0 22px}figure img{display:block;width:100%;height:auto}
+figcaption{color:var(--quiet);font-size:13.5px;margin-top:4px}
 article{border-top:1px solid var(--line);padding:16px 0}
 pre{font:13.5px/1.5 ui-monospace,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
 .prompt{margin-bottom:10px}
@@ -45,6 +47,7 @@ em{font-style:normal;font-size:11.5px;font-weight:600;color:var(--good);border:1
 em.tie{color:var(--quiet);text-transform:none;letter-spacing:0}
 .scores{display:flex;flex-wrap:wrap;gap:2px 14px;margin:8px 0 0;color:var(--quiet);font-size:12.5px;font-variant-numeric:tabular-nums}
 .scores b{color:var(--ink)}
+.card-text table{width:auto;margin:6px 0 14px}.card-text h3{margin-top:16px}.card-text pre{padding:10px 12px;background:var(--wash);border-radius:6px;max-height:none}
 details{margin-top:14px}summary{cursor:pointer;font-weight:600}
 details pre{margin-top:10px;padding:14px;background:var(--wash);border-radius:6px;max-height:560px;overflow:auto}
 @media (max-width:720px){.pair{grid-template-columns:1fr}section{overflow-x:auto}}

@@ -85,13 +85,13 @@ def policy_kl(
 
     Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the prompt.
     """
-    ours, theirs = (
-        _logprobs(config, folder, samples, pad_id=pad_id, device=device) for folder in (policy, reference)
-    )
+    ours, theirs = (_logprobs(config, folder, samples, pad_id=pad_id, device=device) for folder in (policy, reference))
     values = [float((new - ref).double().sum()) for new, ref in zip(ours, theirs, strict=True)]
     for value, sample in zip(values, samples, strict=True):
         if abs(value) == float("inf") or value != value:
-            raise NonFiniteError(f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be finite")
+            raise NonFiniteError(
+                f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be finite"
+            )
     return values
 
 

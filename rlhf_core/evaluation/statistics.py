@@ -35,7 +35,9 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
     """
     x = np.asarray(values, dtype=np.float64)
     if x.size == 0:
-        raise DataError("a confidence interval needs at least 1 value; got 0; hold out more prompts (data.eval_fraction)")
+        raise DataError(
+            "a confidence interval needs at least 1 value; got 0; hold out more prompts (data.eval_fraction)"
+        )
     if not np.isfinite(x).all():
         index = int(np.flatnonzero(~np.isfinite(x))[0])
         raise NonFiniteError(f"value {index} of {x.size} to average is {x[index]}, but all must be finite")
@@ -45,7 +47,10 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
     rng = np.random.default_rng(seed)
     rows = max(1, _CHUNK // x.size)
     means = np.concatenate(
-        [x[rng.integers(0, x.size, (min(rows, resamples - done), x.size))].mean(axis=1) for done in range(0, resamples, rows)]
+        [
+            x[rng.integers(0, x.size, (min(rows, resamples - done), x.size))].mean(axis=1)
+            for done in range(0, resamples, rows)
+        ]
     )
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(mean, float(low), float(high))

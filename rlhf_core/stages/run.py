@@ -37,7 +37,14 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
     fence = claim(store, spec.key)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
-    stage_run = tracking.stage_run(spec.parent_run_id, spec.stage, spec.key, params=_params(spec))
+    stage_run = tracking.stage_run(
+        spec.parent_run_id,
+        spec.stage,
+        spec.key,
+        params=_params(spec),
+        tags={"rlhf.attempt": str(fence.attempt)},
+        inputs={name: ref for name, ref in spec.inputs.items()},
+    )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
     status = "KILLED"

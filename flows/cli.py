@@ -1,0 +1,210 @@
+"""The command line: `rlhf run`, `up`, `down`, `status`.
+
+Everything slow is imported inside the commands: a mistake in the configuration is reported before that.
+Exit codes: 0 done; 2 the user's input is wrong; 3 a fault, the same command continues; 130, 143 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rlhf_core.errors import InputError, RLHFError
+from rlhf_core.types import STAGES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+CONTINUE = "type the same command again to continue from there"
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGHUP; unwinds like Ctrl-C, so that the stage's process is stopped."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGHUP, _on_signal)
+    try:
+        code: int = arguments.command(arguments)
+        return code
+    except InputError as error:
+        _complain(f"error: {error.message}")
+        return error.exit_code
+    except RLHFError as error:
+        _complain(f"failed: {error.message}\n{CONTINUE}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain(f"interrupted; {CONTINUE}")
+        return 128 + signal.SIGINT
+    except Stopped as stop:
+        _complain(f"stopped by {stop}; {CONTINUE}")
+        return stop.exit_code
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the interpreter flushes it at its end
+        return 0
+    except Exception as error:
+        log.exception("unexpected error")
+        _complain(f"failed: {type(error).__name__}: {error}\n{CONTINUE}")
+        return RLHFError.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf", description="End-to-end RLHF: raw data to a registered, evaluated policy."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = _command(
+        commands, "run", "run the pipeline here, with no server needed", _run,
+        "rlhf run deployments/configs/demo.yaml run.seed=1 ppo.kl.coef=0.02 --until reward",
+    )  # fmt: skip
+    run.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
+    run.add_argument("overrides", metavar="key=value", nargs="*", help="fields to override, such as ppo.steps=50")
+    run.add_argument(
+        "--from",
+        dest="start",
+        choices=STAGES,
+        default=STAGES[0],
+        help="stages before this one must have been made already",
+    )
+    run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage")
+
+    for name, text, command in (
+        ("up", "start Prefect, MLflow and a worker on this machine", _up),
+        ("down", "stop what `rlhf up` started, and nothing else", _down),
+        ("status", "show servers, recent runs and where things are", _status),
+    ):
+        sub = _command(commands, name, text, command, f"rlhf {name} --home .rlhf")
+        sub.add_argument("--home", default=".rlhf", help="folder for logs and databases (default: %(default)s)")
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, command: Any, example: str) -> argparse.ArgumentParser:
+    sub: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=f"example: {example}"
+    )
+    sub.set_defaults(command=command)
+    return sub
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from rlhf_core.config.load import load_config
+    from rlhf_core.config.preflight import check
+
+    config = load_config(arguments.config, arguments.overrides)
+    check(config)
+    home = Path(config.run.home).resolve()
+    console = _set_up_logging(home)
+    if os.environ.get("PREFECT_API_URL"):
+        return _run_flow(arguments, home, console)
+
+    from flows.embedded import EmbeddedPrefect
+
+    with EmbeddedPrefect(home) as server:
+        import prefect.main  # noqa: F401 while the server starts
+
+        server.wait()
+        return _run_flow(arguments, home, console)
+
+
+def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> int:
+    from flows.display import Bars, show_with
+    from flows.report import result_table, stage_table
+    from flows.rlhf import rlhf
+
+    bars = Bars(console) if console.is_terminal else None
+    if bars is not None:
+        show_with(bars)
+    try:
+        summary = rlhf(
+            config=arguments.config,
+            overrides=tuple(arguments.overrides),
+            start=arguments.start,
+            until=arguments.until,
+        )
+    finally:
+        if bars is not None:
+            bars.close()
+    from rich.console import Console
+
+    out = Console(soft_wrap=not sys.stdout.isatty())
+    out.print(stage_table(summary))
+    if summary.get("reward") or summary.get("evaluate"):
+        out.print(result_table(summary))
+    for name, place in summary["where"].items():
+        print(f"{name}: {place}")
+    print(f"summary: {home / 'runs' / summary['run'] / 'summary.json'}")
+    return 0
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from flows.servers import up
+
+    print(up(Path(arguments.home).resolve()))
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from flows.servers import down
+
+    print(down(Path(arguments.home).resolve()))
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from flows.status import describe
+
+    print(describe(Path(arguments.home).resolve()))
+    return 0
+
+
+def _set_up_logging(home: Path) -> Console:
+    """Our lines on the terminal; everything, tracebacks too, in `logs/rlhf.log`; Prefect's lines not on the terminal."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+    console = Console(stderr=True)
+    (home / "logs").mkdir(parents=True, exist_ok=True)
+    file = RotatingFileHandler(home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal: logging.Handler = logging.StreamHandler(sys.stderr)
+    if console.is_terminal:
+        terminal = RichHandler(console=console, show_time=False, show_level=False, show_path=False, markup=False)
+    terminal.addFilter(lambda record: record.exc_info is None)
+    for name in ("flows", "rlhf_core"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(file)
+        logger.addHandler(terminal)
+    return console
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signum, signal.SIG_IGN)
+    raise Stopped(signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What people see in Prefect's pages: a progress bar that moves, a report and a table per stage, links.
+
+Prefect is a view here. When it cannot be reached the run goes on: failures are logged once, and the progress bar
+has a thread of its own, so that a slow server never makes the stage wait.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, cast
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from flows.pipeline import Pipeline, StageRecord
+from flows.report import run_markdown, stage_markdown
+from rlhf_core.types import StageName
+
+log = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 2.0
+"""The progress artifact moves at most this often."""
+_MAX_FAILURES = 3
+
+
+class ProgressPage:
+    """The progress artifact `<stage>-progress`, fed by the child's events from within `with`."""
+
+    def __init__(self, stage: StageName, seconds: float = PROGRESS_SECONDS) -> None:
+        self._stage = stage
+        self._seconds = seconds
+        self._latest: dict[str, Any] | None = None
+        self._changed = threading.Event()
+        self._closed = threading.Event()
+        context = contextvars.copy_context()  # the artifact belongs to the task run that is in it
+        self._thread = threading.Thread(target=context.run, args=(self._loop,), daemon=True, name=f"{stage}-progress")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._closed.set()
+        self._changed.set()
+        self._thread.join(timeout=2 * self._seconds)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Take note of an event of the child; returns at once."""
+        if event["event"] == "progress" and event.get("total"):
+            self._latest = event
+            self._changed.set()
+
+    def _loop(self) -> None:
+        artifact: UUID | None = None
+        failures = 0
+        while failures < _MAX_FAILURES:
+            self._changed.wait()
+            self._changed.clear()
+            if self._latest is not None:
+                percent, text = describe(self._latest)
+                try:
+                    if artifact is None:
+                        artifact = cast(
+                            UUID, create_progress_artifact(percent, key=f"{self._stage}-progress", description=text)
+                        )
+                    else:
+                        update_progress_artifact(artifact, percent, description=text)
+                except Exception as error:
+                    failures += 1
+                    log.warning("Prefect did not take the progress of %s: %s", self._stage, error)
+            if self._closed.wait(self._seconds) and not self._changed.is_set():
+                return
+
+
+def describe(event: dict[str, Any]) -> tuple[float, str]:
+    """Percent and a sentence for a progress event."""
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in (event.get("metrics") or {}).items())
+    text = f"{event['task']}: {event['done']} of {event['total']} {event['unit']}" + (
+        f" ({metrics})" if metrics else ""
+    )
+    return min(100.0, round(100.0 * event["done"] / event["total"], 1)), text
+
+
+def publish_stage(run: Pipeline, stage: StageName, record: StageRecord) -> None:
+    """Report, table and link of a finished stage."""
+    links = run.where(record.ref.mlflow_run_id)
+    with _view_only(stage):
+        create_markdown_artifact(
+            stage_markdown(stage, record, links), key=f"{stage}-report", description=f"Stage {stage}"
+        )
+        rows = [{"metric": name, "value": value} for name, value in record.ref.metrics.items()]
+        if rows:
+            create_table_artifact(rows, key=f"{stage}-metrics", description=f"Headline numbers of stage {stage}")
+        if links.get("MLflow", "").startswith("http"):
+            create_link_artifact(links["MLflow"], key=f"{stage}-mlflow", link_text=f"MLflow run of stage {stage}")
+
+
+def publish_run(run: Pipeline) -> None:
+    """Report and link of the whole run."""
+    links = run.where(run.parent_run_id)
+    with _view_only("run"):
+        create_markdown_artifact(run_markdown(run.summary()), key="pipeline-report", description="Whole pipeline")
+        if links.get("MLflow", "").startswith("http"):
+            create_link_artifact(links["MLflow"], key="pipeline-mlflow", link_text="MLflow run of the pipeline")
+
+
+@contextmanager
+def _view_only(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        log.warning("Prefect did not take the report of %s: %s", what, error)

@@ -1,0 +1,211 @@
+"""One execution of the pipeline: its configuration, its folder, its MLflow run, and what each stage gave.
+
+Typing the same command again finds the same folder and the same MLflow run, because both are named by the key of
+the pipeline: a hash of everything that decides its result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.files import write_json
+from flows.report import summarize
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key
+from rlhf_core.config.load import load_config
+from rlhf_core.config.preflight import check
+from rlhf_core.data.sources import source_digests
+from rlhf_core.errors import InputError
+from rlhf_core.stages.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+from rlhf_core.tracking.tracker import Status, Tracking, open_tracking
+from rlhf_core.types import STAGES, ArtifactRef, StageName
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What became of one stage in this execution."""
+
+    ref: ArtifactRef
+    seconds: float
+    reused: bool
+
+
+class Pipeline:
+    """What the tasks of one flow run share. Everything that crosses into a stage is in `spec`."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        config_path: str,
+        start: StageName = "data",
+        until: StageName = "register",
+    ) -> None:
+        if STAGES.index(start) > STAGES.index(until):
+            raise InputError(f"--from {start} comes after --until {until}; the stages are {', '.join(STAGES)}")
+        self.config = config
+        self.config_path = config_path
+        self.start = start
+        self.until = until
+        self.started = time.monotonic()
+        self.sources = outside_digests(config)
+        self.key = pipeline_key(config, self.sources)
+        self.home = Path(config.run.home).resolve()
+        self.name = f"{config.run.name}-seed{config.run.seed}-{self.key[:8]}"
+        self.folder = self.home / "runs" / self.name
+        self.logs = self.home / "logs" / self.name
+        self.artifacts = ArtifactStore(Store(config.store_url, config.store.endpoint), cache=self.home / "cache")
+        self.tracking: Tracking = open_tracking(config)
+        self.parent_run_id: str | None = None
+        self.records: dict[StageName, StageRecord] = {}
+
+    def wants(self, stage: StageName) -> bool:
+        """Whether this run has `stage` at all: `--until` ends it, and no reward model may be asked for."""
+        if stage == "reward" and not self.config.reward.enabled:
+            return False
+        return STAGES.index(stage) <= STAGES.index(self.until)
+
+    def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:
+        """What the child process of `stage` is told, key included."""
+        inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
+        digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
+        key = stage_key(self.config, stage, digests, self._sources_of(stage))
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key)
+
+    def _sources_of(self, stage: StageName) -> dict[str, str]:
+        """Digests of what `stage` reads from outside; other stages see it through their inputs."""
+        if stage == "data":
+            return {name: digest for name, digest in self.sources.items() if not name.startswith("ppo.")}
+        names = {"sft": "model", "ppo": "ppo."}.get(stage)
+        return {name: digest for name, digest in self.sources.items() if names and name.startswith(names)}
+
+    def find(self, spec: StageSpec) -> ArtifactRef | None:
+        """The artifact of this key, if it was ever made.
+
+        Raises InputError if it was not and `--from` forbids to make it.
+        """
+        found = self.artifacts.find(spec.stage, spec.key)
+        if found is None and STAGES.index(spec.stage) < STAGES.index(self.start):
+            raise InputError(
+                f"--from {self.start} needs the artifact of stage {spec.stage} (key {spec.key}), which is not in "
+                f"{self.config.store_url}; leave --from out, or give --from {spec.stage}"
+            )
+        return found
+
+    def log_file(self, stage: StageName) -> Path:
+        """A new log file for the next attempt at `stage`."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            path = self.logs / f"{stage}-{number:02d}.log"
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            except FileExistsError:
+                continue
+            return path
+        raise InputError(f"{self.logs} has 10000 logs of stage {stage}; remove old ones")
+
+    def record(self, stage: StageName, record: StageRecord) -> None:
+        """Note what became of a stage, also for `rlhf status`."""
+        self.records[stage] = record
+        self.save_state("running")
+
+    def save_state(self, state: str) -> None:
+        """Write `run.json`: what `rlhf status` shows."""
+        stages = {
+            name: {"seconds": round(record.seconds, 2), "reused": record.reused, "key": record.ref.key}
+            for name, record in self.records.items()
+        }
+        content = {
+            "state": state,
+            "pid": os.getpid(),
+            "config": self.config_path,
+            "updated": time.time(),
+            "pipeline_key": self.key,
+            "mlflow_run_id": self.parent_run_id,
+            "stages": stages,
+        }
+        write_json(self.folder / "run.json", content)
+
+    def where(self, mlflow_run_id: str | None) -> dict[str, str]:
+        """Where to look: MLflow's page of a run (or the command that shows it), the report, the logs."""
+        places = {"logs": str(self.logs)}
+        if mlflow_run_id is not None:
+            places["MLflow"] = self.tracking.url(mlflow_run_id)
+        if "evaluate" in self.records:
+            places["report"] = f"{self.records['evaluate'].ref.uri}/report.html"
+        return places
+
+    def summary(self) -> dict[str, Any]:
+        """The documented content of `summary.json`."""
+        identity = {
+            "mlflow_run_id": self.parent_run_id,
+            "run": self.name,
+            "pipeline_key": self.key,
+            "where": self.where(self.parent_run_id),
+        }
+        return summarize(self.records, time.monotonic() - self.started, identity)
+
+    @property
+    def summary_file(self) -> Path:
+        return self.folder / "summary.json"
+
+
+@contextmanager
+def open_pipeline(
+    config: str, overrides: Sequence[str], start: StageName, until: StageName, tags: Mapping[str, str]
+) -> Iterator[Pipeline]:
+    """Load and check the configuration, open the MLflow run, and close it as what the body made of it.
+
+    Raises InputError, with everything that is wrong, before anything heavy starts.
+    """
+    settings = load_config(config, overrides)
+    for warning in check(settings):
+        log.warning("%s", warning)
+    run = Pipeline(settings, config, start, until)
+    run.parent_run_id = run.tracking.parent_run(
+        run.key,
+        run.name,
+        tags={"rlhf.config": config, **tags},
+        params={"name": settings.run.name, "seed": settings.run.seed},
+    )
+    run.save_state("running")
+    state: str = "stopped"
+    status: Status = "KILLED"
+    try:
+        yield run
+        state, status = "finished", "FINISHED"
+        write_json(run.summary_file, run.summary())
+    except Exception:
+        state, status = "failed", "FAILED"
+        raise
+    finally:
+        run.save_state(state)
+        run.tracking.finish(run.parent_run_id, status)
+
+
+def outside_digests(config: PipelineConfig) -> dict[str, str]:
+    """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files that
+    rewards come from, because a changed reward is another PPO run."""
+    files = {f"ppo.rewards.{i}": getattr(source, "file", None) for i, source in enumerate(config.ppo.rewards)}
+    rewards = {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+    return source_digests(config) | rewards
+
+
+def flow_run_tags() -> dict[str, str]:
+    """Tags by which an MLflow run leads back to the flow run that it belongs to."""
+    from prefect import runtime
+
+    tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
+    tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
+    return {name: str(value) for name, value in tags.items() if value}

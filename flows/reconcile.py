@@ -1,0 +1,153 @@
+"""Brings lost flow runs back: the small loop beside the worker.
+
+Prefect has no zombie handler, its retries do not cover crashes, and automations lose events on SQLite. This loop
+asks the operating system instead: is there a process on this machine whose environment names this flow run?
+
+    RUNNING, no process in two looks        -> CRASHED, then scheduled again
+    PENDING for over 30 s, no process       -> the same (such a run would block its deployment for ever)
+    CRASHED (the worker saw it die)         -> scheduled again
+    CANCELLING for over 30 s, no process    -> CANCELLED
+    started `MAX_ATTEMPTS` times already    -> FAILED, with a sentence that says so
+
+Only runs with the tag `auto-recover` are touched. It holds for one machine: server, worker and flows on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from flows.processes import carriers
+
+log = logging.getLogger(__name__)
+
+TAG = "auto-recover"
+ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
+"""Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children."""
+MAX_ATTEMPTS = 5
+LOOKS = 2
+"""A process must be missing so many times in a row: it may end between the answer of the API and the look."""
+SLOW_SECONDS = 30.0
+"""A worker needs time between taking a run and the start of its process."""
+TOO_OLD_SECONDS = 24 * 3600.0
+"""A crash of yesterday is not continued behind the user's back."""
+
+Action = Literal["leave", "reschedule", "cancel", "give up"]
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What is known of one flow run at one look."""
+
+    state: str
+    """Prefect's state type, such as RUNNING."""
+    age: float
+    """Seconds in this state."""
+    attempts: int
+    """How often it was started, or brought back by this loop, whichever is more."""
+    missing: int
+    """Looks in a row in which no process had it; 0: there is one."""
+
+
+def decide(seen: Sighting) -> Action:
+    """What to do with a flow run."""
+    if seen.missing < LOOKS:
+        return "leave"
+    if seen.state == "CANCELLING":
+        return "cancel" if seen.age > SLOW_SECONDS else "leave"
+    if seen.state == "PENDING" and seen.age <= SLOW_SECONDS:
+        return "leave"
+    if seen.state == "CRASHED" and seen.age > TOO_OLD_SECONDS:
+        return "leave"
+    if seen.state not in ("RUNNING", "PENDING", "CRASHED"):
+        return "leave"
+    return "give up" if seen.attempts >= MAX_ATTEMPTS else "reschedule"
+
+
+class Reconciler:
+    """Looks once per `look`; keeps only counters in memory, so it may be restarted at any time."""
+
+    def __init__(self, api: str, alive: Callable[[], set[str]] | None = None) -> None:
+        self._api = api
+        self._alive = alive or flow_runs_alive
+        self._missing: dict[str, int] = {}
+        self._brought_back: dict[str, int] = {}
+
+    def look(self) -> None:
+        """Compare the server's runs with the machine's processes and act. A server that is away changes nothing."""
+        try:
+            runs = self._runs()
+            alive = self._alive() if runs else set()
+            for run in runs:
+                self._judge(run, alive)
+            self._missing = {run["id"]: self._missing[run["id"]] for run in runs}
+        except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
+            log.debug("look skipped: %s", error)
+
+    def _judge(self, run: Mapping[str, Any], alive: set[str]) -> None:
+        name = run["id"]
+        self._missing[name] = 0 if name in alive else self._missing.get(name, 0) + 1
+        since = datetime.fromisoformat(run["state"]["timestamp"])
+        seen = Sighting(
+            state=run["state"]["type"],
+            age=(datetime.now(UTC) - since).total_seconds(),
+            attempts=max(run["run_count"], self._brought_back.get(name, 0)),
+            missing=self._missing[name],
+        )
+        action = decide(seen)
+        if action == "leave":
+            return
+        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], name, seen.state, action)
+        if action == "cancel":
+            self._set(name, "CANCELLED", "Cancelled", "its process is gone")
+        elif action == "give up":
+            text = f"its process was lost in each of {seen.attempts} attempts; the logs of the last one say more"
+            self._set(name, "FAILED", "Failed", text)
+        else:
+            if seen.state != "CRASHED":
+                self._set(name, "CRASHED", "Crashed", "its process is gone")
+            self._set(name, "SCHEDULED", "AwaitingRetry", "its process was lost; continuing from the last checkpoint")
+            self._brought_back[name] = seen.attempts + 1
+        self._missing[name] = 0
+
+    def _runs(self) -> list[dict[str, Any]]:
+        body = {
+            "flow_runs": {
+                "tags": {"all_": [TAG]},
+                "state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING", "CRASHED"]}},
+                "parent_task_run_id": {"is_null_": True},
+            },
+            "sort": "EXPECTED_START_TIME_DESC",
+            "limit": 50,
+        }
+        runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
+        return runs
+
+    def _set(self, run: str, kind: str, name: str, message: str) -> None:
+        answer = self._post(
+            f"/flow_runs/{run}/set_state", {"state": {"type": kind, "name": name, "message": message}, "force": False}
+        )
+        if answer["status"] != "ACCEPT":
+            log.warning("Prefect did not set flow run %s to %s: %s", run, name, answer.get("details"))
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return post(f"{self._api}{path}", body)
+
+
+def post(url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
+    """POST JSON to a server on this machine; the parsed answer."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=seconds) as answer:
+        return json.load(answer)
+
+
+def flow_runs_alive() -> set[str]:
+    """Ids of the flow runs that have a process on this machine."""
+    return {run for _, run in carriers(ENGINE_VARIABLE)}

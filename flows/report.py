@@ -1,0 +1,170 @@
+"""The end of a run: `summary.json`, the table on the terminal and the Markdown for Prefect's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flows.pipeline import StageRecord
+    from rlhf_core.types import StageName
+
+_INTERVAL = ("mean", "low", "high")
+
+
+def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `summary.json`. What a stage did not measure is left out, never made up.
+
+    seconds                                     of the whole command
+    stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
+    reward.accuracy                             held-out accuracy of the reward model
+    evaluate.gold_reward.{sft,ppo}.{mean,low,high}   where a true reward exists
+    evaluate.win_rate.{mean,low,high}           policy against SFT
+    evaluate.kl                                 nats per response
+    weights_sha256                              of the final policy's safetensors
+    mlflow_run_id                               of the run that holds the stages' runs
+    run, pipeline_key, where                    its name, its key, and where to look next
+    """
+    summary: dict[str, Any] = {
+        "seconds": round(seconds, 2),
+        "stages": {
+            name: {
+                "seconds": round(record.seconds, 2),
+                "reused": record.reused,
+                "artifact": record.ref.uri,
+                "metrics": dict(record.ref.metrics),
+            }
+            for name, record in records.items()
+        },
+        **identity,
+    }
+    if "reward" in records and "accuracy" in records["reward"].ref.metrics:
+        summary["reward"] = {"accuracy": records["reward"].ref.metrics["accuracy"]}
+    if "evaluate" in records:
+        summary["evaluate"] = _evaluation(records["evaluate"].ref.metrics)
+    for name in ("ppo", "evaluate", "register"):
+        facts = records[name].ref.facts if name in records else {}
+        if "weights_sha256" in facts:
+            summary["weights_sha256"] = facts["weights_sha256"]
+            break
+    return summary
+
+
+def _evaluation(metrics: Mapping[str, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for who in ("sft", "ppo"):
+        if interval := _interval(metrics, f"gold_reward/{who}"):
+            found.setdefault("gold_reward", {})[who] = interval
+    if interval := _interval(metrics, "win_rate"):
+        found["win_rate"] = interval
+    if "kl" in metrics:
+        found["kl"] = metrics["kl"]
+    return found
+
+
+def _interval(metrics: Mapping[str, float], prefix: str) -> dict[str, float] | None:
+    if not all(f"{prefix}/{part}" in metrics for part in _INTERVAL):
+        return None
+    return {part: metrics[f"{prefix}/{part}"] for part in _INTERVAL}
+
+
+def headline(metrics: Mapping[str, float], count: int = 4) -> str:
+    """The first few numbers of a stage on one line; the stages put the telling ones first."""
+    return "  ".join(f"{name}={value:.4g}" for name, value in list(metrics.items())[:count])
+
+
+def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The findings of a run as (name, value) rows, in words."""
+    rows: list[tuple[str, str]] = []
+    if "reward" in summary:
+        rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
+    evaluation = summary.get("evaluate", {})
+    for who, label in (("sft", "gold reward, SFT"), ("ppo", "gold reward, PPO")):
+        if who in evaluation.get("gold_reward", {}):
+            rows.append((label, _with_interval(evaluation["gold_reward"][who])))
+    if "win_rate" in evaluation:
+        rows.append(("win rate, PPO over SFT", _with_interval(evaluation["win_rate"])))
+    if "kl" in evaluation:
+        rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
+    return rows
+
+
+def _with_interval(interval: Mapping[str, float]) -> str:
+    return f"{interval['mean']:.3f}  [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def stage_table(summary: Mapping[str, Any]) -> Table:
+    """One line per stage: time, reused or not, its first numbers."""
+    from rich.table import Table
+
+    table = Table(show_footer=True)
+    table.add_column("stage", "total", no_wrap=True)
+    table.add_column("time", duration(summary["seconds"]), justify="right", no_wrap=True)
+    table.add_column("", "", no_wrap=True)
+    table.add_column("results", "", overflow="fold")
+    for name, entry in summary["stages"].items():
+        how = "reused" if entry["reused"] else "ran"
+        table.add_row(name, duration(entry["seconds"]), how, headline(entry["metrics"]))
+    return table
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """What the run found, in words."""
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, value in results(summary):
+        table.add_row(name, value)
+    return table
+
+
+def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) -> str:
+    """A stage's page in Prefect."""
+    ref = record.ref
+    lines = [
+        f"# {stage}: {'reused' if record.reused else 'done'} in {duration(record.seconds)}",
+        "",
+        *_markdown_table(("metric", "value"), [(name, f"{value:.6g}") for name, value in ref.metrics.items()]),
+        "",
+        f"- artifact: `{ref.uri}`",
+        f"- key: `{ref.key}`, manifest sha256: `{ref.digest}`",
+        *(f"- {name}: {address}" for name, address in links.items()),
+    ]
+    return "\n".join(lines)
+
+
+def run_markdown(summary: Mapping[str, Any]) -> str:
+    """The whole run's page in Prefect."""
+    stages = [
+        (name, duration(entry["seconds"]), "reused" if entry["reused"] else "ran", f"`{entry['artifact']}`")
+        for name, entry in summary["stages"].items()
+    ]
+    lines = [
+        f"# Pipeline finished in {duration(summary['seconds'])}",
+        "",
+        *_markdown_table(("result", "value"), results(summary)),
+        "",
+        *_markdown_table(("stage", "time", "", "artifact"), stages),
+        "",
+        *(f"- {name}: {address}" for name, address in summary["where"].items()),
+    ]
+    return "\n".join(lines)
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def duration(seconds: float) -> str:
+    """`42.1 s`, `3 min 05 s` or `2 h 07 min`."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    if minutes < 100:
+        return f"{minutes} min {round(seconds) % 60:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

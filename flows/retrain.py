@@ -1,0 +1,44 @@
+"""Retraining on a schedule: the pipeline again, if what goes into it has changed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from flows.files import read_json
+from flows.parameters import DEFAULT_CONFIG
+from flows.pipeline import outside_digests
+from flows.rlhf import File, Override, rlhf, run_name
+from rlhf_core.config.keys import pipeline_key
+from rlhf_core.config.load import load_config
+
+log = logging.getLogger(__name__)
+
+
+@flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False)
+def retrain(config: File = DEFAULT_CONFIG, overrides: tuple[Override, ...] = ()) -> dict[str, Any] | State[Any]:
+    """Run the pipeline if its data, base model, reward code or configuration differ from every finished run's.
+
+    Args:
+        config: YAML file, as the worker sees it.
+        overrides: Other fields, each as `section.field=value`.
+    """
+    settings = load_config(config, overrides)
+    key = pipeline_key(settings, outside_digests(settings))
+    if finished := finished_run(Path(settings.run.home), key):
+        return Completed(name="Unchanged", message=f"nothing has changed since {finished}")
+    return rlhf(config=config, overrides=overrides)
+
+
+def finished_run(home: Path, key: str) -> str | None:
+    """Name of the run that finished all stages with this pipeline key, if there is one."""
+    for path in sorted((home / "runs").glob("*/summary.json")):
+        summary = read_json(path) or {}
+        if summary.get("pipeline_key") == key and "register" in summary.get("stages", {}):
+            return path.parent.name
+    return None

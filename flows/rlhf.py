@@ -1,0 +1,68 @@
+"""The pipeline: data, supervised fine-tuning, reward model, PPO, evaluation, registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, runtime
+from pydantic import Field
+
+from flows import stages
+from flows.pages import publish_run
+from flows.parameters import DEFAULT_CONFIG, overrides_of
+from flows.pipeline import flow_run_tags, open_pipeline
+from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from rlhf_core.config.load import load_config
+from rlhf_core.errors import InputError
+from rlhf_core.types import StageName
+
+File = Annotated[str, Field(min_length=1)]
+Override = Annotated[str, Field(pattern=r"^[a-z_][\w.]*=")]
+
+
+def run_name() -> str:
+    """`demo-seed0-3fa2c1`: configuration, seed and flow run; the same after a restart."""
+    given = runtime.flow_run.parameters
+    flow_run = str(runtime.flow_run.id)[:6]
+    try:
+        config = load_config(given["config"], overrides_of(given)).run
+    except InputError:  # the flow itself says what is wrong with it
+        return f"{Path(given['config']).stem}-{flow_run}"
+    return f"{config.name}-seed{config.seed}-{flow_run}"
+
+
+@flow(name="rlhf", flow_run_name=run_name, persist_result=False)
+def rlhf(
+    config: File = DEFAULT_CONFIG,
+    name: Name | None = None,
+    seed: NonNegativeInt | None = None,
+    ppo_steps: PositiveInt | None = None,
+    kl_coef: NonNegativeFloat | None = None,
+    policy_learning_rate: PositiveFloat | None = None,
+    overrides: tuple[Override, ...] = (),
+    start: StageName = "data",
+    until: StageName = "register",
+) -> dict[str, Any]:
+    """Raw data to a registered, evaluated policy. Finished stages are reused, interrupted ones continued.
+
+    Args:
+        config: YAML file, as the worker sees it. Everything below overrides it.
+        name: Name of the pipeline: MLflow experiment, flow run names, registered model (run.name).
+        seed: Every random choice derives from it (run.seed).
+        ppo_steps: PPO iterations (ppo.steps).
+        kl_coef: Price of leaving the supervised model, per token (ppo.kl.coef).
+        policy_learning_rate: Peak learning rate of the policy in PPO (ppo.policy.learning_rate).
+        overrides: Any other field, each as `section.field=value`, for example `ppo.kl.target=4`.
+        start: Stages before this one must have been made already; a missing one is an error.
+        until: Stop after this stage.
+    """
+    with open_pipeline(config, overrides_of(locals()), start, until, flow_run_tags()) as run:
+        data = stages.data(run)
+        sft = stages.sft(run, data)
+        reward = stages.reward(run, data, sft)
+        policy = stages.ppo(run, data, sft, reward)
+        evaluation = stages.evaluate(run, data, sft, reward, policy)
+        stages.register(run, data, sft, reward, policy, evaluation)
+        publish_run(run)
+    return run.summary()

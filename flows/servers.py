@@ -1,0 +1,120 @@
+"""`rlhf up` and `rlhf down`: start the supervisor in the background, wait for it, stop it.
+
+Whose processes they are is known by pid and start time (state.json) and by a variable that everything started by
+`up` carries: nothing else is ever signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flows.files import read_json
+from flows.processes import ProcessId, carriers, stop, wait_gone
+from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes
+from rlhf_core.errors import InputError, StageFailed
+
+_HOW_TO_RUN = "prefect deployment run rlhf/full-pipeline --param ppo_steps=5"
+
+
+def up(home: Path) -> str:
+    """Start the servers for `home` and return what to tell the user.
+
+    Raises InputError where they run already or the project's files are not here, StageFailed if they do not come up.
+    """
+    if not DEPLOYMENTS.is_file():
+        raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
+    folder = home / "servers"
+    if (running := supervisor_of(home)) is not None:
+        raise InputError(
+            f"servers for {home} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf down` first"
+        )
+    _sweep(home)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "supervisor.log").open("ab") as output:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "flows.supervisor", str(home)],
+            env={**os.environ, MARK: str(home)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    state = _await_ready(home, supervisor)
+    return _announce(home, state)
+
+
+def _await_ready(home: Path, supervisor: subprocess.Popen[bytes]) -> dict[str, Any]:
+    log_file = home / "servers" / "supervisor.log"
+    deadline = time.monotonic() + 3 * READY_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            state = read_json(home / "servers" / "state.json")
+            if state is not None and state["pid"] == supervisor.pid:
+                if state["status"] == "ready":
+                    return state
+                if state["message"]:
+                    raise StageFailed(f"{state['message']}; the supervisor's log is {log_file}")
+            if supervisor.poll() is not None:
+                raise StageFailed(f"the supervisor ended with exit code {supervisor.returncode}; see {log_file}")
+            time.sleep(0.2)
+    except BaseException:
+        supervisor.terminate()
+        raise
+    supervisor.terminate()
+    raise StageFailed(f"the servers were not ready within {3 * READY_SECONDS:g} s; see {log_file}")
+
+
+def _announce(home: Path, state: dict[str, Any]) -> str:
+    lines = [
+        f"Prefect  {state['prefect'].removesuffix('/api')}",
+        f"MLflow   {state['mlflow']}",
+        f"logs     {home / 'servers'}",
+    ]
+    if not state["prefect"].endswith(":4200/api"):
+        lines.append("(port 4200 was taken: Prefect has another one)")
+    if not state["mlflow"].endswith(":5000"):
+        lines.append("(port 5000 was taken: MLflow has another one)")
+    if home != Path(".rlhf").resolve():
+        lines.append(f"next     export PREFECT_API_URL={state['prefect']}")
+    lines.append(f"next     {Path(sys.executable).parent / _HOW_TO_RUN}")
+    return "\n".join(lines)
+
+
+def down(home: Path) -> str:
+    """Stop what `up` started for `home`, flow runs included, and return what to tell the user."""
+    supervisor = supervisor_of(home)
+    runs = flow_processes(str(home))
+    if supervisor is None and not _ours(home):
+        return f"nothing to stop: no servers of {home} are up"
+    if supervisor is not None:
+        supervisor.send(signal.SIGTERM)
+        wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
+    _sweep(home)
+    (home / "servers" / "state.json").unlink(missing_ok=True)
+    (home / "prefect" / "profiles.toml").unlink(missing_ok=True)
+    interrupted = f"; {len(runs)} flow run(s) were interrupted and go on after the next `rlhf up`" if runs else ""
+    return f"stopped the servers of {home}{interrupted}"
+
+
+def supervisor_of(home: Path) -> ProcessId | None:
+    """The live supervisor of `home`. A stale state file is recognised by pid and start time."""
+    state = read_json(home / "servers" / "state.json")
+    if state is None:
+        return None
+    process = ProcessId(int(state["pid"]), float(state["started"]))
+    return process if process.alive() else None
+
+
+def _ours(home: Path) -> list[ProcessId]:
+    return [process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()]
+
+
+def _sweep(home: Path) -> None:
+    """Stop what a killed supervisor left behind."""
+    stop(_ours(home), 5.0)

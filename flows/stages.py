@@ -1,0 +1,129 @@
+"""The tasks: one per stage. No machine learning here, only "is it there already, and if not, who makes it?".
+
+    spec (key)  ->  manifest of that key?  -- yes -->  state `Skipped`, the artifact as its data
+                           | no
+                    child process  -- error -->  tried again from its checkpoint, unless the user must act
+                           |
+                    artifact, published by the child
+
+Prefect's own result cache is off: it cannot see whether an artifact still exists, and it keeps pickles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.states import Completed
+from prefect.tasks import Task, exponential_backoff
+
+from flows.child import OnEvent, run_child
+from flows.display import current_display
+from flows.environment import stage_environment
+from flows.pages import ProgressPage, publish_stage
+from flows.pipeline import Pipeline, StageRecord
+from rlhf_core.errors import InputError, Superseded
+from rlhf_core.stages.spec import StageSpec
+from rlhf_core.types import ArtifactRef, StageName
+
+Ref = ArtifactRef | None
+"""None: this run does not have the stage (`--until`, or no reward model asked for)."""
+
+
+def data(run: Pipeline) -> Ref:
+    """Sources -> tokenizer, token files, data card."""
+    return _stage(run, "data")
+
+
+def sft(run: Pipeline, data: Ref) -> Ref:
+    """Demonstrations -> the supervised model."""
+    return _stage(run, "sft", data)
+
+
+def reward(run: Pipeline, data: Ref, sft: Ref) -> Ref:
+    """Preference pairs -> the reward model."""
+    return _stage(run, "reward", data, sft)
+
+
+def ppo(run: Pipeline, data: Ref, sft: Ref, reward: Ref) -> Ref:
+    """Prompts and rewards -> the policy."""
+    return _stage(run, "ppo", data, sft, reward)
+
+
+def evaluate(run: Pipeline, data: Ref, sft: Ref, reward: Ref, ppo: Ref) -> Ref:
+    """The policy against the supervised model on held-out prompts -> numbers, samples, report."""
+    return _stage(run, "evaluate", data, sft, reward, ppo)
+
+
+def register(run: Pipeline, data: Ref, sft: Ref, reward: Ref, ppo: Ref, evaluation: Ref) -> Ref:
+    """The policy -> a version in the model registry."""
+    return _stage(run, "register", data, sft, reward, ppo, evaluation)
+
+
+def _stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
+    if not run.wants(stage):
+        return None
+    settings = run.config.run
+    configured = execute.with_options(
+        name=stage,
+        task_run_name=stage,
+        retries=settings.retries,
+        retry_delay_seconds=exponential_backoff(settings.retry_delay),
+    )
+    # A task that returns a state, as `Skipped` is, gives the state and not its data unless the state is asked for.
+    state: State[Any] = configured(run, stage, {ref.kind: ref for ref in inputs if ref}, return_state=True)
+    ref: ArtifactRef = state.result()
+    return ref
+
+
+def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Not where only the user can help, and not where another attempt has taken over."""
+    error = state.data if isinstance(state.data, BaseException) else state.result(raise_on_failure=False)
+    return not isinstance(error, InputError | Superseded)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=worth_retrying)
+def execute(
+    run: Pipeline, stage: StageName, inputs: Mapping[StageName, ArtifactRef]
+) -> State[ArtifactRef] | ArtifactRef:
+    """Find the artifact of `stage`, or have a child process make it."""
+    began = time.monotonic()
+    spec = run.spec(stage, inputs)
+    display = current_display()
+    ref = run.find(spec)
+    reused = ref is not None
+    if ref is None:
+        log_file = run.log_file(stage)
+        display.started(stage, str(log_file))
+        with ProgressPage(stage) as page:
+
+            def on_event(event: dict[str, Any]) -> None:
+                display.event(stage, event)
+                page.event(event)
+
+            ref = _make(run, spec, log_file, on_event)
+    else:
+        run.tracking.link_reused(run.parent_run_id, stage, ref)
+    record = StageRecord(ref, time.monotonic() - began, reused)
+    run.record(stage, record)
+    display.finished(stage, record)
+    publish_stage(run, stage, record)
+    return Completed(name="Skipped", message=f"reused {ref.uri}", data=ref) if reused else ref
+
+
+def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent) -> ArtifactRef:
+    """Run the child; one that was killed could not end its MLflow run itself."""
+    settings = run.config
+    try:
+        return run_child(spec, log_file, stage_environment(settings), settings.run.stage_timeout, on_event)
+    except Exception:
+        run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
+        raise
+    except BaseException:
+        run.tracking.finish_stage(run.parent_run_id, spec.key, "KILLED")
+        raise

@@ -1,0 +1,245 @@
+"""The one process behind `rlhf up`: keeps Prefect's server, MLflow and a worker running, and lost flow runs coming back.
+
+    supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback
+                 +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
+                 +-- prefect worker    pool `rlhf`, one flow run at a time
+                 +-- reconciler        a look every 2 s (flows/reconcile.py)
+
+The servers die with the supervisor (parent-death signal); a server that dies alone is started again. What is up is
+written to {home}/servers/state.json. SIGTERM stops flow runs first, so that Prefect still hears of their end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.embedded import answers, free_port
+from flows.environment import NO_TELEMETRY, prefect_environment
+from flows.files import write_json
+from flows.processes import ProcessId, carriers, die_with_parent, stop
+from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
+from rlhf_core.errors import RLHFError, StageFailed
+
+log = logging.getLogger(__name__)
+
+POOL = "rlhf"
+DEPLOYMENTS = Path("deployments/prefect.yaml")
+MARK = "RLHF_SERVERS"
+"""Carried by everything that `up` started, flow runs and their stages included; the value is the home folder."""
+READY_SECONDS = 120.0
+FLOW_STOP_SECONDS = 40.0
+"""A stage may take 20 s to stop, and its flow some more to report."""
+_LOOK_SECONDS = 2.0
+_BACKOFF = (0.0, 2.0, 10.0, 30.0)
+
+
+@dataclass
+class Server:
+    """One child of the supervisor."""
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str]
+    log_file: Path
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    next_start: float = field(default=0.0)
+
+    def keep_running(self) -> None:
+        """Start it if it is not running; each time in a row later, up to half a minute."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        now = time.monotonic()
+        if self.process is not None:
+            log.warning("%s ended with exit code %s; see %s", self.name, self.process.returncode, self.log_file)
+            self.process = None
+            self.restarts += 1
+            self.next_start = now + _BACKOFF[min(self.restarts, len(_BACKOFF)) - 1]
+        if now < self.next_start:
+            return
+        with self.log_file.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGTERM),
+            )
+
+    def id(self) -> ProcessId | None:
+        return None if self.process is None else ProcessId.of(self.process.pid)
+
+
+class Supervisor:
+    """Starts the servers in order, deploys, then watches."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder = home / "servers"
+        self.prefect_port, self.mlflow_port = free_port(4200), free_port(5000)
+        self.api = f"http://127.0.0.1:{self.prefect_port}/api"
+        self.mlflow_url = f"http://127.0.0.1:{self.mlflow_port}"
+        self.profiles = home / "prefect" / "profiles.toml"
+        self.environment = {
+            **prefect_environment(self.folder / "prefect"),
+            MARK: str(home),
+            "MLFLOW_TRACKING_URI": self.mlflow_url,
+            "PREFECT_API_URL": self.api,
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,rlhf_core",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.servers = self._servers(home)
+        self.stopping = False
+
+    def _servers(self, home: Path) -> dict[str, Server]:
+        tool = [sys.executable, "-m"]
+        prefect = [*tool, "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.prefect_port)]
+        mlflow = [
+            *tool, "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.mlflow_port), "--workers", "1",
+            "--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}",
+            "--default-artifact-root", str(home / "mlartifacts"),
+            "--allowed-hosts", f"localhost:{self.mlflow_port},127.0.0.1:{self.mlflow_port}",
+        ]  # fmt: skip
+        worker = [*tool, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1"]
+        lean = {**NO_TELEMETRY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MARK: str(home)}
+        return {
+            "prefect": Server("prefect", prefect, self.environment, self.folder / "prefect.log"),
+            "mlflow": Server("mlflow", mlflow, lean, self.folder / "mlflow.log"),
+            "worker": Server("worker", worker, self.environment, self.folder / "worker.log"),
+        }
+
+    def run(self) -> None:
+        """Until SIGTERM. Raises StageFailed if the servers do not come up."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_state("starting")
+        try:
+            self._start()
+            self._write_state("ready")
+            log.info("ready: %s", self.api)
+            reconciler = Reconciler(self.api)
+            while not self.stopping:
+                for server in self.servers.values():
+                    server.keep_running()
+                reconciler.look()
+                self._write_state("ready")
+                self._pause(_LOOK_SECONDS)
+        except RLHFError as error:
+            self._write_state("failed", error.message)
+            raise
+        finally:
+            self._stop()
+
+    def _start(self) -> None:
+        self.servers["prefect"].keep_running()
+        self.servers["mlflow"].keep_running()
+        self._await("Prefect's server", "prefect", lambda: answers(f"{self.api}/health"))
+        self.servers["worker"].keep_running()
+        # Deploying before the pool exists creates nothing; the worker makes the pool.
+        self._await("the work pool", "worker", lambda: _pool_exists(self.api))
+        self._deploy()
+        self._await("MLflow's server", "mlflow", lambda: answers(f"{self.mlflow_url}/health"))
+        self.profiles.parent.mkdir(parents=True, exist_ok=True)
+        self.profiles.write_text(f'active = "rlhf"\n\n[profiles.rlhf]\nPREFECT_API_URL = "{self.api}"\n')
+
+    def _await(self, what: str, server: str, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not self.stopping and not ready():
+            if time.monotonic() > deadline or self.servers[server].restarts > 3:
+                raise StageFailed(f"{what} did not come up; see {self.servers[server].log_file}")
+            self.servers[server].keep_running()
+            self._pause(0.3)
+
+    def _deploy(self) -> None:
+        if self.stopping:
+            return
+        with (self.folder / "deploy.log").open("ab") as output:
+            done = subprocess.run(
+                [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)],
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=READY_SECONDS,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise StageFailed(
+                f"prefect deploy failed with exit code {done.returncode}; see {self.folder / 'deploy.log'}"
+            )
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.stopping and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _stop(self) -> None:
+        self._write_state("stopping")
+        stop(flow_processes(self.environment[MARK]), FLOW_STOP_SECONDS)
+        for name in ("worker", "mlflow", "prefect"):
+            process = self.servers[name].id()
+            stop([process] if process else [], 10.0)
+        self.profiles.unlink(missing_ok=True)
+
+    def _write_state(self, status: str, message: str = "") -> None:
+        me = ProcessId.of(os.getpid())
+        servers: dict[str, Any] = {
+            name: {"pid": server.process.pid if server.process else None, "restarts": server.restarts}
+            for name, server in self.servers.items()
+        }
+        content = {
+            "status": status,
+            "message": message,
+            "pid": os.getpid(),
+            "started": me.started if me else 0.0,
+            "prefect": self.api,
+            "mlflow": self.mlflow_url,
+            "servers": servers,
+        }
+        write_json(self.folder / "state.json", content)
+
+
+def flow_processes(home: str) -> list[ProcessId]:
+    """The flow runs started by the worker of `home`."""
+    ours = {process for process, value in carriers(MARK) if value == home}
+    return [process for process, _ in carriers(ENGINE_VARIABLE) if process in ours]
+
+
+def _pool_exists(api: str) -> bool:
+    try:
+        return any(pool["name"] == POOL for pool in post(f"{api}/work_pools/filter", {}))
+    except (OSError, ValueError):
+        return False
+
+
+def main() -> int:
+    """Entry point of the supervisor's process: `python -m flows.supervisor HOME`."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    supervisor = Supervisor(Path(sys.argv[1]))
+
+    def on_signal(signum: int, frame: object) -> None:
+        supervisor.stopping = True
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        supervisor.run()
+    except RLHFError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A vLLM engine as a Ray actor, and the client through which policy rank 0 drives the engines' weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.cluster.records import Usage
+from rlhf_core.cluster.worker import process_usage
+from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.weight_sync.checksum import Acknowledgement
+
+
+class EngineActor:
+    """`index`: 0 .. engines - 1."""
+
+    def __init__(
+        self, index: int, model: str, engine_json: str, device: str, max_model_len: int, seed: int, backend: str
+    ) -> None:
+        from rlhf_core.rollout.engine import Engine
+
+        self._index = index
+        config = EngineConfig.model_validate_json(engine_json)
+        self._tensor_parallel = config.tensor_parallel
+        self._engine = Engine(
+            Path(model), config, device=device, max_model_len=max_model_len, seed=seed, weight_transfer=backend
+        )
+        self._version = -1
+
+    def warm_up(self) -> None:
+        """Two tokens, so that the first rollout does not pay for lazy initialisation."""
+        prompt = PromptExample("warm-up", "", (0,))
+        self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
+
+    def generate(
+        self, prompts: Sequence[PromptExample], n: int, max_new_tokens: int, temperature: float, seeds: Sequence[int]
+    ) -> list[Rollout]:
+        """See `Engine.generate`; stamped with the version that was acknowledged last."""
+        return self._engine.generate(
+            prompts,
+            n=n,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seeds=seeds,
+            policy_version=self._version,
+        )
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        # Engines' ranks follow the sender's, each with as many as it has workers.
+        offset = init_info.get("rank_offset")
+        if offset is not None:
+            init_info = {**init_info, "rank_offset": offset + self._index * self._tensor_parallel}
+        self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._engine.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self._engine.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None) -> None:
+        self._engine.llm.finish_weight_update(weight_version)
+
+    def acknowledge(self) -> Acknowledgement:
+        """The version and what arrived; an engine of several workers must have the same on all."""
+        version = int(self._engine.llm.get_weight_version())
+        received: list[dict[str, str]] = self._engine.llm.collective_rpc("received_checksums")
+        merged = dict(received[0])
+        for other in received[1:]:
+            merged.update({name: "workers differ" for name in merged if other.get(name) != merged[name]})
+        self._version = version
+        return Acknowledgement(self._index, version, merged)
+
+    def usage(self) -> Usage:
+        return process_usage()
+
+
+class RayEngineClient:
+    """`weight_sync.sender.EngineClient` over actor handles; every call waits for all engines, at most `timeout` seconds."""
+
+    def __init__(self, engines: list[Any], timeout: float) -> None:
+        self._engines = engines
+        self._timeout = timeout
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        import ray
+
+        results: list[Any] = ray.get(
+            [getattr(engine, method).remote(*args) for engine in self._engines], timeout=self._timeout
+        )
+        return results
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        # vLLM's trainer engines wrap the dict in a request object.
+        self._all("init_weight_transfer_engine", getattr(init_info, "init_info", init_info))
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", getattr(update_info, "update_info", update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update", weight_version)
+
+    def acknowledge(self) -> list[Acknowledgement]:
+        return self._all("acknowledge")

@@ -1,0 +1,67 @@
+"""What travels between the controller and the workers: plain records with numpy arrays, so Ray can share them.
+
+Axes: `T` response tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+Sequence2 = tuple[tuple[int, ...], tuple[int, ...]]
+"""(prompt ids, response ids)."""
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One response with all the update needs."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    old_logprobs: FloatArray
+    """(T,) by the policy before the update."""
+    advantages: FloatArray
+    """(T,) whitened if configured."""
+    returns: FloatArray
+    """(T,) from unwhitened advantages."""
+    old_values: FloatArray
+    """(T,) by the critic before the update."""
+    weights: FloatArray
+    """(T,) importance weights for the gap between engine and trainer; ones if none."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What one rank does in one optimizer step."""
+
+    micro_batches: list[list[int]]
+    """Indices into the rank's samples; the same count on every rank, so some may be empty."""
+    denominator: float
+    """Tokens or sequences of the WHOLE step, over all ranks (see `losses.step_denominator`)."""
+    tokens: int
+    """Response tokens of the whole step."""
+
+
+@dataclass(frozen=True)
+class LogprobResult:
+    """Log-probabilities of one rank's sequences."""
+
+    logprobs: list[FloatArray]
+    """(T,) each."""
+    entropy: list[FloatArray] | None
+    """(T,) each, where asked for."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one process since it started."""
+
+    cpu_seconds: float
+    peak_bytes: int
+    """Largest resident set."""
+    device: dict[str, Any] = field(default_factory=dict)
+    """GPU memory peak in bytes, where there is one."""

@@ -1,0 +1,195 @@
+"""One training rank as a Ray actor: it hosts the models of its group's roles and computes what it is told.
+
+Consumes: lists of sequences or samples, already cut into micro-batches with equal counts on all ranks.
+Produces: per-sequence numbers and sums of metrics; the controller adds them up over ranks.
+Waits for: the other ranks of its group, inside collectives with a timeout. It never calls another group; policy ranks
+call the engines during a weight sync.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.cluster.placement import Role
+from rlhf_core.cluster.records import FloatArray, LogprobResult, OptimizerStep, Sequence2, TrainSample, Usage
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.seeds import derive_seed
+from rlhf_core.training.distributed import Rank, free_port, join
+
+
+class ModelWorker:
+    """Methods are called by the controller on every rank of the group at once."""
+
+    def __init__(self, config_json: str, roles: tuple[Role, ...], folders: dict[Role, str], pad_id: int) -> None:
+        self._config = PipelineConfig.model_validate_json(config_json)
+        self._roles = roles
+        self._folders = folders
+        self._pad_id = pad_id
+        self._models: dict[Role, Any] = {}
+
+    def address(self) -> tuple[str, int]:
+        """(address, free port) where rank 0 of the group can be met."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        local = "RAY_ADDRESS" not in os.environ
+        return ("127.0.0.1" if local else address, free_port())
+
+    def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> None:
+        """Join the group and load the models."""
+        import torch
+
+        # Ray shows each actor its own GPU only, as number 0.
+        self._rank = Rank(rank, world_size, 0, address, port, device)
+        join(self._rank)
+        for role in self._roles:
+            torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
+            self._models[role] = self._load(role)
+
+    def _load(self, role: Role) -> Any:
+        from rlhf_core.models.policy import load_policy
+        from rlhf_core.models.score import load_score_model
+        from rlhf_core.training.engine import TrainingEngine
+
+        ppo = self._config.ppo
+        trained = role in ("policy", "critic")
+        sizes = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
+        if self._rank.world_size != sizes.ranks:
+            # Groups of frozen models only, with a size of their own: whole copies.
+            sizes = DeepSpeedConfig(ranks=self._rank.world_size, dtype=sizes.dtype)
+        load = load_policy if role in ("policy", "reference") else load_score_model
+        model = load(
+            self._folders[role],
+            dtype=sizes.dtype,
+            attention=self._config.model.attention,
+            device=self._rank.torch_device,
+        )
+        optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
+        if not trained and sizes.zero_stage < 3:
+            return model.requires_grad_(False).eval()
+        return TrainingEngine(model, sizes, optimizer, self._rank)
+
+    # -- experience ---------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self, role: Role, sequences: list[Sequence2], micro_batches: list[list[int]], with_entropy: bool
+    ) -> LogprobResult:
+        """Of each response token, in float32, at the sampling temperature."""
+        import torch
+
+        from rlhf_core.models.batching import TokenSequence, collate
+
+        results: list[FloatArray] = [np.zeros(0, np.float32)] * len(sequences)
+        entropies: list[FloatArray] = list(results)
+        with torch.no_grad():
+            for group in micro_batches:
+                batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=self._pad_id)
+                output = self._models[role](
+                    batch.to(self._rank.torch_device), self._config.ppo.temperature, with_entropy
+                )
+                for i, values in zip(group, batch.split(output.logprobs_N.cpu()), strict=False):
+                    results[i] = values.numpy()
+                if with_entropy:
+                    for i, values in zip(group, batch.split(output.entropy_N.cpu()), strict=False):
+                        entropies[i] = values.numpy()
+        return LogprobResult(results, entropies if with_entropy else None)
+
+    def values(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[FloatArray]:
+        """The critic's value before each response token, (T,) each."""
+        import torch
+
+        from rlhf_core.models.batching import TokenSequence, collate
+
+        results: list[FloatArray] = [np.zeros(0, np.float32)] * len(sequences)
+        with torch.no_grad():
+            for group in micro_batches:
+                batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=self._pad_id)
+                values_N = self._models["critic"](batch.to(self._rank.torch_device), "tokens").cpu()
+                for i, values in zip(group, batch.split(values_N), strict=False):
+                    results[i] = values.numpy()
+        return results
+
+    def scores(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[float]:
+        """The reward model's score of each response, normalised by its stored statistics."""
+        import torch
+
+        from rlhf_core.models.batching import TokenSequence, collate
+
+        model = self._models["reward"]
+        statistics = getattr(model, "module", model).statistics
+        results = [0.0] * len(sequences)
+        with torch.no_grad():
+            for group in micro_batches:
+                batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=self._pad_id)
+                scores = statistics.normalize(model(batch.to(self._rank.torch_device), "last")).tolist()
+                for i, score in zip(group, scores, strict=False):
+                    results[i] = score
+        return results
+
+    # -- update -------------------------------------------------------------------------------------------------
+
+    def update(self, role: Role, samples: list[TrainSample], steps: list[OptimizerStep]) -> dict[str, float]:
+        """All optimizer steps of one PPO iteration; sums over this rank (see `training.ppo`)."""
+        from rlhf_core.training.ppo import update_critic, update_policy
+
+        ppo = self._config.ppo
+        train = update_policy if role == "policy" else update_critic
+        return train(self._models[role], samples, steps, ppo, self._pad_id)
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def connect_engines(self, backend: str, address: str, engines: list[Any], receivers: int) -> None:
+        """Prepare weight sync into `engines` (actor handles); a collective of the policy ranks."""
+        from rlhf_core.cluster.engine_actor import RayEngineClient
+        from rlhf_core.models.policy import DTYPES
+        from rlhf_core.weight_sync.buckets import TensorSpec
+        from rlhf_core.weight_sync.sender import WeightSender
+
+        policy = self._models["policy"]
+        dtype = DTYPES[self._config.ppo.engine.dtype]
+        specs = [
+            TensorSpec(name, dtype, tuple(getattr(parameter, "ds_shape", parameter.shape)))
+            for group in policy.gather_groups()
+            for name, parameter in group
+        ]
+        self._sender = WeightSender(
+            policy.weights,
+            specs,
+            RayEngineClient(engines, self._config.ppo.weight_sync.timeout) if self._rank.rank == 0 else None,
+            rank=self._rank.rank,
+            backend=backend,
+            address=address,
+            receivers=receivers,
+            config=self._config.ppo.weight_sync,
+        )
+
+    def send_weights(self, version: int) -> Any:
+        """`SyncReport` on rank 0, None elsewhere; raises WeightSyncError unless all engines acknowledge."""
+        return self._sender.send(version)
+
+    def save_model(self, role: Role, folder: str) -> None:
+        """Hugging Face layout; a collective."""
+        engine = self._models[role]
+        engine.save_model(Path(folder), engine.module.save)
+
+    def save_checkpoint(self, role: Role, folder: str) -> None:
+        """DeepSpeed state of every rank into one folder, which all ranks' hosts must share."""
+        self._models[role].save_checkpoint(Path(folder))
+
+    def load_checkpoint(self, role: Role, folder: str) -> None:
+        self._models[role].load_checkpoint(Path(folder))
+
+    def usage(self) -> Usage:
+        return process_usage()
+
+
+def process_usage() -> Usage:
+    """CPU seconds and peak memory of this process."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(own.ru_utime + own.ru_stime, own.ru_maxrss * 1024)

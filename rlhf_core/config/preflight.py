@@ -1,0 +1,339 @@
+"""Everything about a run that can be checked before anything heavy starts: files, folders, devices, arithmetic.
+
+`check` looks and raises one error that lists all problems, `describe` says what will run. Nothing is imported or
+executed on the way: reward functions and models are only looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, safetensors_header, writable
+from rlhf_core.config.devices import cpu_cores, placement, runs_on_gpu, visible_gpus
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
+from rlhf_core.config.rewards import FormatReward, GoldReward, KeywordsReward, ModelReward, PythonReward
+from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.errors import ConfigError, InputError
+
+_TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on the CPU computes with; other sizes load and then fail at the first token."""
+_BYTES_PER_PARAMETER = 16
+"""A resumable checkpoint in float32: weights, two moments of Adam, and a copy of the weights to load from."""
+
+
+def check(config: PipelineConfig) -> list[str]:
+    """Warnings, one sentence each. Raises ConfigError, DataError or ModelError (the class of the first problem) whose
+    message lists every problem, a line each."""
+    parts = (_addresses, _folders, _data, _model, _rewards, _consistency, _devices, _disk)
+    findings: list[Finding] = [finding for part in parts for finding in part(config)]
+    errors = [finding for finding in findings if isinstance(finding, InputError)]
+    if errors:
+        raise type(errors[0])("\n".join(dict.fromkeys(error.message for error in errors)))
+    return list(dict.fromkeys(finding for finding in findings if isinstance(finding, str)))
+
+
+def describe(config: PipelineConfig) -> str:
+    """The batch arithmetic and what runs where, in a few lines for people."""
+    ppo, plan = config.ppo, placement(config)
+    total, minibatch = ppo.rollout_batch_size, ppo.minibatch_size
+    ranks = ppo.policy_deepspeed.ranks
+    if runs_on_gpu(config):
+        where = f"on {visible_gpus()} GPUs: {plan.arithmetic}"
+    else:
+        where = f"on the CPU, {cpu_cores()} cores: {plan.processes} processes ({plan.arithmetic})"
+    rewards = " + ".join(f"{source.weight:g} x {source.name or source.type}" for source in ppo.rewards)
+    lines = [
+        f"model   {config.model.path or 'a tiny Llama from scratch'}, sequences of at most {config.max_sequence_tokens} tokens",
+        f"sft     {config.sft.epochs} epoch(s), {config.sft.batch_size} sequences a step over {config.sft.deepspeed.ranks} rank(s)",
+    ]
+    if config.reward.enabled:
+        lines.append(
+            f"reward  {config.reward.epochs} epoch(s), {config.reward.batch_size} pairs a step over "
+            f"{config.reward.deepspeed.ranks} rank(s)"
+        )
+    lines += [
+        f"ppo     {ppo.steps} steps of {ppo.prompts_per_step} prompts x {ppo.samples_per_prompt} = {total} responses; "
+        f"{ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of {minibatch} "
+        f"({-(-minibatch // ranks)} a rank); {ppo.steps * total} responses in all",
+        f"        score = {rewards}",
+        f"        {where}",
+        f"store   {_safe(config.store_url)}",
+    ]
+    return "\n".join(lines)
+
+
+def _safe(url: str) -> str:
+    return HIDDEN if has_credentials(url) else url
+
+
+def _addresses(config: PipelineConfig) -> Iterator[Finding]:
+    for path, text in texts(config.model_dump(mode="json", by_alias=True)):
+        if has_credentials(text):
+            yield ConfigError(
+                f"{'.'.join(map(str, path))}: credentials in a URL are refused; got {HIDDEN}; "
+                "give them by environment variables or a role"
+            )
+    url, endpoint, uri = config.store.url, config.store.endpoint, config.tracking.uri
+    if url is not None and url.startswith("s3://"):
+        bucket = url.removeprefix("s3://").split("/")[0]
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+            yield ConfigError(
+                f"store.url: must be s3://bucket/prefix with a bucket name of 3 to 63 a-z, 0-9, `.` and `-`; "
+                f"got {shown(url)}; name a bucket"
+            )
+    elif url is not None and "://" in url and not url.startswith("file://"):
+        yield ConfigError(
+            f"store.url: must be a folder, file:// or s3://bucket/prefix; got scheme {url.split('://')[0][:20]}://; use s3://"
+        )
+    if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
+        yield ConfigError(
+            f"store.endpoint: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+        )
+    if uri is not None and "://" in uri and uri.split("://")[0].split("+")[0] not in _TRACKING_SCHEMES:
+        yield ConfigError(
+            f"tracking.uri: must be one of {', '.join(_TRACKING_SCHEMES)}; got scheme {uri.split('://')[0][:20]}://; "
+            "use http://host:port of an MLflow server"
+        )
+
+
+def _folders(config: PipelineConfig) -> Iterator[Finding]:
+    places = {"run.home": config.run.home}
+    if "://" not in config.store_url or config.store_url.startswith("file://"):
+        places["store.url"] = config.store_url.removeprefix("file://")
+    for field, path in places.items():
+        if problem := writable(Path(path)):
+            yield ConfigError(f"{field}: the folder {path[:200]} cannot be used: {problem}; choose another")
+
+
+def _data(config: PipelineConfig) -> Iterator[Finding]:
+    data = config.data
+    for name, sources in (("sft", data.sft), ("preference", data.preference), ("prompts", data.prompts)):
+        for index, source in enumerate(sources):
+            yield from check_source(f"data.{name}.{index}", source.path, source.revision)
+    if data.chat_template is not None:
+        file = Path(data.chat_template)
+        if not file.is_file():
+            yield ConfigError(f"data.chat_template: file not found: {file}; give a Jinja file")
+        elif not file.read_bytes().strip():
+            yield ConfigError(f"data.chat_template: {file} is empty; a template must render something")
+    if all(source.path == "synthetic" for source in data.prompts):
+        training = round(data.synthetic.prompts * (1 - data.eval_fraction))
+        if config.ppo.prompts_per_step > training:
+            yield (
+                f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts are for "
+                "training: some come twice in one step; raise data.synthetic.prompts"
+            )
+
+
+def _model(config: PipelineConfig) -> Iterator[Finding]:
+    data = config.data
+    if config.model.path is not None:
+        longest = max(config.max_sequence_tokens, data.max_prompt_tokens + data.max_response_tokens)
+        needs_template = data.template == "chat" and data.chat_template is None
+        sizes = None if runs_on_gpu(config) else _CPU_HEAD_SIZES
+        yield from check_model(config.model.path, config.model.revision, longest, needs_template, sizes)
+
+
+def _rewards(config: PipelineConfig) -> Iterator[Finding]:
+    for index, source in enumerate(config.ppo.rewards):
+        field = f"ppo.rewards.{index}"
+        if isinstance(source, FormatReward):
+            try:
+                re.compile(source.pattern)
+            except re.error as error:
+                yield ConfigError(
+                    f"{field}.pattern: must be a regular expression; got {shown(source.pattern)}: {error}; correct it"
+                )
+        elif isinstance(source, KeywordsReward) and any(not word.strip() for word in source.words):
+            yield ConfigError(f"{field}.words: a word is blank; leave it out")
+        elif isinstance(source, PythonReward):
+            problem = _function_problem(source)
+            if problem:
+                yield ConfigError(problem.replace("FIELD", field))
+        elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
+            yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
+
+
+def _function_problem(source: PythonReward) -> str | None:
+    module, _, name = source.function.partition(":")
+    if source.file is not None:
+        file = Path(source.file)
+        if not file.is_file():
+            return f"FIELD.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
+    else:
+        found = _module_file(module)
+        if found is None:
+            return f"FIELD.function: module {module} not found; install it, or give its file as FIELD.file"
+        file = found
+    if file.suffix != ".py":
+        return None
+    try:
+        names = _names(ast.parse(file.read_bytes(), str(file)))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"FIELD.function: {file}{f':{line}' if line else ''} is not valid Python ({error}); correct it"
+    if names is not None and name not in names:
+        return f"FIELD.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
+    return None
+
+
+def _module_file(module: str) -> Path | None:
+    """Where a module's source lies, without running the packages around it."""
+    paths: list[str] | None = [*sys.path, os.getcwd()]
+    spec = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        try:
+            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), paths)
+        except (ImportError, ValueError, TypeError):
+            return None
+        if spec is None:
+            return Path(parts[0]) if parts[0] in sys.builtin_module_names else None
+        paths = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _names(tree: ast.Module) -> set[str] | None:
+    """Names a module defines at its top level; None if a star import or conditional code hides some."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            return None
+        elif isinstance(node, ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            return None
+    return names
+
+
+def _consistency(config: PipelineConfig) -> Iterator[Finding]:
+    judge, ppo = config.evaluate.judge, config.ppo
+    rules = [source for source in ppo.rewards if not isinstance(source, ModelReward)]
+    if config.reward.enabled and not config.data.preference:
+        yield ConfigError(
+            "reward.enabled: is true, but data.preference is empty; add pairs, or set reward.enabled=false"
+        )
+    elif config.reward.enabled and not ppo.uses_reward_model:
+        yield "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only judges"
+    if judge == "reward_model" and not config.reward.enabled:
+        yield ConfigError("evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules")
+    if judge == "rules" and not rules:
+        yield ConfigError("evaluate.judge: rules needs a rule in ppo.rewards; got none; use auto or reward_model")
+    if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
+        yield ConfigError("evaluate.judge: gold knows the demo task only; got other data.prompts; use auto")
+    if config.sft.deepspeed.ranks > config.sft.batch_size:
+        yield ConfigError(
+            f"sft.deepspeed.ranks: must be at most sft.batch_size ({config.sft.batch_size}); "
+            f"got {config.sft.deepspeed.ranks}; lower it or raise the batch"
+        )
+    for field, deepspeed in _trainers(config):
+        if deepspeed.offload == "optimizer" and deepspeed.zero_stage == 0:
+            yield ConfigError(
+                f"{field}.offload: optimizer needs {field}.zero_stage 1, 2 or 3; got 0; set it, or offload=none"
+            )
+
+
+def _trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
+    return [
+        ("sft.deepspeed", config.sft.deepspeed),
+        ("reward.deepspeed", config.reward.deepspeed),
+        ("ppo.policy_deepspeed", config.ppo.policy_deepspeed),
+        ("ppo.critic_deepspeed", config.ppo.critic_deepspeed),
+    ]
+
+
+def _devices(config: PipelineConfig) -> Iterator[Finding]:
+    gpus = visible_gpus()
+    if config.run.device == "cuda" and gpus == 0:
+        yield ConfigError("run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu")
+    elif runs_on_gpu(config):
+        yield from _gpu_counts(config, gpus)
+    else:
+        yield from _cpu_limits(config)
+
+
+def _gpu_counts(config: PipelineConfig, gpus: int) -> Iterator[Finding]:
+    for field, ranks in (
+        ("sft.deepspeed", config.sft.deepspeed.ranks),
+        ("reward.deepspeed", config.reward.deepspeed.ranks),
+    ):
+        if ranks > gpus:
+            yield ConfigError(f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}")
+    plan = placement(config)
+    if plan.devices > gpus:
+        yield ConfigError(
+            f"ppo: needs {plan.devices} GPUs ({plan.arithmetic}; colocate={config.ppo.colocate}); got {gpus} visible; "
+            "lower ranks or ppo.engine.count, or use ppo.colocate=all"
+        )
+
+
+def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
+    ppo, cores, plan = config.ppo, cpu_cores(), placement(config)
+    if ppo.weight_sync.backend in ("nccl", "ipc"):
+        yield ConfigError(
+            f"ppo.weight_sync.backend: {ppo.weight_sync.backend} needs GPUs; got 0 visible; use auto or gloo"
+        )
+    if ppo.engine.tensor_parallel > 1:
+        yield ConfigError(f"ppo.engine.tensor_parallel: must be 1 on the CPU; got {ppo.engine.tensor_parallel}; use 1")
+    if config.model.attention == "flash_attention_2":
+        yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
+    for field, deepspeed in _trainers(config):
+        if deepspeed.offload == "optimizer":
+            yield ConfigError(f"{field}.offload: optimizer needs a GPU to offload from; got 0 visible; use none")
+    if plan.busy > cores:
+        yield (
+            f"ppo has {plan.busy} processes at work at once ({plan.arithmetic}) on {cores} CPU cores: they will take "
+            "turns; lower ranks or ppo.engine.count for speed"
+        )
+    memory = ppo.engine.count * ppo.engine.kv_cache_gib
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if memory > total:
+        yield ConfigError(
+            f"ppo.engine.kv_cache_gib: {ppo.engine.count} engines x {ppo.engine.kv_cache_gib:g} GiB = {memory:g} GiB must fit "
+            f"in memory; got {total:.0f} GiB; lower it"
+        )
+
+
+def _parameters(config: PipelineConfig) -> int:
+    """Parameters of the base model; 0 if it is on the hub."""
+    if config.model.path is None:
+        tiny = config.model.tiny
+        layer = 4 * tiny.hidden_size**2 + 3 * tiny.hidden_size * tiny.intermediate_size
+        return tiny.layers * layer + tiny.vocab_size * tiny.hidden_size * (1 if tiny.tie_embeddings else 2)
+    if not is_local(config.model.path) or not Path(config.model.path).is_dir():
+        return 0
+    count = 0
+    for file in Path(config.model.path).glob("*.safetensors"):
+        for entry in safetensors_header(file)[0].values():
+            size = 1
+            for axis in entry["shape"]:
+                size *= axis
+            count += size
+    return count
+
+
+def _disk(config: PipelineConfig) -> Iterator[Finding]:
+    place = Path(config.run.home).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    copies = config.store.keep_checkpoints + 1 if "://" not in config.store_url else 1
+    need = 200_000_000 + 2 * _parameters(config) * _BYTES_PER_PARAMETER * copies
+    free = shutil.disk_usage(place).free
+    if free < need:
+        yield (
+            f"run.home: {place} has {free / 1e9:.1f} GB free, but policy and critic with {copies} checkpoints need about "
+            f"{need / 1e9:.1f} GB; free some, or set run.home and store.url"
+        )

@@ -1,0 +1,217 @@
+"""The data card: sources with digests, counts, lengths, overlap and samples, as JSON and as Markdown.
+
+Texts come from outside. In Markdown they stand in fences longer than any run of backticks in them, without control
+and direction characters, so that nothing in a data set can become markup.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.config.data import Source
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.collect import Counts, SetName, split_key
+from rlhf_core.data.dataset import Split
+from rlhf_core.data.examples import Made
+from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+_SAMPLES = 3
+_SAMPLE_CHARS = 600
+_SAMPLE_TOKENS = 160
+_PERCENTILES = (0, 50, 90, 99, 100)
+
+Splits = Mapping[SetName, Mapping[Split, Sequence[Made]]]
+
+
+def build_card(
+    config: PipelineConfig, digests: Mapping[str, str], counts: Mapping[SetName, Counts], splits: Splits, tokenizer: Any
+) -> dict[str, Any]:
+    """Everything the card shows, as JSON."""
+    return {
+        "seed": config.run.seed,
+        "template": config.data.template,
+        "tokenizer": {
+            "from": config.model.path or "trained on the data",
+            "tokens": len(tokenizer),
+            "bos": tokenizer.bos_token,
+            "eos": tokenizer.eos_token,
+            "pad": tokenizer.pad_token,
+        },
+        "sources": _sources(config, digests),
+        "counts": {name: count.to_json() for name, count in counts.items()},
+        "tokens": {name: _lengths(by_split) for name, by_split in splits.items()},
+        "overlap": overlap(splits),
+        "samples": {
+            name: [_sample(item, tokenizer) for item in by_split["train"][:_SAMPLES]]
+            for name, by_split in splits.items()
+        },
+    }
+
+
+def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[str, str]]:
+    rows = []
+    for name in ("sft", "preference", "prompts"):
+        sources: tuple[Source, ...] = getattr(config.data, name)
+        for index, source in enumerate(sources):
+            field = f"data.{name}[{index}]"
+            rows.append({"field": field, "path": source.path, "digest": digests.get(field, "")})
+    rows += [
+        {"field": name, "path": "", "digest": digest}
+        for name, digest in digests.items()
+        if name in ("model", "data.chat_template")
+    ]
+    return rows
+
+
+def _lengths(by_split: Mapping[Split, Sequence[Made]]) -> dict[str, dict[str, int]]:
+    """Percentiles of token counts over both splits, by part of the example."""
+    parts: dict[str, list[int]] = {}
+    for items in by_split.values():
+        for item in items:
+            for part, length in _parts(item.example).items():
+                parts.setdefault(part, []).append(length)
+    return {
+        part: {f"p{percent}": _percentile(lengths, percent) for percent in _PERCENTILES}
+        for part, lengths in parts.items()
+    }
+
+
+def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
+    if isinstance(example, SFTExample):
+        return {"sequence": len(example.input_ids), "trained": sum(example.loss_mask)}
+    if isinstance(example, PairExample):
+        return {
+            "prompt": len(example.prompt_ids),
+            "chosen": len(example.chosen_ids),
+            "rejected": len(example.rejected_ids),
+        }
+    return {"prompt": len(example.input_ids)}
+
+
+def _percentile(values: Sequence[int], percent: int) -> int:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def overlap(splits: Splits) -> dict[str, int]:
+    """`exact`: training rows of any set whose prompt is held out (0 by construction, and checked here).
+    `near`: training demonstrations that begin with a held-out prompt, or hold it as one of their paragraphs."""
+    held = {item.key for by_split in splits.values() for item in by_split["eval"]}
+    exact = sum(item.key in held for by_split in splits.values() for item in by_split["train"])
+    lengths = sorted({len(key) for key in held})
+    near = 0
+    for item in splits["sft"]["train"]:
+        text = split_key(item.text)
+        paragraphs = {split_key(part) for part in item.text.split("\n\n")}
+        near += bool(paragraphs & held) or any(text[:length] in held for length in lengths if length <= len(text))
+    return {"exact": exact, "near": near}
+
+
+def _sample(item: Made, tokenizer: Any) -> dict[str, Any]:
+    example = item.example
+    if isinstance(example, SFTExample):
+        views = [_token_view(example.input_ids, example.loss_mask, tokenizer)]
+    elif isinstance(example, PairExample):
+        views = [
+            _token_view(example.prompt_ids + ids, (0,) * len(example.prompt_ids) + (1,) * len(ids), tokenizer)
+            for ids in (example.chosen_ids, example.rejected_ids)
+        ]
+    else:
+        views = [_token_view(example.input_ids, (0,) * len(example.input_ids), tokenizer)]
+    return {"text": item.text[:_SAMPLE_CHARS], "tokens": views}
+
+
+def _token_view(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[list[Any]]:
+    """Runs of equal mask: [mask, [token, ...]]."""
+    runs: list[list[Any]] = []
+    tokens = tokenizer.convert_ids_to_tokens(list(ids[:_SAMPLE_TOKENS]))
+    for token, marked in zip(tokens, mask, strict=False):
+        if not runs or runs[-1][0] != marked:
+            runs.append([marked, []])
+        runs[-1][1].append(token)
+    return runs
+
+
+def sample_rows(card: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The samples as rows of one table: set, text, tokens (those in the loss between ⟦ and ⟧)."""
+    return [
+        {"set": name, "text": sample["text"], "tokens": "\n".join(map(_runs_text, sample["tokens"]))}
+        for name, samples in card["samples"].items()
+        for sample in samples
+    ]
+
+
+def _runs_text(runs: Sequence[Sequence[Any]]) -> str:
+    return " ".join(f"⟦{'|'.join(tokens)}⟧" if marked else "|".join(tokens) for marked, tokens in runs)
+
+
+def card_markdown(card: Mapping[str, Any]) -> str:
+    """The card for reading."""
+    tokenizer = card["tokenizer"]
+    lines = ["# Data card", ""]
+    lines += [f"Seed {card['seed']}, template `{card['template']}`.", ""]
+    lines += [
+        f"Tokenizer from {_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos {_cell(tokenizer['bos'])}, "
+        f"eos {_cell(tokenizer['eos'])}, pad {_cell(tokenizer['pad'])}."
+    ]
+    lines += ["", "## Sources", "", "| field | path | sha256 or revision |", "|---|---|---|"]
+    lines += [f"| {row['field']} | {_cell(row['path'])} | {_cell(row['digest'])} |" for row in card["sources"]]
+    lines += ["", "## Rows", "", "| set | read | bad | dropped | train | eval |", "|---|---|---|---|---|---|"]
+    for name, count in card["counts"].items():
+        dropped = "; ".join(f"{number} {reason}" for reason, number in count["dropped"].items()) or "0"
+        lines.append(f"| {name} | {count['read']} | {count['bad']} | {dropped} | {count['train']} | {count['eval']} |")
+    lines += [
+        "",
+        "## Tokens",
+        "",
+        "| set | part | shortest | median | 90 % | 99 % | longest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, parts in card["tokens"].items():
+        for part, lengths in parts.items():
+            lines.append(f"| {name} | {part} | {' | '.join(str(lengths[f'p{p}']) for p in _PERCENTILES)} |")
+    found = card["overlap"]
+    lines += ["", "## Overlap of training and evaluation", ""]
+    lines += [
+        f"Training rows with a held-out prompt: {found['exact']}. Demonstrations that contain one: {found['near']}."
+    ]
+    lines += [
+        "",
+        "## Samples",
+        "",
+        "Tokens between ⟦ and ⟧ are the assistant's: they are in the loss, or what is scored.",
+    ]
+    for name, samples in card["samples"].items():
+        for number, sample in enumerate(samples, start=1):
+            lines += ["", f"### {name} {number}", "", _fence(sample["text"])]
+            lines += [_fence(_runs_text(runs)) for runs in sample["tokens"]]
+    return "\n".join(lines) + "\n"
+
+
+def _visible(text: str) -> str:
+    """Without control and direction characters, newlines apart."""
+    return "".join(
+        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co") else "�" for char in text
+    )
+
+
+def _cell(text: object) -> str:
+    """Outside text within a line of Markdown."""
+    plain = " ".join(_visible(str(text)).split())
+    return (
+        re.sub(r"([\\`*_{}\[\]()#+!|~<>&$])", r"\\\1", plain)
+        .replace("\\<", "&lt;")
+        .replace("\\>", "&gt;")
+        .replace("\\&", "&amp;")
+    )
+
+
+def _fence(text: str) -> str:
+    plain = _visible(text)
+    longest = max((len(run) for run in re.findall(r"`+", plain)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{plain}\n{fence}"

@@ -1,0 +1,83 @@
+"""The token files of a data artifact: writing them, and reading them back as the records of `rlhf_core.types`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.errors import DataError
+from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+Split = Literal["train", "eval"]
+_TOKENS, _MASK, _TEXT = "list<int32>", "list<int8>", "string"
+_COLUMNS: dict[str, dict[str, str]] = {
+    "sft": {"input_ids": _TOKENS, "loss_mask": _MASK, "source": _TEXT},
+    "pairs": {
+        "prompt_id": _TEXT,
+        "prompt": _TEXT,
+        "prompt_ids": _TOKENS,
+        "chosen_ids": _TOKENS,
+        "rejected_ids": _TOKENS,
+        "source": _TEXT,
+    },
+    "prompts": {"prompt_id": _TEXT, "prompt": _TEXT, "input_ids": _TOKENS, "meta": _TEXT},
+}
+"""`meta` is JSON in a string."""
+
+
+def load_sft(folder: Path, split: Split) -> list[SFTExample]:
+    """Demonstrations of a data artifact's folder; DataError if the file is missing or damaged."""
+    return [
+        SFTExample(tuple(ids), tuple(mask), source)
+        for ids, mask, source in _read(folder, "sft", split, ("input_ids", "loss_mask", "source"))
+    ]
+
+
+def load_pairs(folder: Path, split: Split) -> list[PairExample]:
+    """Preference pairs of a data artifact's folder; empty if the configuration has no preference source."""
+    names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source")
+    return [
+        PairExample(prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source)
+        for prompt_id, prompt, prompt_ids, chosen, rejected, source in _read(folder, "pairs", split, names)
+    ]
+
+
+def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
+    """Prompts of a data artifact's folder."""
+    return [
+        PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta))
+        for prompt_id, prompt, ids, meta in _read(
+            folder, "prompts", split, ("prompt_id", "prompt", "input_ids", "meta")
+        )
+    ]
+
+
+def write(folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]) -> None:
+    """`{name}_{split}.parquet` with exactly the columns of the record; the same examples give the same bytes."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {_TOKENS: pa.list_(pa.int32()), _MASK: pa.list_(pa.int8()), _TEXT: pa.string()}
+    schema = pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
+    columns = {
+        column: [
+            json.dumps(dict(value), sort_keys=True) if column == "meta" else value
+            for value in (getattr(example, column) for example in examples)
+        ]
+        for column in _COLUMNS[name]
+    }
+    pq.write_table(pa.table(columns, schema=schema), folder / f"{name}_{split}.parquet", compression="zstd")
+
+
+def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = folder / f"{name}_{split}.parquet"
+    try:
+        table = pq.read_table(path, columns=list(columns))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"cannot read {path}: {error}; run the data stage again") from error
+    return zip(*(table.column(column).to_pylist() for column in columns), strict=True)

@@ -1,0 +1,238 @@
+"""Rows of five formats, checked and brought into one shape.
+
+| format       | fields                                                                     |
+|--------------|----------------------------------------------------------------------------|
+| `text`       | `text`                                                                     |
+| `messages`   | `messages`: system (optional), then user and assistant in turn             |
+| `completion` | `prompt`, `completion`                                                     |
+| `preference` | `prompt`, `chosen`, `rejected`; without `prompt`, two whole conversations  |
+| `prompt`     | `prompt`                                                                   |
+
+`prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists with or
+without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
+"\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt.
+All other fields of a row are kept as `meta`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core.config.data import Format
+
+ROLES = ("system", "user", "assistant")
+_OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
+_TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+class RowError(ValueError):
+    """This row cannot be used; the message is the reason, one sentence."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A checked row. Which fields are set follows from `kind`."""
+
+    kind: Format
+    """Never `auto`."""
+    prompt: tuple[Message, ...] = ()
+    """What comes before the response; ends with a user's message. Empty for `text`."""
+    text: str | None = None
+    """`text` rows."""
+    messages: tuple[Message, ...] = ()
+    """`messages` rows: the whole conversation; `prompt` is what comes before its last assistant turn."""
+    response: str | None = None
+    """`completion` rows, and the `chosen` of `preference` rows."""
+    rejected: str | None = None
+    """`preference` rows."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Every other field of the row: JSON."""
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as plain text: its messages' contents, a blank line between them; for `text` rows the text."""
+        return self.text if self.text is not None else "\n\n".join(message.content for message in self.prompt)
+
+
+def normalise(row: Mapping[str, Any], wanted: Format = "auto", rename: Mapping[str, str] | None = None) -> Record:
+    """`row` as a checked record; raises RowError with the reason.
+
+    `rename` (source field -> ours) is applied first. `wanted` other than `auto` demands that format's fields.
+    """
+    row = _renamed(row, rename or {})
+    kind = _detect(row) if wanted == "auto" else wanted
+    meta = _meta(row)
+    if kind == "text":
+        return Record("text", text=_string(row, "text"), meta=meta)
+    if kind == "messages":
+        messages = _messages(row, "messages")
+        _in_turn(messages, "messages")
+        if messages[-1].role != "assistant":
+            raise RowError("the last of 'messages' must be the assistant's")
+        return Record("messages", prompt=messages[:-1], messages=messages, meta=meta)
+    if kind == "preference":
+        return _preference(row, meta)
+    prompt = _prompt(row)
+    if kind == "prompt":
+        return Record("prompt", prompt=prompt, meta=meta)
+    return Record("completion", prompt=prompt, response=_response(row, "completion", prompt), meta=meta)
+
+
+def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, Any]:
+    if not rename:
+        return row
+    kept = {name: value for name, value in row.items() if name not in rename}
+    return {**kept, **{ours: row[theirs] for theirs, ours in rename.items() if theirs in row}}
+
+
+def _detect(row: Mapping[str, Any]) -> Format:
+    """The format by the fields that are there; the richest first."""
+    has = {name for name in row if row[name] is not None}
+    if "chosen" in has or "rejected" in has:
+        return "preference"
+    if "prompt" in has:
+        return "completion" if "completion" in has else "prompt"
+    if "messages" in has:
+        return "messages"
+    if "text" in has:
+        return "text"
+    fields = ", ".join(sorted(map(repr, row))[:8]) or "none"
+    raise RowError(f"no known format: 'text', 'messages' or 'prompt' is missing (fields: {fields}); use `rename`")
+
+
+def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
+    own = row.get("meta")
+    meta = dict(own) if isinstance(own, Mapping) else {} if own is None else {"meta": own}
+    meta.update({str(name): value for name, value in row.items() if name not in _OWN_FIELDS and value is not None})
+    try:
+        plain = json.loads(json.dumps(meta, default=str, allow_nan=False))
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"its other fields cannot be kept as JSON: {error}") from error
+    return dict(plain)
+
+
+def _checked(text: Any, name: str) -> str:
+    if text is None:
+        raise RowError(f"{name} is missing or null")
+    if not isinstance(text, str):
+        raise RowError(f"{name} must be a string; got {type(text).__name__}")
+    if not text.strip():
+        raise RowError(f"{name} is {'blank' if text else 'empty'}")
+    if "\x00" in text:
+        raise RowError(f"{name} has a NUL character")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(f"{name} has a lone surrogate (half a character) at position {error.start}") from error
+    return text
+
+
+def _string(row: Mapping[str, Any], name: str) -> str:
+    return _checked(row.get(name), repr(name))
+
+
+def _messages(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+    value = row.get(name)
+    if value is None:
+        raise RowError(f"{name!r} is missing or null")
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise RowError(f"{name!r} must be a list of messages; got {type(value).__name__}")
+    if not value:
+        raise RowError(f"{name!r} has no messages")
+    return tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
+
+
+def _message(item: Any, name: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise RowError(f"{name} must be an object with 'role' and 'content'; got {type(item).__name__}")
+    role = item.get("role")
+    if role not in ROLES:
+        raise RowError(f"{name}.role must be system, user or assistant; got {str(role)[:40]!r}")
+    return Message(str(role), _checked(item.get("content"), f"{name}.content"))
+
+
+def _in_turn(messages: Sequence[Message], name: str) -> None:
+    """System at most once and first; then user, assistant, user, ..."""
+    first = int(bool(messages) and messages[0].role == "system")
+    for index, message in enumerate(messages[first:]):
+        expected = "assistant" if index % 2 else "user"
+        if message.role != expected:
+            raise RowError(f"{name}[{first + index}].role must be {expected} (roles take turns); got {message.role!r}")
+    if len(messages) == first:
+        raise RowError(f"{name} has no user's message")
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    if row.get("prompt") is None or isinstance(row["prompt"], str):
+        return (Message("user", _string(row, "prompt")),)
+    messages = _messages(row, "prompt")
+    _in_turn(messages, "prompt")
+    if messages[-1].role == "assistant":
+        raise RowError("the last message of 'prompt' must not be the assistant's")
+    return messages
+
+
+def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) -> str:
+    """The assistant's text of a string, of one message, or of a conversation that begins with `prompt`."""
+    if row.get(name) is None or isinstance(row[name], str):
+        return _string(row, name)
+    messages = _messages(row, name)
+    if messages[: len(prompt)] == prompt:
+        messages = messages[len(prompt) :]
+    if len(messages) != 1 or messages[0].role != "assistant":
+        raise RowError(f"{name!r} must be one assistant message after the prompt; got {[m.role for m in messages]}")
+    return messages[0].content
+
+
+def _preference(row: Mapping[str, Any], meta: dict[str, Any]) -> Record:
+    prompt = _prompt(row) if row.get("prompt") is not None else None
+    if prompt is None:
+        row, prompt = _shared_prompt(row)
+    chosen, rejected = _response(row, "chosen", prompt), _response(row, "rejected", prompt)
+    if chosen == rejected:
+        raise RowError("'chosen' and 'rejected' are the same")
+    return Record("preference", prompt=prompt, response=chosen, rejected=rejected, meta=meta)
+
+
+def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
+    """The row with `chosen` and `rejected` as message lists, and the messages both begin with."""
+    lists = {name: _conversation(row, name) for name in ("chosen", "rejected")}
+    chosen, rejected = lists["chosen"], lists["rejected"]
+    if chosen == rejected:
+        raise RowError("'chosen' and 'rejected' are the same")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    prompt = chosen[:shared]
+    _in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")
+    if prompt[-1].role == "assistant":
+        raise RowError("'chosen' and 'rejected' must differ in the assistant's last message, not in the user's")
+    plain = {name: [{"role": m.role, "content": m.content} for m in value] for name, value in lists.items()}
+    return {**row, **plain}, prompt
+
+
+def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+    value = row.get(name)
+    if not isinstance(value, str):
+        return _messages(row, name)
+    if not value.startswith("\n\nHuman:"):
+        raise RowError(f"'prompt' is missing, and {name!r} is not a conversation that holds it")
+    _, *turns = _TRANSCRIPT_TURN.split(value)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return tuple(
+        Message(roles[who], _checked(said.strip(), f"{name!r}, turn {index},"))
+        for index, (who, said) in enumerate(zip(turns[::2], turns[1::2], strict=True))
+    )

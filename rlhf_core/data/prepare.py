@@ -1,0 +1,250 @@
+"""The data artifact: token files of the three sets, tokenizer, quarantine, data card.
+
+out/  tokenizer/  model/config.json (model from scratch only)  quarantine.jsonl  data_card.{json,md}
+      {sft,pairs,prompts}_{train,eval}.parquet
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.card import build_card, card_markdown
+from rlhf_core.data.collect import (
+    SETS,
+    Counts,
+    Loaded,
+    Quarantine,
+    SetName,
+    check_bad_share,
+    drop_repeats,
+    held_out,
+    load_set,
+    split_position,
+)
+from rlhf_core.data.dataset import Split, write
+from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
+from rlhf_core.data.sources import source_digests
+from rlhf_core.data.templates import EncodeError, Encoder
+from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
+from rlhf_core.errors import DataError, ModelError
+
+log = logging.getLogger(__name__)
+
+FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
+_EMBEDDING_MULTIPLE = 8
+_REPORT_EVERY = 200
+
+
+@dataclass
+class Prepared:
+    """What was written, for the stage's metrics."""
+
+    card: dict[str, Any]
+    """Also in `data_card.json`."""
+    made: dict[SetName, dict[Split, list[Made]]] = field(default_factory=dict)
+    """Every example of every set."""
+
+
+def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], None]) -> Prepared:
+    """Read, check, encode, split and write everything into `out`; `progress(done, total)` counts encoded rows.
+
+    Raises DataError or ModelError with the source, the rule and a fix.
+    """
+    digests = source_digests(config, "data")
+    counts = {name: Counts() for name in SETS}
+    quarantine = Quarantine(out / "quarantine.jsonl")
+    try:
+        loaded = {
+            name: drop_repeats(
+                load_set(config, name, quarantine, counts[name]), name, config.data.deduplicate, counts[name].dropped
+            )
+            for name in SETS
+        }
+        tokenizer, positions = _tokenizer(config, loaded)
+        encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
+        made = _encode(config, loaded, encoder, positions, quarantine, counts, progress)
+    finally:
+        quarantine.close()
+    splits = _split(config, made, counts)
+    for name in SETS:
+        for split, items in splits[name].items():
+            write(out, FILE_NAMES[name], split, [item.example for item in items])
+    tokenizer.save_pretrained(out / "tokenizer")
+    if config.model.path is None:
+        write_tiny_config(config, tokenizer, out / "model")
+    card = build_card(config, digests, counts, splits, tokenizer)
+    (out / "data_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
+    return Prepared(card, splits)
+
+
+def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> tuple[Any, int]:
+    """The tokenizer with the chat template in use, and the model's context length in tokens."""
+    if config.model.path is None:
+        texts = (text for items in loaded.values() for item in items for text in training_texts(item.record))
+        tokenizer = train_tokenizer(texts, config.model.tiny.vocab_size)
+        positions = config.model.tiny.max_positions
+    else:
+        tokenizer = load_tokenizer(config.model.path, config.model.revision)
+        positions = _check_model(config, len(tokenizer))
+    if config.data.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.data.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"data.chat_template: cannot read {config.data.chat_template}: {error}; give a UTF-8 Jinja file"
+            ) from error
+    return tokenizer, positions
+
+
+def _check_model(config: PipelineConfig, vocabulary: int) -> int:
+    """The base model's context length; ModelError if tokenizer or lengths do not fit the model."""
+    path = str(config.model.path)
+    facts = _model_facts(path, config.model.revision)
+    rows, positions = facts.get("vocab_size"), facts.get("max_position_embeddings")
+    if isinstance(rows, int) and vocabulary > rows:
+        raise ModelError(
+            f"the tokenizer of {path} has {vocabulary} tokens, but the model's embedding only {rows}; "
+            "use the tokenizer that belongs to the model, or resize its embeddings"
+        )
+    if not isinstance(positions, int):
+        return 2**31 - 1
+    longest = max(config.max_sequence_tokens, config.data.max_prompt_tokens + config.data.max_response_tokens)
+    if longest > positions:
+        raise ModelError(
+            f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit the context of {path} "
+            f"({positions}); lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
+        )
+    return positions
+
+
+def _model_facts(path: str, revision: str | None) -> dict[str, Any]:
+    """`config.json` of the base model, the text part of a multimodal one."""
+    if is_local_model(path):
+        file = Path(path).expanduser() / "config.json"
+        try:
+            facts = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read {file}: {error}; a model folder in Hugging Face layout is needed") from error
+    else:
+        from transformers import AutoConfig
+
+        try:
+            facts = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).to_dict()
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"cannot read the config of {path}: {error}; check the id, the revision and the network"
+            ) from error
+    if not isinstance(facts, dict):
+        raise ModelError(f"config.json of {path} is not an object; a model folder in Hugging Face layout is needed")
+    text = facts.get("text_config")
+    return {**facts, **text} if isinstance(text, dict) else facts
+
+
+def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> None:
+    """`config.json` of a Llama from scratch in the shape of `config.model.tiny`."""
+    tiny = config.model.tiny
+    # Written by hand because importing LlamaConfig pulls in all of modelling, many times the cost of this stage.
+    facts = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": -(-len(tokenizer) // _EMBEDDING_MULTIPLE) * _EMBEDDING_MULTIPLE,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.intermediate_size,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.heads,
+        "head_dim": tiny.hidden_size // tiny.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": tiny.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": tiny.tie_embeddings,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+        "dtype": "float32",
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _encode(
+    config: PipelineConfig,
+    loaded: dict[SetName, list[Loaded]],
+    encoder: Encoder,
+    positions: int,
+    quarantine: Quarantine,
+    counts: dict[SetName, Counts],
+    progress: Callable[[int, int], None],
+) -> dict[SetName, list[Made]]:
+    made: dict[SetName, list[Made]] = {name: [] for name in SETS}
+    total = sum(map(len, loaded.values()))
+    done = 0
+    for name in SETS:
+        for item in loaded[name]:
+            try:
+                made[name].append(
+                    make_example(item, name, encoder, config.data, min(config.data.max_text_tokens, positions))
+                )
+            except Dropped as dropped:
+                counts[name].dropped[str(dropped)] += 1
+            except EncodeError as error:
+                counts[name].bad += 1
+                quarantine.add(f"data.{name}", item.file, item.line, str(error), item.record.prompt_text)
+            done += 1
+            if done % _REPORT_EVERY == 0 or done == total:
+                progress(done, total)
+        if quarantine.first.get(f"data.{name}"):
+            check_bad_share(config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine)
+        _check_enough(config, name, len(made[name]), counts[name])
+    return made
+
+
+def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Counts) -> None:
+    if not getattr(config.data, name) or usable >= max(config.data.min_rows, 1):
+        return
+    reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
+    reasons += [f"{counts.bad} malformed (quarantine.jsonl)"] if counts.bad else []
+    fields = [word.strip() for reason in counts.dropped for word in reason.split() if word.startswith("data.")]
+    fix = f"raise {' or '.join(dict.fromkeys(fields))}" if fields else "give more rows"
+    raise DataError(
+        f"data.{name}: {usable} of {counts.read} rows left after filtering ({'; '.join(reasons) or 'nothing dropped'}), "
+        f"at least {max(config.data.min_rows, 1)} are needed (data.min_rows); {fix}"
+    )
+
+
+def _split(
+    config: PipelineConfig, made: dict[SetName, list[Made]], counts: dict[SetName, Counts]
+) -> dict[SetName, dict[Split, list[Made]]]:
+    """Held-out prompts into `eval`, in every set; at most `max_eval` rows, those of the lowest split positions."""
+    seed = config.run.seed
+    keys: dict[str, list[str]] = {name: [item.key for item in items] for name, items in made.items() if items}
+    held = held_out(seed, keys, config.data.eval_fraction)
+    splits: dict[SetName, dict[Split, list[Made]]] = {}
+    for name, items in made.items():
+        train = [item for item in items if item.key not in held]
+        evaluation = [item for item in items if item.key in held]
+        left_out = len(evaluation) - config.data.max_eval
+        if left_out > 0:
+            evaluation = _first_by_position(seed, evaluation, config.data.max_eval)
+            counts[name].dropped["held out beyond data.max_eval"] += left_out
+        counts[name].train, counts[name].eval = len(train), len(evaluation)
+        splits[name] = {"train": train, "eval": evaluation}
+    return splits
+
+
+def _first_by_position(seed: int, items: Sequence[Made], number: int) -> list[Made]:
+    order = sorted(range(len(items)), key=lambda index: (split_position(seed, items[index].key), index))
+    return [items[index] for index in sorted(order[:number])]

@@ -1,0 +1,202 @@
+"""Reading rows from files, folders, `s3://` and the Hugging Face hub, and digests of what was read.
+
+A malformed row comes out as `BadRow` with its line and reason; a file that is unusable as a whole raises one
+DataError. Byte-order marks, CRLF and blank lines are accepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from rlhf_core.config.data import Source
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.files import SUFFIXES, BadRow, Row, numbered, read_file, suffix_of
+from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
+from rlhf_core.data.tokenizer import is_local_model
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.types import StageName
+
+_CHUNK = 2**20
+
+Kind = Literal["synthetic", "local", "s3", "hub"]
+
+
+def kind_of(path: str) -> Kind:
+    """What `path` names. A missing local path is `local`, not a hub id: by its prefix, its suffix or its shape."""
+    if path == "synthetic":
+        return "synthetic"
+    if path.startswith("s3://"):
+        return "s3"
+    if path.startswith(("/", "./", "../", "~")) or path.lower().endswith(SUFFIXES) or Path(path).exists():
+        return "local"
+    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
+    return "hub" if is_id else "local"
+
+
+def source_name(source: Source) -> str:
+    """Short name of a source, for `PairExample.source` and the data card."""
+    return source.path if kind_of(source.path) in ("synthetic", "hub") else source.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def read_rows(source: Source, endpoint: str | None = None) -> Iterator[Row | BadRow]:
+    """Every row of `source` in order, at most `source.limit`; `only_split` is applied.
+
+    `endpoint`: URL of an S3-compatible server. Raises DataError where a whole file is missing or unusable.
+    """
+    kind = kind_of(source.path)
+    if kind == "synthetic":
+        raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
+    rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, endpoint)
+    kept = (
+        row for row in rows if isinstance(row, BadRow) or not source.only_split or row.data.get("split") == source.split
+    )
+    yield from islice(kept, source.limit)
+
+
+def source_digests(config: PipelineConfig, stage: StageName | None = None) -> dict[str, str]:
+    """sha256 of everything that `stage` reads from outside the store, by name: for the stage key.
+
+    `data`: sources, base model or tokenizer, chat template; `sft`: base model; `None`: all of them; else nothing.
+    Hub sources are named by id, revision and split: pin the revision. Missing files raise DataError or ModelError.
+    """
+    digests: dict[str, str] = {}
+    if stage in (None, "data"):
+        for name in ("sft", "preference", "prompts"):
+            sources: tuple[Source, ...] = getattr(config.data, name)
+            for index, source in enumerate(sources):
+                digests[f"data.{name}[{index}]"] = _source_digest(source, config.store.endpoint)
+        if config.data.chat_template is not None:
+            path = Path(config.data.chat_template).expanduser()
+            if not path.is_file():
+                raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file")
+            digests["data.chat_template"] = _stream_digest(path.open("rb"))
+    if stage in (None, "data", "sft") and config.model.path is not None:
+        digests["model"] = _model_digest(config.model.path, config.model.revision)
+    return digests
+
+
+def _source_digest(source: Source, endpoint: str | None) -> str:
+    kind = kind_of(source.path)
+    if kind == "synthetic":
+        return f"synthetic@{SYNTHETIC_VERSION}"
+    if kind == "hub":
+        return f"hub:{source.path}@{source.revision or 'main'}:{source.split}"
+    parts = [
+        f"{_relative(file, source.path)}\x1f{_stream_digest(_open(file, kind, endpoint))}"
+        for file in _list_files(source.path, kind, endpoint)
+    ]
+    return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
+
+
+def _model_digest(path: str, revision: str | None) -> str:
+    if not is_local_model(path):
+        return f"hub:{path}@{revision or 'main'}"
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(folder).parts)
+    )
+    parts = [f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}" for file in files]
+    return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
+
+
+def _relative(file: str, root: str) -> str:
+    return file.removeprefix(root.rstrip("/")).lstrip("/") if file != root else ""
+
+
+def _stream_digest(stream: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    with stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def _filesystem(endpoint: str | None) -> Any:
+    import s3fs
+
+    url = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+    return s3fs.S3FileSystem(endpoint_url=url, use_listings_cache=False)
+
+
+def _list_files(path: str, kind: Kind, endpoint: str | None) -> list[str]:
+    """The file itself, or all supported files under a folder, sorted."""
+    if kind == "s3":
+        return _list_s3(path, endpoint)
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [str(place)]
+    if not place.is_dir():
+        raise DataError(
+            f"file not found: {path}; give an existing file or folder, s3://bucket/key, or a Hugging Face dataset id"
+        )
+    files = sorted(
+        str(file)
+        for file in place.rglob("*")
+        if file.is_file() and suffix_of(file.name) and not file.name.startswith(".")
+    )
+    if not files:
+        raise DataError(f"no data file in folder {path}; supported are {', '.join(SUFFIXES)}")
+    return files
+
+
+def _list_s3(path: str, endpoint: str | None) -> list[str]:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket = path.removeprefix("s3://").split("/", 1)[0]
+    if not bucket:
+        raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
+    try:
+        filesystem = _filesystem(endpoint)
+        if filesystem.isfile(path):
+            return [path]
+        files = sorted(f"s3://{file}" for file in filesystem.find(path.rstrip("/") + "/") if suffix_of(file))
+    except (OSError, BotoCoreError, ClientError) as error:
+        raise DataError(f"cannot list {path}: {error}; check bucket, endpoint and credentials") from error
+    if not files:
+        raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
+    return files
+
+
+def _open(file: str, kind: Kind, endpoint: str | None) -> IO[bytes]:
+    try:
+        if kind == "s3":
+            stream: IO[bytes] = _filesystem(endpoint).open(file, "rb")
+            return stream
+        return Path(file).expanduser().open("rb")
+    except OSError as error:
+        raise DataError(
+            f"cannot read {file}: {error.strerror or error}; check that it exists and may be read"
+        ) from error
+
+
+def _read_files(path: str, kind: Kind, endpoint: str | None) -> Iterator[Row | BadRow]:
+    for file in _list_files(path, kind, endpoint):
+        with _open(file, kind, endpoint) as stream:
+            yield from read_file(file, stream)
+
+
+def _read_hub(source: Source) -> Iterator[Row | BadRow]:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(source.path, split=source.split, revision=source.revision)
+    except Exception as error:  # the hub client and the file readers below it raise many unrelated types
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"the Hugging Face dataset {source.path} (split {source.split}) cannot be loaded: {reason}; "
+            "check the id, the split and the network, or give a file with a leading ./"
+        ) from error
+    yield from numbered(source.path, data)

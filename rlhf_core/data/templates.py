@@ -1,0 +1,345 @@
+"""From messages to tokens: the chat template applied exactly once, and which tokens the assistant wrote.
+
+    messages -> render (Jinja, sandboxed) -> text + character spans of the assistant -> tokens + offsets -> ids, mask
+
+Text of users that spells a special token ("</s>") stays text: while rendering, one private-use character stands for
+it, so that the special tokens found in the rendered text are the template's own. A conversation without such text
+is tokenised in the ordinary way, as the tokenizer itself would do it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_core.data.formats import Message
+from rlhf_core.errors import ModelError
+
+_GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
+_TEMPLATE_SECONDS = 2.0
+_CHARS_PER_TOKEN = 256
+"""No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too long."""
+
+
+class EncodeError(ValueError):
+    """This one row cannot be encoded; the message is the reason. Callers count or quarantine the row."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt with a response, or a whole conversation."""
+
+    ids: tuple[int, ...]
+    """(P+T,)"""
+    mask: tuple[int, ...]
+    """(P+T,) 1 on tokens the assistant wrote, EOS included."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+    """Character offsets in the rendered text."""
+
+
+class Encoder:
+    """Encodes prompts, conversations and plain text with one tokenizer. Not thread-safe (neither is the tokenizer)."""
+
+    def __init__(self, tokenizer: Any, template: Literal["chat", "plain"], name: str = "the model") -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.name = name
+        self.eos_id: int = tokenizer.eos_token_id
+        self._eos: str = tokenizer.eos_token
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._specials = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        longest_first = sorted(self._specials, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
+        self._bos: int | None = _bos_added(tokenizer)
+        self._marks = bool(_GENERATION.search(tokenizer.chat_template or "")) if template == "chat" else False
+        if template == "chat":
+            self._check_template()
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """(P,) tokens of a prompt, ready for the response: BOS first if the model has one, generation prompt last."""
+        return tuple(self._prompt_tokens(messages).ids)
+
+    def response(self, messages: Sequence[Message], response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """((P,), (T,)) prompt and response as they stand in the whole conversation; the response ends with EOS."""
+        prompt = self._prompt_tokens(messages).ids
+        if self.template == "plain":
+            body = self._plain_response(messages, response, prompt)
+        else:
+            whole = self.conversation([*messages, Message("assistant", response)])
+            if list(whole.ids[: len(prompt)]) != prompt:
+                raise EncodeError("the prompt's tokens are not the beginning of the conversation's")
+            body = list(whole.ids[len(prompt) :])
+            if not any(whole.mask[len(prompt) :]):
+                raise EncodeError("the chat template leaves the assistant's text out")
+        if self.eos_id in body:
+            body = body[: body.index(self.eos_id)]
+        if not body:
+            raise EncodeError("the response has no tokens")
+        return tuple(prompt), (*body, self.eos_id)
+
+    def conversation(self, messages: Sequence[Message]) -> Encoded:
+        """A whole conversation; the mask marks every assistant turn with its EOS."""
+        if self.template == "plain":
+            return self._plain_conversation(messages)
+        escaped, restore = self._escape(messages)
+        text, spans = self._render_spans(escaped)
+        tokens = self._tokenize(text, restore)
+        spans = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
+        ids, mask = tokens.ids, self._mask(tokens, spans)
+        if messages[-1].role == "assistant" and 1 in mask:
+            end = len(mask) - mask[::-1].index(1)
+            ids, mask = ids[:end], mask[:end]
+            if ids[-1] != self.eos_id:
+                ids, mask = [*ids, self.eos_id], [*mask, 1]
+        return Encoded(tuple(ids), tuple(mask))
+
+    def text(self, text: str, max_tokens: int) -> Encoded:
+        """Plain text cut to `max_tokens`; EOS follows only where nothing was cut. The mask is 1 but on BOS."""
+        ids = self._with_bos(self._pieces(text[: max_tokens * _CHARS_PER_TOKEN]).ids)
+        ids = [*ids, self.eos_id][:max_tokens]
+        skip = int(self._bos is not None)
+        return Encoded(tuple(ids), tuple([0] * skip + [1] * (len(ids) - skip)))
+
+    def surely_longer(self, text: str, max_tokens: int) -> bool:
+        """True if `text` has more than `max_tokens` tokens, told from its characters alone: cheap for huge rows."""
+        return len(text) > max_tokens * _CHARS_PER_TOKEN
+
+    # -- chat ---------------------------------------------------------------------------------------------------
+
+    def _prompt_tokens(self, messages: Sequence[Message]) -> _Tokens:
+        if self.template == "plain":
+            tokens = self._pieces(_joined(messages))
+            return _Tokens(self._with_bos(tokens.ids), tokens.starts, tokens.ends)
+        escaped, restore = self._escape(messages)
+        return self._tokenize(self._render(escaped, generate=True)[0], restore)
+
+    def _render(
+        self, messages: list[dict[str, str]], generate: bool, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                [messages],
+                chat_template=self.tokenizer.chat_template,
+                add_generation_prompt=generate,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
+            raise EncodeError(f"the chat template refused it: {type(error).__name__}: {error}") from error
+        return texts[0], [tuple(span) for span in spans[0]] if marks else []
+
+    def _render_spans(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered text and the character span of each assistant turn."""
+        if self._marks:
+            return self._render(messages, generate=False, marks=True)
+        text, _ = self._render(messages, generate=False)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:index], generate=True)
+            after, _ = self._render(messages[: index + 1], generate=False)
+            if not (after.startswith(before) and text.startswith(after.rstrip())):
+                raise EncodeError(
+                    "the chat template does not render a conversation as a continuation of its beginning, so the "
+                    "assistant's tokens cannot be told apart; put {% generation %} marks into it"
+                )
+            eos = after.find(self._eos, len(before))
+            spans.append((len(before), eos + len(self._eos) if eos >= 0 else len(after.rstrip())))
+        return text, spans
+
+    def _mask(self, tokens: _Tokens, spans: list[tuple[int, int]]) -> list[int]:
+        mask = [0] * len(tokens.ids)
+        for start, end in spans:
+            for index, (a, b) in enumerate(zip(tokens.starts, tokens.ends, strict=True)):
+                if a < start < b:
+                    raise EncodeError("a token spans the border between the prompt and the assistant's text")
+                if start <= a < end:
+                    mask[index] = 1
+        for index in range(1, len(mask)):
+            # A template whose marks leave EOS out would otherwise never teach the policy to stop.
+            if mask[index - 1] and not mask[index] and tokens.ids[index] == self.eos_id != tokens.ids[index - 1]:
+                mask[index] = 1
+        return mask
+
+    # -- text to tokens -----------------------------------------------------------------------------------------
+
+    def _escape(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], dict[str, str]]:
+        """Messages whose special-token spellings are single private-use characters, and what those stand for."""
+        found = {match for message in messages for match in self._special_pattern.findall(message.content)}
+        used = (
+            {char for message in messages for char in message.content if "\ue000" <= char <= "\uf8ff"}
+            if found
+            else set()
+        )
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+        stand_in = {special: next(free) for special in sorted(found)}
+        escaped = [
+            {
+                "role": m.role,
+                "content": self._special_pattern.sub(lambda match: stand_in[match.group()], m.content)
+                if found
+                else m.content,
+            }
+            for m in messages
+        ]
+        return escaped, {char: special for special, char in stand_in.items()}
+
+    def _tokenize(self, text: str, restore: dict[str, str]) -> _Tokens:
+        if not restore:
+            self._backend.encode_special_tokens = False
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            ids: list[int] = encoding.ids
+            expected = sum(self._specials[match] in self._control_ids for match in self._special_pattern.findall(text))
+            if sum(token in self._control_ids for token in ids) == expected:
+                starts, ends = (list(side) for side in zip(*encoding.offsets, strict=True)) if ids else ([], [])
+                return self._begin(_Tokens(ids, starts, ends))
+        return self._begin(self._pieces(text, restore, template_specials=True))
+
+    def _begin(self, tokens: _Tokens) -> _Tokens:
+        """BOS first where the tokenizer itself would put one and the template did not."""
+        if self._bos is None or tokens.ids[:1] == [self._bos]:
+            return tokens
+        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [0, *tokens.ends])
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        return ids if self._bos is None else [self._bos, *ids]
+
+    def _pieces(self, text: str, restore: dict[str, str] | None = None, template_specials: bool = False) -> _Tokens:
+        """Tokens of `text` in which no special token is recognised but, on request, the template's own."""
+        ids: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        base = 0
+        for piece, special in self._split(text) if template_specials else [(text, None)]:
+            for char, spelled in (restore or {}).items():
+                piece = piece.replace(char, spelled)
+            if special is None:
+                self._backend.encode_special_tokens = True
+                try:
+                    encoding = self._backend.encode(piece, add_special_tokens=False)
+                finally:
+                    self._backend.encode_special_tokens = False
+                ids += encoding.ids
+                starts += [base + a for a, _ in encoding.offsets]
+                ends += [base + b for _, b in encoding.offsets]
+            else:
+                ids.append(special)
+                starts.append(base)
+                ends.append(base + len(piece))
+            base += len(piece)
+        return _Tokens(ids, starts, ends)
+
+    def _split(self, text: str) -> Iterator[tuple[str, int | None]]:
+        at = 0
+        for match in self._special_pattern.finditer(text):
+            if match.start() > at:
+                yield text[at : match.start()], None
+            yield match.group(), self._specials[match.group()]
+            at = match.end()
+        if at < len(text):
+            yield text[at:], None
+
+    # -- plain --------------------------------------------------------------------------------------------------
+
+    def _plain_response(self, messages: Sequence[Message], response: str, prompt: list[int]) -> list[int]:
+        """The response's tokens after the prompt's: those of the joined text where they continue the prompt's own."""
+        before = _joined(messages)
+        joined = self._with_bos(self._pieces(before + response).ids)
+        if joined[: len(prompt)] == prompt:
+            return joined[len(prompt) :]
+        alone = self._pieces(response).ids
+        if self._decode([*prompt, *alone]) != self._decode(joined):
+            raise EncodeError(
+                "prompt and response cannot be tokenised apart; end the prompt, not begin the response, with the blank"
+            )
+        return alone
+
+    def _plain_conversation(self, messages: Sequence[Message]) -> Encoded:
+        ids: list[int] = self._with_bos([])
+        mask = [0] * len(ids)
+        for message in messages:
+            piece = self._pieces(message.content).ids
+            said = message.role == "assistant"
+            ids += [*piece, self.eos_id] if said else piece
+            mask += [int(said)] * (len(ids) - len(mask))
+        return Encoded(tuple(ids), tuple(mask))
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    # -- the template itself ------------------------------------------------------------------------------------
+
+    def _check_template(self) -> None:
+        """A template that is missing, broken, slow, empty or not a continuation is refused before any row is read."""
+        fix = "give data.chat_template a Jinja file, or use data.template=plain"
+        if not isinstance(self.tokenizer.chat_template, str):
+            raise ModelError(f"the tokenizer of {self.name} has no chat template; {fix}")
+        import transformers.utils.chat_template_utils  # noqa: F401  # outside the time limit: importing takes seconds
+
+        ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")
+        try:
+            with _time_limit(_TEMPLATE_SECONDS):
+                text, _ = self._render([{"role": "user", "content": ask.content}], generate=True)
+                _, response = self.response([ask], answer.content)
+                whole = self.conversation([ask, answer, ask, answer])
+        except TimeoutError as error:
+            raise ModelError(
+                f"the chat template of {self.name} needs over {_TEMPLATE_SECONDS:g} s for two messages; {fix}"
+            ) from error
+        except EncodeError as error:
+            raise ModelError(f"the chat template of {self.name} cannot be used: {error}; {fix}") from error
+        if not text.strip() or ask.content not in text:
+            raise ModelError(f"the chat template of {self.name} does not render the user's message; {fix}")
+        if answer.content not in self._decode(list(response)) or not any(whole.mask):
+            raise ModelError(f"the chat template of {self.name} does not render the assistant's message; {fix}")
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(message.content for message in messages)
+
+
+def _moved(text: str, at: int, restore: dict[str, str]) -> int:
+    """Where character `at` of the escaped text lies once the stand-ins are written out."""
+    return at + sum(text.count(char, 0, at) * (len(special) - 1) for char, special in restore.items())
+
+
+def _bos_added(tokenizer: Any) -> int | None:
+    """The BOS that the tokenizer puts before plain text by itself, or None: as the model was pretrained."""
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return int(ids[0]) if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError in Python code, compiled templates included, that runs longer. Needs no signal and no thread."""
+    deadline = time.monotonic() + seconds
+    previous = sys.gettrace()
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)

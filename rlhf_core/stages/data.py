@@ -1,0 +1,38 @@
+"""Stage `data`: sources in, token files, tokenizer and data card out."""
+
+from __future__ import annotations
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.card import sample_rows
+from rlhf_core.data.prepare import FILE_NAMES, prepare
+from rlhf_core.types import Services, StageResult
+
+
+def run(config: PipelineConfig, services: Services) -> StageResult:
+    """Prepare the three sets into `services.out`; log the data card and samples. Reads no input artifact."""
+
+    def report(done: int, total: int) -> None:
+        services.progress("data", done, total, "rows")
+
+    prepared = prepare(config, services.out, report)
+    card = prepared.card
+    metrics: dict[str, float] = {}
+    for name, file_name in FILE_NAMES.items():
+        count = card["counts"][name]
+        metrics[f"data/{file_name}_read"] = count["read"]
+        metrics[f"data/{file_name}_bad"] = count["bad"]
+        metrics[f"data/{file_name}_dropped"] = sum(count["dropped"].values())
+        metrics[f"data/{file_name}_train"] = count["train"]
+        metrics[f"data/{file_name}_eval"] = count["eval"]
+    metrics["data/near_overlap"] = card["overlap"]["near"]
+    metrics["data/tokens"] = card["tokenizer"]["tokens"]
+    metrics = {name: float(value) for name, value in metrics.items()}
+    services.metrics.log_metrics(metrics, step=0)
+    services.metrics.log_table("data_samples", sample_rows(card))
+    services.metrics.log_file(services.out / "data_card.md", "data")
+    services.metrics.log_file(services.out / "data_card.json", "data")
+    if any(count["bad"] for count in card["counts"].values()):
+        services.metrics.log_file(services.out / "quarantine.jsonl", "data")
+    services.metrics.flush()
+    params = {f"{row['field']}.digest": row["digest"] for row in card["sources"]}
+    return StageResult(metrics=metrics, params=params)

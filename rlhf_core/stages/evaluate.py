@@ -1,0 +1,215 @@
+"""Stage `evaluate`: the policy against the SFT model on held-out prompts.
+
+    prompts -> responses of SFT, then of the policy (same seeds) -> scores by each measure -> KL -> win rate -> report
+
+Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained) and `figures/`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation.history import History, read_history
+from rlhf_core.evaluation.judge import ScoreJudge, compare
+from rlhf_core.evaluation.summary import Intervals, Measured, Pair, answers, evaluation_json, flat_metrics, sample_rows
+from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: PipelineConfig, services: Services) -> StageResult:
+    """Evaluates; see the module's docstring. Raises `DataError` without held-out prompts, `ConfigError` for a judge
+    that this run does not have, and what engines, models and reward sources raise."""
+    from rlhf_core.data.dataset import load_prompts
+    from rlhf_core.training.launch import resolve_device
+
+    prompts: list[PromptExample] = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
+    if not prompts:
+        raise DataError("evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts")
+    gold_known = scoring.has_gold(prompts)
+    judge = scoring.choose_measure(config, gold_known=gold_known)
+    tokenizer = _tokenizer(services.inputs["data"] / "tokenizer")
+    device = resolve_device(config.run.device)
+
+    responses = _sample(config, services, tokenizer, prompts, device)
+    pad_id = tokenizer.pad_token_id or 0
+    measured = _measure(config, services, responses, gold_known=gold_known, pad_id=pad_id, device=device)
+    sft, ppo = answers(responses, measured)
+    interval = Intervals(config)
+    comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
+    evaluation = evaluation_json(responses, measured, comparison, judge, interval)
+    samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
+    metrics = flat_metrics(evaluation)
+    _write(config, services, evaluation, samples, measured, metrics)
+    return StageResult(metrics, {"prompts": len(prompts), "judge": judge})
+
+
+def _sample(
+    config: PipelineConfig, services: Services, tokenizer: Any, prompts: Sequence[PromptExample], device: str
+) -> dict[str, list[RewardInput]]:
+    """Responses of both models, one engine after the other: only one is in memory."""
+    from rlhf_core.evaluation.generate import reward_inputs, sample_responses
+
+    models = {"sft": services.inputs["sft"] / "model", "ppo": services.inputs["ppo"] / "policy"}
+    total = len(models) * len(prompts)
+    responses: dict[str, list[RewardInput]] = {}
+    for name, folder in models.items():
+        before = sum(map(len, responses.values()))
+
+        def report(done: int, before: int = before) -> None:
+            services.progress("evaluate", before + done, total, "responses")
+
+        rollouts = sample_responses(config, folder, prompts, device=device, done=report)
+        responses[name] = reward_inputs(tokenizer, prompts, rollouts)
+    return responses
+
+
+def _measure(
+    config: PipelineConfig,
+    services: Services,
+    responses: Mapping[str, list[RewardInput]],
+    *,
+    gold_known: bool,
+    pad_id: int,
+    device: str,
+) -> Measured:
+    """Each measure scores both models' responses in one call."""
+    count = len(responses["sft"])
+    both = [*responses["sft"], *responses["ppo"]]
+
+    def pair(values: Sequence[float]) -> Pair:
+        return {"sft": list(values[:count]), "ppo": list(values[count:])}
+
+    measures: dict[str, Pair] = {}
+    rules: dict[str, Pair] = {}
+    if gold_known:
+        measures["gold"] = pair(scoring.score_gold(both))
+    if "reward" in services.inputs:
+        folder = services.inputs["reward"] / "model"
+        scores = scoring.score_reward_model(config, folder, both, pad_id=pad_id, device=device)
+        measures["reward_model"] = pair(scores)
+    if sources := scoring.rule_sources(config):
+        batch = scoring.score_rules(sources, both)
+        measures["rules"] = pair(batch.total)
+        rules = {name: pair(values) for name, values in batch.by_source.items()}
+    policy, reference = services.inputs["ppo"] / "policy", services.inputs["sft"] / "model"
+    kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
+    return Measured(measures, rules, kl)
+
+
+def _write(
+    config: PipelineConfig,
+    services: Services,
+    evaluation: Mapping[str, Any],
+    samples: list[dict[str, Any]],
+    measured: Measured,
+    metrics: Mapping[str, float],
+) -> None:
+    """Files of the artifact, and the same things for the tracker."""
+    from rlhf_core.evaluation import plots, report
+
+    out = services.out
+    text = json.dumps(evaluation, indent=2, allow_nan=False)
+    (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    lines = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in samples)
+    (out / "samples.jsonl").write_text(lines, encoding="utf-8")
+    (out / "figures").mkdir()
+    images: list[report.Plot] = []
+    history = read_history(services.inputs["ppo"] / "metrics.jsonl")
+    for name, title, caption, figure in _figures(history, measured):
+        png = plots.to_png(figure)
+        (out / "figures" / f"{name}.png").write_bytes(png)
+        services.metrics.log_figure(name, figure)
+        images.append(report.Plot(title, caption, png))
+    html = report.render(_report(config, services, evaluation, samples, images))
+    (out / "report.html").write_text(html, encoding="utf-8")
+    services.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
+    services.metrics.log_table("samples", [_table_row(row) for row in samples])
+    services.metrics.log_file(out / "report.html")
+    services.metrics.flush()
+
+
+def _figures(history: History, measured: Measured) -> list[tuple[str, str, str, Any]]:
+    """(file name, title, caption, figure)."""
+    from rlhf_core.evaluation import plots
+
+    shown = {name: (pair["sft"], pair["ppo"]) for name, pair in list(measured.measures.items())[:2]}
+    figures = [
+        (
+            "reward_distribution", "Reward distribution before and after",
+            "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
+            plots.reward_distribution(shown),
+        )
+    ]  # fmt: skip
+    if len(history) and history.has("objective/scores") and history.has("objective/kl"):
+        curves = (
+            "reward_and_kl_by_step", "Reward and KL by PPO step",
+            "Mean score of the rollout batches, and how far the policy has moved from the SFT model.",
+            plots.training_curves(history),
+        )  # fmt: skip
+        figures = [curves, *figures, (
+            "reward_against_kl", "Reward against KL",
+            "One point per PPO step. A curve that bends down while KL grows is over-optimisation of the reward.",
+            plots.reward_against_kl(history),
+        )]  # fmt: skip
+    if len(history.names("rewards/")) > 1:
+        caption = "Raw value of each source before normalisation and weight."
+        figures.append(("reward_sources", "Reward sources by step", caption, plots.reward_sources(history)))
+    return figures
+
+
+def _report(
+    config: PipelineConfig,
+    services: Services,
+    evaluation: Mapping[str, Any],
+    samples: list[dict[str, Any]],
+    images: list[Any],
+) -> Any:
+    import yaml
+
+    from rlhf_core.evaluation.report import Report
+
+    dump = config.model_dump(mode="json", by_alias=True)
+    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", "ppo", "evaluate")}
+    inputs = services.lineage.inputs if services.lineage else {}
+    return Report(
+        name=config.run.name,
+        evaluation=evaluation,
+        samples=samples,
+        plots=images,
+        config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
+        lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
+        data_card=_data_card(services.inputs["data"]),
+        facts={
+            "base model": config.model.path or "tiny Llama from scratch",
+            "PPO steps": str(config.ppo.steps),
+            "seed": str(config.run.seed),
+            "held-out prompts": str(evaluation["prompts"]),
+        },
+    )
+
+
+def _data_card(folder: Path) -> str:
+    path = folder / "data_card.md"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat, for the tracker's table."""
+    flat = {name: row[name] for name in ("prompt", "sft", "ppo", "winner")}
+    for model, scores in row["scores"].items():
+        flat |= {f"{model}/{name}": value for name, value in scores.items()}
+    return flat
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,0 +1,62 @@
+"""Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout) and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from rlhf_core.cluster.placement import Role, plan
+from rlhf_core.config import PipelineConfig
+from rlhf_core.types import Services, StageResult
+
+
+def run(config: PipelineConfig, services: Services) -> StageResult:
+    """Start the fleet, run the controller, save the policy."""
+    from rlhf_core.cluster.controller import PPOController
+    from rlhf_core.cluster.fleet import Fleet
+    from rlhf_core.data.dataset import load_prompts
+    from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.rewards.compose import RewardComposer
+    from rlhf_core.training.launch import resolve_device
+
+    data, ppo = services.inputs["data"], config.ppo
+    device = resolve_device(config.run.device)
+    decoder = load_decoder(data)
+    prompts = load_prompts(data, "train")
+    placement = plan(ppo, critic=True, reward_model=ppo.uses_reward_model, device=device)
+    services.progress("ppo start", 0, 1, "fleets")
+    with (
+        RewardComposer(ppo.rewards) as composer,
+        Fleet(config, placement, device, _folders(config, services), decoder.pad) as fleet,
+    ):
+        services.progress("ppo start", 1, 1, "fleets")
+        controller = PPOController(config, fleet, prompts, decoder, composer, services)
+        controller.run()
+        controller.save_policy(services.out / "policy")
+    shutil.copytree(data / "tokenizer", services.out / "policy", dirs_exist_ok=True)
+    services.metrics.flush()
+    last = json.loads((services.out / "metrics.jsonl").read_text().splitlines()[-1])
+    shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
+    metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown}
+    return StageResult(
+        {**metrics, "steps": float(ppo.steps)}, {"weights_sha256": weights_digest(services.out / "policy")}
+    )
+
+
+def _folders(config: PipelineConfig, services: Services) -> dict[Role, Path]:
+    """What each role starts from: the critic from the reward model where there is one."""
+    sft = services.inputs["sft"] / "model"
+    reward = services.inputs["reward"] / "model" if "reward" in services.inputs else sft
+    return {"policy": sft, "reference": sft, "critic": reward, "reward": reward}
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 over the folder's safetensors files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,97 @@
+"""Stage `register`: the policy becomes a version in the MLflow registry, and champion if its evaluation says so.
+
+Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`, `source`,
+`weights_sha256`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.storage.digests import weights_sha256
+from rlhf_core.storage.versions import versions
+from rlhf_core.tracking.registry import Candidate, Evaluation, register
+from rlhf_core.tracking.tracker import open_tracking
+from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+
+log = logging.getLogger(__name__)
+
+
+def run(config: PipelineConfig, services: Services) -> StageResult:
+    """Register the policy of the PPO artifact. The source is its address in the store: nothing is copied.
+
+    Raises RLHFError if MLflow does not answer; a second run then finds what the first one made.
+    """
+    lineage = services.lineage
+    if lineage is None:
+        raise InputError(
+            "The stage register needs the lineage of its inputs (Services.lineage); run it by the pipeline."
+        )
+    digest = weights_sha256(services.inputs["ppo"] / "policy")
+    content = _evaluation(services.inputs["evaluate"])
+    reward = lineage.inputs.get("reward")
+    ppo = lineage.inputs["ppo"]
+    candidate = Candidate(
+        source=f"{ppo.uri}/policy",
+        policy_digest=ppo.digest,
+        run_id=ppo.mlflow_run_id,
+        tags=_tags(config, lineage, content, digest),
+        evaluation=Evaluation.of(content, reward.digest if reward else None),
+    )
+    tracking = open_tracking(config)
+    done = register(tracking.mlflow, config.registered_model, candidate, min_win_rate=config.register_.min_win_rate)
+    log.info("%s version %s: champion=%s (%s)", done.model, done.version, done.decision.champion, done.decision.reason)
+    tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{done.model}/{done.version}"})
+    facts: dict[str, Any] = {
+        "model": done.model,
+        "version": done.version,
+        "created": done.created,
+        "champion": done.decision.champion,
+        "rule": done.decision.rule,
+        "reason": done.decision.reason,
+        "previous_champion": done.previous,
+        "source": candidate.source,
+        "weights_sha256": digest,
+    }
+    (services.out / "registration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    metrics = {"version": float(done.version), "champion": float(done.decision.champion)}
+    return StageResult(metrics, {name: value for name, value in facts.items() if value is not None})
+
+
+def _evaluation(folder: Path) -> Mapping[str, Any]:
+    path = folder / "evaluation.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptArtifact(f"{path} cannot be read ({error}); the evaluate stage must be run again.") from error
+    if not isinstance(content, dict):
+        raise CorruptArtifact(f"{path} must hold a JSON object; the evaluate stage must be run again.")
+    return content
+
+
+def _tags(
+    config: PipelineConfig, lineage: Lineage, evaluation: Mapping[str, Any], weights_digest: str
+) -> dict[str, str]:
+    """What a version must tell to be traced back, and the numbers people compare versions by."""
+    inputs: Mapping[Any, ArtifactRef] = lineage.inputs
+    text = config.model_dump_json(by_alias=True)
+    tags = {
+        "rlhf.weights_sha256": weights_digest,
+        "rlhf.config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "rlhf.seed": str(config.run.seed),
+        "rlhf.versions": json.dumps(versions()),
+        **{f"rlhf.{name}.key": ref.key for name, ref in inputs.items()},
+        **{f"rlhf.{name}.digest": ref.digest for name, ref in inputs.items()},
+        **{f"eval.{name}": f"{value:.6g}" for name, value in inputs["evaluate"].metrics.items()},
+        "eval.judge": str(evaluation.get("judge")),
+    }
+    if lineage.parent_run_id is not None:
+        tags["rlhf.parent_run_id"] = lineage.parent_run_id
+    return {name.replace("/", "."): value for name, value in tags.items()}

@@ -1,0 +1,103 @@
+"""Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score statistics."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import RLHFError
+from rlhf_core.seeds import derive_seed
+from rlhf_core.types import PairExample, Services, StageResult
+
+
+def run(config: PipelineConfig, services: Services) -> StageResult:
+    """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the stage."""
+    from rlhf_core.training.launch import resolve_device, run_ranks
+
+    metrics: dict[str, float] = run_ranks(
+        _train,
+        config.reward.deepspeed.ranks,
+        resolve_device(config.run.device),
+        config,
+        services.inputs["data"],
+        services.inputs["sft"],
+        services.work,
+        services.out,
+        rank_zero=services,
+    )
+    shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
+    services.metrics.flush()
+    if metrics["accuracy"] < config.reward.min_accuracy:
+        raise RLHFError(
+            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
+            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
+        )
+    return StageResult(metrics)
+
+
+def _train(
+    rank: Any, config: PipelineConfig, data: Path, sft: Path, work: Path, out: Path, services: Services | None
+) -> dict[str, float]:
+    import torch
+
+    from rlhf_core.data.dataset import load_pairs
+    from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.models.score import load_score_model
+    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.training.reward import evaluate_reward, train_reward
+
+    reward = config.reward
+    torch.manual_seed(derive_seed(config.run.seed, "reward", "init"))
+    model = load_score_model(
+        sft / "model", dtype=reward.deepspeed.dtype, attention=config.model.attention, device=rank.torch_device
+    )
+    pad_id = load_decoder(data).pad
+    engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank)
+    seed = derive_seed(config.run.seed, "reward")
+    metrics = train_reward(
+        engine, load_pairs(data, "train"), reward, seed=seed, pad_id=pad_id, work=work, services=services
+    )
+    held_out = load_pairs(data, "eval")
+    evaluation, model.statistics, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    engine.save_model(out / "model", model.save)
+    if services is not None:
+        services.metrics.log_metrics(evaluation, engine.steps_done)
+        by_source = _accuracy_by_source(held_out, scores)
+        (out / "accuracy_by_source.json").write_text(json.dumps(by_source, indent=2) + "\n")
+        services.metrics.log_table("reward_pairs", _table(data, held_out, scores))
+    return {
+        "accuracy": evaluation["eval/accuracy"],
+        "margin": evaluation["eval/margin"],
+        "eval_loss": evaluation["eval/loss"],
+        "pairs": float(len(held_out)),
+        "score_mean": model.statistics.mean,
+        "score_std": model.statistics.std,
+        **metrics,
+    }
+
+
+def _accuracy_by_source(pairs: list[PairExample], scores: Any) -> dict[str, float]:
+    right: dict[str, list[bool]] = {}
+    for pair, (chosen, rejected) in zip(pairs, scores.tolist(), strict=True):
+        right.setdefault(pair.source or "unnamed", []).append(chosen > rejected)
+    return {source: sum(flags) / len(flags) for source, flags in sorted(right.items())}
+
+
+def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:
+    """Twenty held-out pairs with their raw scores, for reading."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    return [
+        {
+            "prompt": pair.prompt,
+            "chosen": tokenizer.decode(pair.chosen_ids, skip_special_tokens=True),
+            "rejected": tokenizer.decode(pair.rejected_ids, skip_special_tokens=True),
+            "score_chosen": chosen,
+            "score_rejected": rejected,
+        }
+        for pair, (chosen, rejected) in list(zip(pairs, scores.tolist(), strict=True))[:20]
+    ]

@@ -1,0 +1,100 @@
+"""Stage `sft`: base model + demonstrations -> `model/` (Hugging Face layout) and `tokenizer/`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.models.batching import TokenSequence
+from rlhf_core.seeds import derive_seed
+from rlhf_core.types import Services, StageResult
+
+
+def run(config: PipelineConfig, services: Services) -> StageResult:
+    """Fine-tune over `sft.deepspeed.ranks` ranks and sample some answers for reading."""
+    from rlhf_core.training.launch import resolve_device, run_ranks
+
+    device = resolve_device(config.run.device)
+    metrics = run_ranks(
+        _train,
+        config.sft.deepspeed.ranks,
+        device,
+        config,
+        services.inputs["data"],
+        services.work,
+        services.out,
+        rank_zero=services,
+    )
+    shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
+    services.metrics.log_table("sft_samples", _samples(config, services, device))
+    services.metrics.flush()
+    return StageResult(metrics)
+
+
+def base_model(config: PipelineConfig, data: Path) -> tuple[Path | str, str | None]:
+    """(where the base model is, revision): the configured one, or the data artifact's `config.json` for one from scratch."""
+    return (config.model.path, config.model.revision) if config.model.path is not None else (data / "model", None)
+
+
+def _train(
+    rank: Any, config: PipelineConfig, data: Path, work: Path, out: Path, services: Services | None
+) -> dict[str, float]:
+    import torch
+
+    from rlhf_core.data.dataset import load_sft
+    from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.models.policy import load_policy
+    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.training.sft import train_sft
+
+    sft = config.sft
+    folder, revision = base_model(config, data)
+    torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))
+    policy = load_policy(
+        folder, dtype=sft.deepspeed.dtype, attention=config.model.attention, device=rank.torch_device, revision=revision
+    )
+    ids = load_decoder(data)
+    policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
+    policy.lm.generation_config.update(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
+    engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)
+    metrics = train_sft(
+        engine,
+        [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")],
+        [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")],
+        sft,
+        seed=derive_seed(config.run.seed, "sft"),
+        pad_id=ids.pad,
+        work=work,
+        services=services,
+    )
+    engine.save_model(out / "model", policy.save)
+    return metrics
+
+
+def _samples(config: PipelineConfig, services: Services, device: str) -> list[dict[str, Any]]:
+    """Held-out prompts and what the new model says, one sample each."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhf_core.data.dataset import load_prompts
+
+    folder = services.out / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    rows = []
+    prompts = load_prompts(services.inputs["data"], "eval")[: config.sft.samples]
+    for i, prompt in enumerate(prompts):
+        torch.manual_seed(derive_seed(config.run.seed, "sft", "sample", prompt.prompt_id))
+        ids = torch.tensor([prompt.input_ids], device=device)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=config.ppo.max_new_tokens,
+        )[0, ids.shape[1] :]
+        rows.append({"prompt": prompt.prompt, "response": tokenizer.decode(output, skip_special_tokens=True)})
+        services.progress("sft samples", i + 1, len(prompts), "responses")
+    return rows

@@ -1,0 +1,272 @@
+"""A bundle: a set of files in the store that exists whole or not at all. Artifacts and checkpoints are bundles.
+
+    {prefix}/manifest.json          written last, create-only: names the folder, and size and sha256 of every file
+    {prefix}/{folder}/...           the files; each attempt has a folder of its own, so that a writer wrongly thought
+                                    dead cannot change a byte of what its successor has committed
+    {prefix}/damaged-*.json         the manifest of a bundle that was found damaged, with the reason
+
+What has no manifest is a leftover and does not exist for readers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import CorruptArtifact, InputError, RLHFError
+from rlhf_core.storage.store import TEMPORARY, Store, check_key
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+_DAMAGED = "damaged-"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a bundle."""
+
+    path: str
+    """Relative to the bundle's folder."""
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a bundle holds."""
+
+    prefix: str
+    """Key of the bundle."""
+    folder: str
+    """Name of the folder with the files, below `prefix`."""
+    files: tuple[FileEntry, ...]
+    body: Mapping[str, Any]
+    """The rest: what kind of bundle it is, where it comes from."""
+
+    @property
+    def data(self) -> str:
+        """Key of the folder with the files."""
+        return f"{self.prefix}/{self.folder}"
+
+    @property
+    def digest(self) -> str:
+        """sha256 over names, sizes and hashes of the files: the same content has the same digest, whenever made."""
+        return digest_of(self.files)
+
+
+def digest_of(files: Sequence[FileEntry]) -> str:
+    """`Manifest.digest` of these files."""
+    return _sha256_of([asdict(entry) for entry in files])
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: False) -> tuple[FileEntry, ...]:
+    """Every file below `folder`, sorted by path. Raises InputError for links and names that cannot be stored."""
+    entries = []
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            relative = check_key(path.relative_to(folder).as_posix())
+            if path.is_symlink():
+                raise InputError(f"{path} is a symbolic link; only plain files can be stored: copy what it points to.")
+            if name in folders or skip(relative):
+                continue
+            entries.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
+    return tuple(sorted(entries, key=lambda entry: entry.path))
+
+
+def commit(
+    store: Store,
+    prefix: str,
+    source: Path,
+    files: Sequence[FileEntry],
+    *,
+    folder: str,
+    body: Mapping[str, Any],
+    may_commit: Callable[[], None],
+) -> Manifest | None:
+    """Store `files` of the local folder `source` as the bundle `prefix`; None if somebody else's manifest is there.
+
+    `folder` must be a name that no committed manifest uses. `may_commit` is called last before the manifest and raises if the bundle must not appear. Shares disk blocks with
+    `source` where it can: nobody may write to these files any more.
+    """
+    manifest = Manifest(prefix, folder, tuple(files), body)
+    for entry in files:
+        store.put_file(source / entry.path, f"{manifest.data}/{entry.path}", link=True)
+    if wrong := wrong_sizes(store, manifest):
+        raise RLHFError(f"The store did not keep {wrong}; the same command tries again.")
+    may_commit()
+    if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
+        return manifest
+    store.delete_prefix(manifest.data)
+    return None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, with a checksum over all of it."""
+    content = {
+        "schema": SCHEMA,
+        "folder": manifest.folder,
+        "digest": manifest.digest,
+        **manifest.body,
+        "files": [asdict(entry) for entry in manifest.files],
+    }
+    return (json.dumps({**content, "checksum": _sha256_of(content)}, indent=1, allow_nan=False) + "\n").encode()
+
+
+def read(store: Store, prefix: str) -> Manifest | None:
+    """The manifest of a bundle, None if there is no such bundle. Raises CorruptArtifact if it is not as it was written."""
+    raw = store.read_bytes(f"{prefix}/{MANIFEST}")
+    if raw is None:
+        return None
+    where = store.uri(f"{prefix}/{MANIFEST}")
+    try:
+        content = json.loads(raw)
+        checksum = content.pop("checksum")
+        schema, folder, digest = content.pop("schema"), content.pop("folder"), content.pop("digest")
+        files = tuple(FileEntry(**entry) for entry in content.pop("files"))
+        for path in (folder, *(entry.path for entry in files)):
+            check_key(path)
+        manifest = Manifest(prefix, folder, files, content)
+    except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
+        raise CorruptArtifact(f"{where} is not a manifest ({type(error).__name__}: {str(error)[:80]}).") from error
+    if schema != SCHEMA:
+        raise CorruptArtifact(f"{where} has schema {schema!r}; this version reads {SCHEMA}.")
+    expected = {"schema": schema, "folder": folder, "digest": digest, **content, "files": [asdict(f) for f in files]}
+    if checksum != _sha256_of(expected) or digest != manifest.digest:
+        raise CorruptArtifact(f"{where} does not have its own checksum: it was changed after it was written.")
+    return manifest
+
+
+def wrong_sizes(store: Store, manifest: Manifest) -> str:
+    """The first file that is missing or has another size in the store, described; '' if all are right."""
+    sizes = store.sizes(manifest.data) if manifest.files else {}
+    for entry in manifest.files:
+        size = sizes.get(f"{manifest.data}/{entry.path}")
+        if size is None:
+            return f"{store.uri(manifest.data)}/{entry.path}, which is missing"
+        if size != entry.size:
+            return f"{store.uri(manifest.data)}/{entry.path} ({size} bytes instead of {entry.size})"
+    return ""
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Raises CorruptArtifact, naming the file, unless `folder` holds exactly the manifest's files, bit by bit."""
+    expected = {entry.path: entry for entry in manifest.files}
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_dir() or relative in expected or path.name.startswith(".")):
+            raise CorruptArtifact(f"{path} is not in the manifest of {manifest.prefix}.")
+    for entry in manifest.files:
+        path = folder / entry.path
+        if not path.is_file():
+            raise CorruptArtifact(f"{path} is missing.")
+        if (size := path.stat().st_size) != entry.size:
+            raise CorruptArtifact(f"{path} has {size} bytes; its manifest says {entry.size}.")
+        if hash_file(path) != entry.sha256:
+            raise CorruptArtifact(f"{path} does not have the sha256 of its manifest.")
+
+
+def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
+    """A verified local folder with the bundle's files: the store's own if it is local, else a copy in `cache`.
+
+    Raises CorruptArtifact naming the file; for a remote store only after a second download gave the same.
+    """
+    if (local := store.local_path(manifest.data)) is not None:
+        local.mkdir(parents=True, exist_ok=True)
+        verify(local, manifest)
+        return local
+    target = cache / f"{manifest.prefix.replace('/', '-')}-{manifest.digest[:12]}"
+    if target.exists():
+        try:
+            verify(target, manifest)
+            return target
+        except CorruptArtifact as error:
+            log.warning("The cached copy is thrown away: %s", error.message)
+            shutil.rmtree(target)
+    try:
+        return _download(store, manifest, target)
+    except CorruptArtifact as error:
+        log.warning("Downloading once more: %s", error.message)
+        return _download(store, manifest, target)
+
+
+def _download(store: Store, manifest: Manifest, target: Path) -> Path:
+    temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    try:
+        for entry in manifest.files:
+            try:
+                store.get_file(f"{manifest.data}/{entry.path}", temporary / entry.path)
+            except FileNotFoundError as error:
+                raise CorruptArtifact(f"{store.uri(manifest.data)}/{entry.path} is missing.") from error
+        try:
+            verify(temporary, manifest)
+        except CorruptArtifact as error:
+            message = error.message.replace(str(temporary), store.uri(manifest.data))
+            raise CorruptArtifact(message) from error
+        try:
+            temporary.rename(target)
+        except OSError:
+            # Another process was faster; its copy is as good as ours if it verifies.
+            verify(target, manifest)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def quarantine(store: Store, prefix: str, reason: str) -> str:
+    """Set a damaged bundle aside: its manifest becomes `damaged-*.json`, its files stay. Returns that file's address."""
+    raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
+    name = f"{prefix}/{_DAMAGED}{hashlib.sha256(raw).hexdigest()[:12]}.json"
+    record = {"reason": reason, "manifest": raw.decode("utf-8", errors="replace")}
+    store.put_if_absent(name, json.dumps(record, indent=1).encode())
+    store.delete([f"{prefix}/{MANIFEST}"])
+    return store.uri(name)
+
+
+def remove(store: Store, prefix: str, *, keep: str = "") -> None:
+    """Delete a bundle with all leftovers, or only the leftovers beside its folder `keep`. What was set aside stays.
+
+    The manifest goes first: half deleted, a bundle is a leftover and not damaged.
+    """
+    keys = [key.removeprefix(f"{prefix}/") for key in store.list(prefix)]
+    kept = {keep, *(_folder_of_damaged(store, f"{prefix}/{key}") for key in keys if key.startswith(_DAMAGED))}
+    if not keep:
+        store.delete([f"{prefix}/{MANIFEST}"])
+    if kept == {""}:
+        store.delete_prefix(prefix)
+    if None in kept:
+        return
+    for folder in {key.split("/")[0] for key in keys if "/" in key} - kept:
+        store.delete_prefix(f"{prefix}/{folder}")
+
+
+def _folder_of_damaged(store: Store, key: str) -> str | None:
+    """The folder that a set-aside manifest names; None if that cannot be told: then nothing may be deleted."""
+    try:
+        folder: str = json.loads(json.loads(store.read_bytes(key) or b"")["manifest"])["folder"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return folder
+
+
+def _sha256_of(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,264 @@
+"""The only file that imports MLflow: the few calls that tracking and the registry need, with plain values.
+
+Every method may raise whatever MLflow, requests or SQLAlchemy raise. `Tracking` turns that into "not now"; the
+registry, whose whole purpose it is, into an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf_core.config.redact import is_secret
+
+_ENVIRONMENT = {
+    # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+}
+_POINTS_PER_CALL = 1000
+_PARAMS_PER_CALL = 100
+_NAME = re.compile(r"[^\w\-./: ]")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of one metric."""
+
+    key: str
+    value: float
+    step: int
+    timestamp: int
+    """Milliseconds since 1970."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the tracker has of a run."""
+
+    run_id: str
+    start: int
+    """Milliseconds since 1970, on the server."""
+    running: bool
+    params: Mapping[str, str]
+    last_steps: Mapping[str, int]
+    """Highest recorded step of each metric."""
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a registered model."""
+
+    version: str
+    tags: Mapping[str, str]
+
+
+class Mlflow:
+    """One tracking server or database, and one experiment in it."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        self.uri = uri
+        self._experiment = experiment
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from mlflow.tracking import MlflowClient
+
+        if database := sqlite_path(self.uri):
+            database.parent.mkdir(parents=True, exist_ok=True)
+        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    @functools.cached_property
+    def experiment_id(self) -> str:
+        """Found by name, or created."""
+        from mlflow.exceptions import MlflowException
+
+        if (found := self._client.get_experiment_by_name(self._experiment)) is not None:
+            return str(found.experiment_id)
+        database = sqlite_path(self.uri)
+        location = (database.parent / "mlartifacts").as_uri() if database else None
+        try:
+            return str(self._client.create_experiment(self._experiment, artifact_location=location))
+        except MlflowException:
+            # Another process created it in between.
+            if (found := self._client.get_experiment_by_name(self._experiment)) is None:
+                raise
+            return str(found.experiment_id)
+
+    # Runs
+
+    def find_run(self, tags: Mapping[str, str]) -> RunState | None:
+        """The oldest run with all these tags."""
+        text = " and ".join(f"tags.`{name}` = '{_quoted(value)}'" for name, value in tags.items())
+        order = ["attributes.start_time ASC"]
+        runs = self._client.search_runs([self.experiment_id], text, max_results=1, order_by=order)
+        return _state(runs[0]) if runs else None
+
+    def has_run(self, run_id: str) -> bool:
+        """Whether this tracker knows the run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return False
+            raise
+        return True
+
+    def create_run(self, name: str, tags: Mapping[str, str]) -> RunState:
+        """A new run, in state RUNNING."""
+        return _state(self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags)))
+
+    def reopen(self, run_id: str) -> None:
+        """Mark a run as RUNNING again."""
+        self._client.update_run(run_id, status="RUNNING")
+
+    def terminate(self, run_id: str, status: str) -> None:
+        """`status`: FINISHED, FAILED or KILLED."""
+        self._client.set_terminated(run_id, status)
+
+    def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Set or change tags."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(run_id, tags=[RunTag(name, _short(value, 5000)) for name, value in tags.items()])
+
+    def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
+        """Parameters that the run does not have yet: MLflow refuses to change one."""
+        from mlflow.entities import Param
+
+        items = [Param(clean_name(name), _short(str(value), 5000)) for name, value in params.items()]
+        for start in range(0, len(items), _PARAMS_PER_CALL):
+            self._client.log_batch(run_id, params=items[start : start + _PARAMS_PER_CALL])
+
+    def log_points(self, run_id: str, points: Sequence[Point]) -> None:
+        """Metrics. A point that is there already, bit by bit, is not added again."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(point.key, point.value, point.timestamp, point.step) for point in points]
+        for start in range(0, len(metrics), _POINTS_PER_CALL):
+            self._client.log_batch(run_id, metrics=metrics[start : start + _POINTS_PER_CALL])
+
+    def log_file(self, run_id: str, path: Path, folder: str) -> None:
+        """A local file as an artifact; one of that name is replaced."""
+        self._client.log_artifact(run_id, str(path), folder or None)
+
+    def announce_tables(self, run_id: str, tables: Iterable[str]) -> None:
+        """Tell the UI which artifacts are tables."""
+        tag = "mlflow.loggedArtifacts"
+        known = json.loads(self._client.get_run(run_id).data.tags.get(tag, "[]"))
+        new = [entry for path in tables if (entry := {"path": path, "type": "table"}) not in known]
+        if new:
+            self.set_tags(run_id, {tag: json.dumps([*known, *new])})
+
+    def log_dataset(self, run_id: str, *, name: str, digest: str, uri: str, context: str) -> None:
+        """A data set as an input of the run: its address and digest, no data. Logging it twice adds nothing."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        kind = "s3" if uri.startswith("s3://") else "local"
+        dataset = Dataset(name=name, digest=digest[:36], source_type=kind, source=json.dumps({"uri": uri}))
+        self._client.log_inputs(run_id, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", context)])])
+
+    def system_metrics(self, run_id: str) -> Any:
+        """MLflow's sampler of CPU, memory and GPU, started; `finish()` ends it."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=self.uri)
+        monitor.start()
+        return monitor
+
+    # Registry
+
+    def ensure_model(self, name: str, description: str) -> None:
+        """The registered model exists afterwards."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            self._client.create_registered_model(name, description=description)
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """All versions of a registered model."""
+        found, token = [], None
+        while True:
+            page = self._client.search_model_versions(f"name = '{_quoted(name)}'", max_results=200, page_token=token)
+            found += [ModelVersion(str(entry.version), dict(entry.tags)) for entry in page]
+            token = page.token
+            if not token:
+                return found
+
+    def create_version(
+        self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str
+    ) -> ModelVersion:
+        """A new version that points to `source`; nothing is copied."""
+        entry = self._client.create_model_version(
+            name, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=0
+        )
+        return ModelVersion(str(entry.version), dict(tags))
+
+    def tag_version(self, name: str, version: str, tags: Mapping[str, str]) -> None:
+        """Set or change tags of a version."""
+        for key, value in tags.items():
+            self._client.set_model_version_tag(name, version, key, value)
+
+    def by_alias(self, name: str, alias: str) -> ModelVersion | None:
+        """The version that has the alias."""
+        version = self._client.get_registered_model(name).aliases.get(alias)
+        if version is None:
+            return None
+        entry = self._client.get_model_version(name, str(version))
+        return ModelVersion(str(entry.version), dict(entry.tags))
+
+    def set_alias(self, name: str, alias: str, version: str) -> None:
+        """Move the alias to `version`."""
+        self._client.set_registered_model_alias(name, alias, version)
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of an SQLite address, None for any other address."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(urlsplit(uri).path.removeprefix("/") or ".").absolute()
+
+
+def clean_name(name: str) -> str:
+    """A metric or parameter name that MLflow takes."""
+    return _NAME.sub("_", name)[:250].strip() or "_"
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one short line without credentials."""
+    text = " ".join(str(error).split())[:200]
+    return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
+
+
+def _state(run: Any) -> RunState:
+    last = {metric.key: int(metric.step) for metric in run.data._metric_objs}
+    running = run.info.status == "RUNNING"
+    return RunState(run.info.run_id, int(run.info.start_time), running, dict(run.data.params), last)
+
+
+def _quoted(value: str) -> str:
+    if "'" in value or "\\" in value:
+        raise ValueError(f"cannot search MLflow for {value!r}")
+    return value
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

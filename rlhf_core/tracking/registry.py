@@ -1,0 +1,174 @@
+"""The model registry: a version per policy, alias `candidate` on the newest, `champion` on the best one evaluated.
+
+Whether a candidate becomes champion is decided from recorded evaluations alone (`decide`): nothing is loaded or run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config.redact import has_credentials
+from rlhf_core.errors import RLHFError
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, reason
+
+CANDIDATE, CHAMPION = "candidate", "champion"
+POLICY = "rlhf.policy_digest"
+"""Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
+
+_EVALUATION = "rlhf.evaluation"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the gate knows of a policy."""
+
+    win_rate: float
+    """Against its SFT model, 0 to 1."""
+    gold_reward: float | None = None
+    """Mean true reward; None where the task has none."""
+    reward_model: float | None = None
+    """Mean score of the reward model; None where there is none."""
+    reward_model_digest: str | None = None
+    """Which reward model: scores of different ones do not compare."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], reward_model_digest: str | None) -> Evaluation:
+        """From `evaluation.json`. Raises RLHFError if it has no win rate."""
+        win_rate = _mean(content.get("win_rate"))
+        if win_rate is None:
+            raise RLHFError("evaluation.json has no win_rate.mean; the evaluate stage must be run again.")
+        score = _mean((content.get("reward_model") or {}).get("ppo"))
+        return cls(
+            win_rate=win_rate,
+            gold_reward=_mean((content.get("gold_reward") or {}).get("ppo")),
+            reward_model=score if reward_model_digest else None,
+            reward_model_digest=reward_model_digest if score is not None else None,
+        )
+
+    def to_json(self) -> str:
+        """For a tag; `from_json` reads it back."""
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: str) -> Evaluation | None:
+        """None if `text` is not such a record: the version was not registered by this pipeline."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the candidate becomes champion."""
+
+    champion: bool
+    rule: str
+    """Which comparison decided."""
+    reason: str
+    """One sentence with the numbers."""
+
+
+def decide(candidate: Evaluation, champion: Evaluation | None, *, min_win_rate: float) -> Decision:
+    """The gate: good enough against its own SFT model, and better than the present champion by the first of: true reward,
+    score of the same reward model, win rate."""
+    if candidate.win_rate < min_win_rate:
+        text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={min_win_rate:g}"
+        return Decision(False, "min_win_rate", text)
+    if champion is None:
+        return Decision(True, "first", f"win rate {candidate.win_rate:.3f}, and there is no champion yet")
+    if candidate.gold_reward is not None and champion.gold_reward is not None:
+        return _compare("gold_reward", candidate.gold_reward, champion.gold_reward)
+    same = candidate.reward_model_digest is not None and candidate.reward_model_digest == champion.reward_model_digest
+    if same and candidate.reward_model is not None and champion.reward_model is not None:
+        return _compare("reward_model", candidate.reward_model, champion.reward_model)
+    return _compare("win_rate", candidate.win_rate, champion.win_rate)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy to be registered."""
+
+    source: str
+    """Address of the folder with the model, in Hugging Face layout."""
+    policy_digest: str
+    """Digest of the artifact it lies in."""
+    run_id: str | None
+    """MLflow run that trained it."""
+    tags: Mapping[str, str]
+    """Lineage."""
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` did."""
+
+    model: str
+    version: str
+    created: bool
+    """False if this policy had a version already."""
+    decision: Decision
+    previous: str | None
+    """Version that was champion before."""
+
+
+def register(mlflow: Mlflow, model: str, candidate: Candidate, *, min_win_rate: float) -> Registration:
+    """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it."""
+    try:
+        return _register(mlflow, model, candidate, min_win_rate)
+    except Exception as error:
+        # MLflow raises errors of four libraries; for this stage all mean the same.
+        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
+        raise RLHFError(f"MLflow at {address} did not register the model {model!r}: {reason(error)}") from error
+
+
+def _register(mlflow: Mlflow, model: str, candidate: Candidate, min_win_rate: float) -> Registration:
+    mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
+    version, created = _find_or_create(mlflow, model, candidate)
+    mlflow.set_alias(model, CANDIDATE, version.version)
+    champion = mlflow.by_alias(model, CHAMPION)
+    if champion is not None and champion.version == version.version:
+        decision = Decision(True, "unchanged", "this policy is the champion already")
+    else:
+        record = Evaluation.from_json(champion.tags.get(_EVALUATION, "")) if champion is not None else None
+        if champion is not None and record is None:
+            decision = Decision(
+                False, "unknown", f"the champion, version {champion.version}, has no recorded evaluation"
+            )
+        else:
+            decision = decide(candidate.evaluation, record, min_win_rate=min_win_rate)
+        mlflow.tag_version(model, version.version, {"rlhf.gate": decision.rule, "rlhf.gate_reason": decision.reason})
+    if decision.champion:
+        mlflow.set_alias(model, CHAMPION, version.version)
+    return Registration(model, version.version, created, decision, champion.version if champion else None)
+
+
+def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:
+    tags = {**candidate.tags, POLICY: candidate.policy_digest, _EVALUATION: candidate.evaluation.to_json()}
+    for known in mlflow.versions(model):
+        if known.tags.get(POLICY) == candidate.policy_digest:
+            mlflow.tag_version(model, known.version, tags)
+            return known, False
+    source = candidate.source
+    if mlflow.uri.startswith("http") and "://" not in source:
+        # A server takes no bare local path as a source, because it would serve it; this names the place all the same.
+        source = f"local-store://{source}"
+    description = (
+        f"Win rate {candidate.evaluation.win_rate:.3f} against the SFT model. Load the folder: {candidate.source}"
+    )
+    run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
+    return mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description), True
+
+
+def _compare(rule: str, candidate: float, champion: float) -> Decision:
+    better = candidate > champion
+    return Decision(better, rule, f"{rule} {candidate:.4f} against {champion:.4f} of the champion")
+
+
+def _mean(value: Any) -> float | None:
+    mean = value.get("mean") if isinstance(value, Mapping) else None
+    return float(mean) if isinstance(mean, int | float) else None

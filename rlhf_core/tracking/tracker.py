@@ -1,0 +1,219 @@
+"""Tracking: one MLflow run per pipeline run, and a nested run per stage.
+
+A run is found by its tags before one is created, so that whoever continues a pipeline writes to the same runs. The
+tracker being down never stops a pipeline: what cannot be said now is kept on disk (`spool`) or left out, with one
+warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.redact import has_credentials
+from rlhf_core.errors import ConfigError
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason, sqlite_path
+from rlhf_core.tracking.spool import Spool
+from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
+from rlhf_core.types import ArtifactRef
+
+__all__ = ["StageRun", "Status", "Tracking", "open_tracking"]
+
+log = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+_T = TypeVar("_T")
+
+PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
+
+
+def open_tracking(config: PipelineConfig) -> Tracking:
+    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`. Connects to nothing.
+
+    Raises ConfigError for an address that cannot be a tracker.
+    """
+    home = Path(config.run.home).absolute()
+    if config.tracking.uri is not None and has_credentials(config.tracking.uri):
+        raise ConfigError(
+            "tracking.uri must not contain credentials (value hidden); set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment."
+        )
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home}/mlflow.db"
+    scheme = uri.split("://", 1)[0].split("+", 1)[0] if "://" in uri else ""
+    if scheme not in _SCHEMES:
+        raise ConfigError(
+            f"tracking.uri (or MLFLOW_TRACKING_URI) must be http(s)://host:port, sqlite:///file or a database address; "
+            f"got {_shown(uri)!r}."
+        )
+    if scheme == "sqlite" and (sqlite_path(uri) is None or "?" in uri):
+        raise ConfigError(f"tracking.uri={uri!r} must be sqlite:///path/of/a/file.db.")
+    if database := sqlite_path(uri):
+        uri = f"sqlite:///{database}"
+    return Tracking(Mlflow(uri, config.experiment), home / "spool", config.tracking.system_metrics)
+
+
+@dataclass
+class Tracking:
+    """The runs of one experiment. Methods say None where the tracker is down and an id is asked for."""
+
+    mlflow: Mlflow
+    spool: Path
+    """Local folder for what could not be sent yet."""
+    system_metrics: bool = False
+    """Sample CPU, memory and GPU during stages."""
+    _warned: bool = field(default=False, init=False)
+
+    @property
+    def uri(self) -> str:
+        """The tracker's address without credentials."""
+        return _shown(self.mlflow.uri)
+
+    def parent_run(
+        self,
+        pipeline_key: str,
+        name: str,
+        tags: Mapping[str, str] | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """The run of the whole pipeline, found by `pipeline_key` or created; it is RUNNING afterwards."""
+        identity = {PIPELINE_KEY: pipeline_key}
+        state = self._try(lambda: self._find_or_create(identity, name, tags or {}, params or {}))
+        return state.run_id if state else None
+
+    def stage_run(
+        self,
+        parent_id: str | None,
+        stage: str,
+        key: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        tags: Mapping[str, str] | None = None,
+        inputs: Mapping[str, ArtifactRef] | None = None,
+    ) -> StageRun:
+        """The run of one stage under `parent_id`, found by its stage key or created. Works when the tracker is down.
+
+        `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set.
+        """
+        inputs = inputs or {}
+        facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
+
+        def open_run() -> RunState:
+            identity = _stage_identity(parent_id, key)
+            state = self._find_or_create(identity, stage, {STAGE: stage, **facts, **(tags or {})}, params or {})
+            if (data := inputs.get("data")) is not None:
+                self.mlflow.log_dataset(
+                    state.run_id, name=f"data-{data.key}", digest=data.digest, uri=data.uri, context="training"
+                )
+            return state
+
+        return StageRun(
+            self.mlflow, open_run, Spool(self._spool_folder(stage, key)), uri=self.uri, system=self.system_metrics
+        )
+
+    def link_reused(self, parent_id: str | None, stage: str, ref: ArtifactRef) -> None:
+        """Show a reused stage below `parent_id`: a short run with its headline metrics and a link to the run that made it.
+
+        Nothing is added if the stage ran, or was linked, under this parent before; what its run could not send then is
+        sent now.
+        """
+        if parent_id is None:
+            return
+        if self._spool_folder(stage, ref.key).exists():
+            self.stage_run(parent_id, stage, ref.key).finish("FINISHED")
+        self._try(lambda: self._link(parent_id, stage, ref))
+
+    def finish(self, run_id: str | None, status: Status) -> None:
+        """End a run."""
+        if run_id is not None:
+            self._try(lambda: self.mlflow.terminate(run_id, status))
+
+    def finish_stage(self, parent_id: str | None, key: str, status: Status) -> None:
+        """End the run of a stage whose process is gone, if it is still RUNNING."""
+
+        def end() -> None:
+            state = self.mlflow.find_run(_stage_identity(parent_id, key))
+            if state is not None and state.running:
+                self.mlflow.terminate(state.run_id, status)
+
+        self._try(end)
+
+    def set_tags(self, run_id: str | None, tags: Mapping[str, str]) -> None:
+        """Set or change tags of a run."""
+        if run_id is not None:
+            self._try(lambda: self.mlflow.set_tags(run_id, tags))
+
+    def url(self, run_id: str | None) -> str:
+        """Where a person looks: a link for a server, a command for a database."""
+        if urlsplit(self.mlflow.uri).scheme in ("http", "https"):
+            base = self.uri.rstrip("/")
+            experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
+            return f"{base}/#/experiments/{experiment}/runs/{run_id}" if experiment else base
+        return f"mlflow ui --backend-store-uri {self.uri}"
+
+    def _spool_folder(self, stage: str, key: str) -> Path:
+        return self.spool / f"{stage}-{key}"
+
+    def _find_or_create(
+        self, identity: Mapping[str, str], name: str, tags: Mapping[str, str], params: Mapping[str, Any]
+    ) -> RunState:
+        text = {**tags, **identity}
+        state = self.mlflow.find_run(identity)
+        if state is None:
+            state = self.mlflow.create_run(name, text)
+        else:
+            self.mlflow.reopen(state.run_id)
+            self.mlflow.set_tags(state.run_id, text)
+        # Parameters are logged apart from the creation: a kill in between leaves a run that lacks some.
+        known = state.params
+        missing = {name: value for name, value in params.items() if value is not None and clean_name(name) not in known}
+        self.mlflow.log_params(state.run_id, missing)
+        return state
+
+    def _link(self, parent_id: str, stage: str, ref: ArtifactRef) -> None:
+        if self.mlflow.find_run(_stage_identity(parent_id, ref.key)) is not None:
+            return
+        tags = {
+            **_stage_identity(parent_id, ref.key),
+            STAGE: stage,
+            "rlhf.reused": "true",
+            "rlhf.artifact": ref.uri,
+            "rlhf.artifact_digest": ref.digest,
+        }
+        if ref.mlflow_run_id is not None:
+            tags["rlhf.producer_run_id"] = ref.mlflow_run_id
+            tags["mlflow.note.content"] = f"Reused from {self._markdown_link(ref.mlflow_run_id)}."
+        state = self.mlflow.create_run(f"{stage} (reused)", tags)
+        points = [Point(clean_name(name), value, 0, state.start + MS_PER_STEP) for name, value in ref.metrics.items()]
+        self.mlflow.log_points(state.run_id, points)
+        self.mlflow.terminate(state.run_id, "FINISHED")
+
+    def _markdown_link(self, run_id: str) -> str:
+        # Relative, so that it works under whatever address the reader sees MLflow.
+        return f"[run {run_id}](#/experiments/{self.mlflow.experiment_id}/runs/{run_id})"
+
+    def _try(self, action: Callable[[], _T]) -> _T | None:
+        try:
+            return action()
+        except Exception as error:
+            # Tracking must never stop a pipeline, and MLflow raises errors of four libraries.
+            level = logging.DEBUG if self._warned else logging.WARNING
+            log.log(level, "MLflow at %s does not answer (%s); the pipeline goes on.", self.uri, reason(error))
+            log.debug("MLflow's answer", exc_info=error)
+            self._warned = True
+            return None
+
+
+def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:
+    return {STAGE_KEY: key, **({PARENT: parent_id} if parent_id is not None else {})}
+
+
+def _shown(uri: str) -> str:
+    return re.sub(r"://[^/@\s]*@", "://", uri)

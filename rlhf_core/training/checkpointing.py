@@ -1,0 +1,45 @@
+"""Checkpoints of a training loop: DeepSpeed's state of every rank plus the loop's own, committed as one folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_core.training.engine import TrainingEngine
+from rlhf_core.types import Services
+
+_LOOP = "loop.json"
+
+
+def save(engine: TrainingEngine, services: Services | None, work: Path, step: int, state: dict[str, Any]) -> None:
+    """A collective; rank 0, the one with `services`, commits. Metrics so far go out first, so none is lost."""
+    folder = work / f"checkpoint-{step:08d}"
+    if services is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    engine.save_checkpoint(folder)
+    dist.barrier()
+    if services is not None:
+        (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
+        services.metrics.flush()
+        services.checkpoints.save(step, folder)
+
+
+def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:
+    """Load the newest whole checkpoint on every rank; its loop state (with `step`), or None for a fresh start."""
+    found: list[Any] = [None]
+    if services is not None:
+        latest = services.checkpoints.latest()
+        found = [None if latest is None else str(latest[1])]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return None
+    folder = Path(found[0])
+    engine.load_checkpoint(folder)
+    state: dict[str, Any] = json.loads((folder / _LOOP).read_text())
+    return state

@@ -1,0 +1,119 @@
+"""The supervised fine-tuning loop: forward, sum of token losses over the step's own count, step, log, checkpoint.
+
+The loss of one optimizer step is the mean over ALL target tokens of its batch, over every rank and micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.algo.losses import sft_loss
+from rlhf_core.config.training import SFTConfig
+from rlhf_core.errors import NonFiniteError
+from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
+from rlhf_core.seeds import derive_seed
+from rlhf_core.training import checkpointing
+from rlhf_core.training.engine import TrainingEngine
+from rlhf_core.types import Services
+
+
+def epoch_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """A fresh permutation of 0..count-1, cut into batches; every sample once, the last batch may be smaller."""
+    order = list(range(count))
+    random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
+    return [order[i : i + batch_size] for i in range(0, count, batch_size)]
+
+
+def train_sft(
+    engine: TrainingEngine,
+    train: Sequence[TokenSequence],
+    held_out: Sequence[TokenSequence],
+    config: SFTConfig,
+    *,
+    seed: int,
+    pad_id: int,
+    work: Path,
+    services: Services | None,
+) -> dict[str, float]:
+    """Train to the end, from the last checkpoint if there is one; returns `eval_loss`, `perplexity`, `tokens_per_s`."""
+    per_epoch = math.ceil(len(train) / config.batch_size)
+    total = per_epoch * config.epochs
+    state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
+    step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+    while step < total:
+        started = time.monotonic()
+        epoch, index = divmod(step, per_epoch)
+        batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
+        metrics = _step(engine, batch, config, total, pad_id)
+        step += 1
+        tokens += sum(map(len, batch))
+        seconds += time.monotonic() - started
+        if step % config.eval_every == 0 and step < total:
+            metrics |= evaluate_sft(engine, held_out, config, pad_id)
+        if services is not None:
+            metrics["train/tokens_per_s"] = tokens / seconds
+            services.metrics.log_metrics(metrics, step)
+            services.progress("sft", step, total, "steps", loss=metrics["train/loss"])
+        if step % config.checkpoint_every == 0 and step < total:
+            checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds})
+    final = evaluate_sft(engine, held_out, config, pad_id)
+    if services is not None:
+        services.metrics.log_metrics(final, total)
+    return {
+        "eval_loss": final["eval/loss"],
+        "perplexity": final["eval/perplexity"],
+        "tokens_per_s": tokens / max(seconds, 1e-9),
+    }
+
+
+def _step(
+    engine: TrainingEngine, batch: Sequence[TokenSequence], config: SFTConfig, total: int, pad_id: int
+) -> dict[str, float]:
+    targets = sum(sum(sequence.target_mask) for sequence in batch)
+    loss_sum = torch.zeros(())
+
+    def losses() -> Iterator[torch.Tensor]:
+        for group in _my_groups(engine, batch, config):
+            tensors = collate([batch[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
+            logprobs_N = engine(tensors).logprobs_N
+            loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=targets)
+            loss_sum.add_(loss.detach().cpu())
+            yield loss
+
+    norm = engine.train_step(losses(), total)
+    dist.all_reduce(loss_sum)
+    if not math.isfinite(loss_sum.item()):
+        raise NonFiniteError(f"sft: the loss of optimizer step {engine.steps_done} is {loss_sum.item()}")
+    rate = engine.optimizer.param_groups[0]["lr"]
+    return {"train/loss": loss_sum.item(), "train/grad_norm": norm, "train/learning_rate": rate}
+
+
+@torch.no_grad()
+def evaluate_sft(
+    engine: TrainingEngine, held_out: Sequence[TokenSequence], config: SFTConfig, pad_id: int
+) -> dict[str, float]:
+    """Mean loss per target token over the held-out set, in nats, and its exponential. A collective."""
+    engine.module.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    for group in _my_groups(engine, held_out, config):
+        tensors = collate([held_out[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
+        logprobs_N = engine(tensors).logprobs_N
+        sums += torch.tensor([-logprobs_N.double().sum().item(), logprobs_N.numel()], dtype=torch.float64)
+    dist.all_reduce(sums)
+    engine.module.train()
+    loss = (sums[0] / sums[1]).item()
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 50.0))}
+
+
+def _my_groups(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
+    rank = engine.rank
+    lengths = [len(sequence) for sequence in batch]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.pack)[rank.rank]

@@ -1,0 +1,224 @@
+"""The trainers' side of weight sync. Every policy rank calls `send`: gathering is a collective; rank 0 also transmits.
+
+    start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rlhf_core.config.ppo import WeightSyncConfig
+from rlhf_core.failpoints import failpoint
+from rlhf_core.training.distributed import free_port
+from rlhf_core.weight_sync.buckets import TensorSpec, cut, pack
+from rlhf_core.weight_sync.checksum import Acknowledgement, tensor_checksum, verify
+from rlhf_core.weight_sync.gloo import GlooGroup
+
+Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""A fresh pass over (name, full tensor), in the same order on every rank."""
+
+
+class EngineClient(Protocol):
+    """vLLM's weight-sync control plane, fanned out to all engines, plus the acknowledgement."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def acknowledge(self) -> list[Acknowledgement]: ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One sync, as rank 0 saw it."""
+
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+class WeightSender:
+    """Sends the policy's weights and proves that they arrived. `client` is None on ranks other than 0."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        specs: list[TensorSpec],
+        client: EngineClient | None,
+        *,
+        rank: int,
+        backend: str,
+        address: str,
+        receivers: int,
+        config: WeightSyncConfig,
+    ) -> None:
+        self._weights = weights
+        self._specs = specs
+        self._client = client
+        self._checksums: dict[str, str] = {}
+        self._transport: _GlooTransport | _VllmTransport
+        if backend == "gloo":
+            self._transport = _GlooTransport(self._stream, specs, client, address, receivers, config)
+        else:
+            self._transport = _VllmTransport(self._stream, specs, client, rank, backend, address, receivers)
+
+    def send(self, version: int) -> SyncReport | None:
+        """One whole sync; a collective. Raises WeightSyncError unless every engine acknowledges version and checksums.
+
+        Returns the report on rank 0, None elsewhere.
+        """
+        started = time.monotonic()
+        self._checksums = {}
+        self._transport.send(str(version))
+        if self._client is None:
+            return None
+        verify(self._checksums, version, self._client.acknowledge())
+        total = sum(spec.bytes for spec in self._specs)
+        return SyncReport(version, len(self._specs), total, time.monotonic() - started)
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the engines' precision; rank 0 notes each tensor's checksum as it passes."""
+        for spec, (name, tensor) in zip(self._specs, self._weights(), strict=True):
+            assert spec.name == name, f"weights come out of order: {name} where {spec.name} was declared"
+            tensor = tensor.to(spec.dtype)
+            if self._client is not None:
+                self._checksums[name] = tensor_checksum(tensor)
+                if failpoint("weight_sync.send") == "alter":
+                    tensor = tensor.clone()
+                    tensor.view(-1)[0] += 1
+            yield name, tensor
+
+
+class _GlooTransport:
+    def __init__(
+        self,
+        stream: Weights,
+        specs: list[TensorSpec],
+        client: EngineClient | None,
+        address: str,
+        receivers: int,
+        config: WeightSyncConfig,
+    ) -> None:
+        self._stream = stream
+        self._specs = specs
+        self._client = client
+        self._bucket_bytes = config.bucket_mib << 20
+        if client is None:
+            return
+        port = free_port()
+        info = {
+            "address": address,
+            "port": port,
+            "rank_offset": 1,
+            "size": receivers + 1,
+            "bucket_bytes": self._bucket_bytes,
+            "timeout": config.timeout,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(client.init_weight_transfer_engine, info)
+            self._group = GlooGroup(address, port, 0, receivers + 1, config.timeout)
+            joined.result()
+
+    def send(self, version: str) -> None:
+        if self._client is None:
+            for _ in self._stream():
+                pass
+            return
+        update: Mapping[str, Any] = {
+            "names": [spec.name for spec in self._specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in self._specs],
+            "shapes": [list(spec.shape) for spec in self._specs],
+        }
+        self._client.start_weight_update()
+        pool = ThreadPoolExecutor(1)
+        try:
+            received = pool.submit(self._client.update_weights, dict(update))
+            self._broadcast()
+            received.result()
+        finally:
+            # A broken broadcast leaves the engines' call hanging until its timeout; the error must not wait for it.
+            pool.shutdown(wait=False)
+        self._client.finish_weight_update(version)
+
+    def _broadcast(self) -> None:
+        stream = self._stream()
+        sending: tuple[Any, torch.Tensor] | None = None
+        for bucket in cut(self._specs, self._bucket_bytes):
+            buffer = pack([next(stream)[1].cpu() for _ in bucket])
+            if sending is not None:
+                sending[0].wait()
+            sending = (self._group.send(buffer), buffer)
+        if sending is not None:
+            sending[0].wait()
+        for _ in stream:  # lets the last gather group close
+            raise AssertionError("more weights than were declared")
+
+
+class _VllmTransport:
+    """vLLM's own trainer engines for GPUs: `nccl` (packed, double-buffered broadcast) and `ipc` (same GPU)."""
+
+    def __init__(
+        self,
+        stream: Weights,
+        specs: list[TensorSpec],
+        client: EngineClient | None,
+        rank: int,
+        backend: str,
+        address: str,
+        receivers: int,
+    ) -> None:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+        class Source(WeightSource):  # type: ignore[misc]
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return stream()
+
+        self._client = _Versioned(client)
+        self._engine: Any
+        if backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerInitInfo,
+                NCCLTrainerWeightTransferEngine,
+            )
+
+            nccl = NCCLTrainerInitInfo(
+                master_address=address, master_port=free_port(), world_size=receivers + 1, rank=rank
+            )
+            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=self._client, source=Source())
+        else:
+            from vllm.distributed.weight_transfer.ipc_engine import (
+                IPCTrainerInitInfo,
+                IPCTrainerWeightTransferEngine,
+            )
+
+            ipc = IPCTrainerInitInfo(packed=True, rank=rank)
+            self._engine = IPCTrainerWeightTransferEngine.trainer_init(ipc, client=self._client, source=Source())
+
+    def send(self, version: str) -> None:
+        self._client.version = version
+        self._engine.send_weights()
+
+
+class _Versioned:
+    """Adds the version to vLLM's `finish_weight_update`, whose trainer engines do not pass one."""
+
+    def __init__(self, client: EngineClient | None) -> None:
+        self._client = client
+        self.version: str | None = None
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert self._client is not None
+        self._client.finish_weight_update(weight_version or self.version)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)

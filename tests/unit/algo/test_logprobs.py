@@ -1,0 +1,216 @@
+"""Locks: the values and the gradients of token log-probabilities and entropies in float64 and bf16,
+temperature, chunking, what is kept for the backward pass, labels that are none, logits of -inf and NaN.
+
+Axes: B sequences, T response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_core.algo import logprobs as module
+from rlhf_core.algo.logprobs import token_entropy, token_logprobs
+
+B, T, V = 3, 5, 11
+
+
+def random_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(B, T, V, generator=generator, dtype=torch.float64)
+    return logits.to(dtype), torch.randint(V, (B, T), generator=generator)
+
+
+def reference_logprob(logits: list[float], label: int, temperature: float) -> float:
+    scaled = [x / temperature for x in logits]
+    return scaled[label] - math.log(math.fsum(math.exp(x) for x in scaled))
+
+
+def reference_entropy(logits: list[float], temperature: float) -> float:
+    logps = [reference_logprob(logits, v, temperature) for v in range(len(logits))]
+    return -math.fsum(math.exp(logp) * logp for logp in logps)
+
+
+def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
+    """The tensors that autograd keeps for the backward pass of `function`."""
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        function()
+    return kept
+
+
+def test_log_probability_and_entropy_match_numbers_worked_out_by_hand() -> None:
+    # logits 0 and ln 3 -> p = 1/4, 3/4; at temperature 1/2 the odds are squared: p = 1/10, 9/10
+    logits = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
+    label = torch.tensor([1])
+    assert token_logprobs(logits, label).item() == pytest.approx(math.log(3 / 4), abs=1e-15)
+    assert token_logprobs(logits, label, temperature=0.5).item() == pytest.approx(math.log(9 / 10), abs=1e-15)
+    # H = 1/4 ln 4 + 3/4 ln(4/3) = ln 4 - 3/4 ln 3
+    assert token_entropy(logits).item() == pytest.approx(math.log(4) - 0.75 * math.log(3), abs=1e-15)
+    assert token_entropy(torch.zeros(1, 8)).item() == pytest.approx(math.log(8), rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
+def test_every_token_matches_a_reference_in_plain_python(temperature: float) -> None:
+    logits, labels = random_case()
+    logps, entropies = token_logprobs(logits, labels, temperature), token_entropy(logits, temperature)
+    for b in range(B):
+        for t in range(T):
+            row = logits[b, t].tolist()
+            expected = reference_logprob(row, int(labels[b, t]), temperature)
+            assert logps[b, t].item() == pytest.approx(expected, rel=1e-12)
+            assert entropies[b, t].item() == pytest.approx(reference_entropy(row, temperature), rel=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("layout", ["padded", "packed", "sliced", "transposed"])
+def test_gradients_are_right_in_every_layout(layout: str, temperature: float) -> None:
+    logits, labels = random_case()
+    if layout == "packed":
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+    logits.requires_grad_()
+
+    def view(x: Tensor) -> Tensor:
+        return {"sliced": x[:, :-1], "transposed": x.transpose(0, 1)}.get(layout, x)
+
+    shown = view(labels.unsqueeze(-1)).squeeze(-1)
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(view(x), shown, temperature), (logits,))
+    assert torch.autograd.gradcheck(lambda x: token_entropy(view(x), temperature), (logits,))
+
+
+def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Tensor]:
+        logits, labels = random_case()
+        logits.requires_grad_()
+        logps, entropies = token_logprobs(logits[:, 1:], labels[:, 1:], 0.9), token_entropy(logits, 0.9)
+        (logps.square().sum() + entropies.square().sum()).backward()
+        assert logits.grad is not None
+        return [logps.detach(), entropies.detach(), logits.grad]
+
+    whole = run()
+    for size in (1, 2 * V, 4 * V + 1):
+        monkeypatch.setattr(module, "_CPU_CHUNK", size)
+        for a, b in zip(whole, run(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_only_the_logits_themselves_are_kept_for_the_backward_pass() -> None:
+    logits, labels = random_case()
+    logits.requires_grad_()
+    for make in (
+        lambda: token_logprobs(logits, labels, 0.7),
+        lambda: token_entropy(logits, 0.7),
+        lambda: token_logprobs(logits[:, :-1], labels[:, :-1], 0.7),
+    ):
+        large = [x for x in saved_by(make) if x.numel() > B * T]
+        assert [x.untyped_storage().data_ptr() for x in large] == [logits.untyped_storage().data_ptr()]
+
+
+def test_bf16_logits_are_raised_to_float32_and_their_gradient_stays_bf16() -> None:
+    logits, labels = random_case(torch.bfloat16)
+    logits.requires_grad_()
+    raised = logits.detach().float().requires_grad_()
+    for function in (lambda x: token_logprobs(x, labels, 0.7), lambda x: token_entropy(x, 0.7)):
+        narrow, wide = function(logits), function(raised)
+        assert narrow.dtype == torch.float32
+        assert torch.equal(narrow, wide)
+        (grad,) = torch.autograd.grad(narrow.sum(), logits)
+        (expected,) = torch.autograd.grad(wide.sum(), raised)
+        assert grad.dtype == torch.bfloat16
+        # bf16 keeps 8 bits: each entry is off by no more than its own rounding, 2^-8 of itself
+        assert torch.all((grad.float() - expected).abs() <= expected.abs() * 2**-8)
+
+
+def test_large_logits_keep_their_precision_in_float32() -> None:
+    # All logits 10,000 higher: the same distribution. Subtracting a float32 logsumexp would lose 3 digits.
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    label = torch.tensor([0])
+    assert torch.equal(token_logprobs(logits + 10_000, label), token_logprobs(logits, label))
+    assert torch.equal(token_entropy(logits + 10_000), token_entropy(logits))
+
+
+def test_a_negative_label_is_no_label_and_one_beyond_the_vocabulary_is_an_error() -> None:
+    logits, labels = random_case()
+    logits.requires_grad_()
+    labels[0, 0], labels[1, 2] = -100, -1
+    logps = token_logprobs(logits, labels)
+    logps.sum().backward()
+    assert logits.grad is not None
+    for b, t in ((0, 0), (1, 2)):
+        assert logps[b, t].item() == 0.0
+        assert torch.all(logits.grad[b, t] == 0.0)
+    labels[0, 1] = V
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        token_logprobs(logits, labels)
+
+
+def test_a_word_that_cannot_be_sampled_adds_nothing_to_entropy_or_gradient() -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf]], dtype=torch.float64, requires_grad=True)
+    (token_entropy(logits) + token_logprobs(logits, torch.tensor([1]))).sum().backward()
+    assert torch.equal(token_entropy(logits), token_entropy(logits[:, :2].contiguous()))
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[0, 2].item() == 0.0
+    assert token_logprobs(logits, torch.tensor([2])).item() == -math.inf
+
+
+def test_nan_logits_of_an_unused_token_give_it_a_gradient_of_zero() -> None:
+    logits, labels = random_case()
+    logits[1] = math.nan
+    logits.requires_grad_()
+    used = torch.tensor([True, False, True]).unsqueeze(1).expand(B, T)
+    per_token = token_logprobs(logits, labels) + token_entropy(logits)
+    torch.where(used, per_token, 0.0).sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert torch.all(logits.grad[1] == 0.0)
+
+
+def test_the_same_call_twice_gives_the_same_bits() -> None:
+    logits, labels = random_case(torch.float32)
+    assert torch.equal(token_logprobs(logits, labels, 0.7), token_logprobs(logits, labels, 0.7))
+    assert torch.equal(token_entropy(logits, 0.7), token_entropy(logits, 0.7))
+
+
+def test_probabilities_of_all_labels_sum_to_one_and_give_the_entropy() -> None:
+    logits, _ = random_case()
+    every_label = torch.arange(V).expand(B, T, V)
+    logps = token_logprobs(logits.unsqueeze(2).expand(B, T, V, V), every_label, 0.7)
+    assert torch.allclose(logps.exp().sum(-1), torch.ones(B, T, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(-(logps.exp() * logps).sum(-1), token_entropy(logits, 0.7), atol=1e-12)
+
+
+def test_any_leading_shape_is_taken_even_an_empty_one() -> None:
+    logits, labels = random_case()
+    assert torch.equal(token_logprobs(logits[0, 0], labels[0, 0]), token_logprobs(logits, labels)[0, 0])
+    for shape in ((0,), (0, 4), (2, 0)):
+        empty = torch.zeros(*shape, V, requires_grad=True)
+        token_logprobs(empty, torch.zeros(shape, dtype=torch.long)).sum().backward()
+        assert token_entropy(empty).shape == shape
+        assert empty.grad is not None
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_a_temperature_that_is_no_temperature_is_refused(temperature: float) -> None:
+    logits, labels = random_case()
+    with pytest.raises(ValueError, match="temperature must be"):
+        token_logprobs(logits, labels, temperature)
+    with pytest.raises(ValueError, match="temperature must be"):
+        token_entropy(logits, temperature)
+
+
+def test_labels_and_logits_that_do_not_fit_are_refused() -> None:
+    logits, labels = random_case()
+    with pytest.raises(ValueError, match="labels must have the shape"):
+        token_logprobs(logits, labels[:, :-1])
+    with pytest.raises(ValueError, match="logits must be floats"):
+        token_entropy(labels)

@@ -1,0 +1,349 @@
+"""Locks: the four aggregations, the clipped policy and value losses with their metrics, dual clip, importance
+weights, the losses of SFT, reward model and DPO; what receives a gradient; what is refused.
+
+Axes: B sequences, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf_core.algo.losses import (
+    Aggregation,
+    aggregate,
+    dpo_loss,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    reward_model_loss,
+    sft_loss,
+    step_denominator,
+    value_loss,
+)
+
+LAW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+MODES: tuple[Aggregation, ...] = get_args(Aggregation)
+MASK_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+GARBAGE = [math.nan] * 4
+X_BT = torch.tensor([[1.0, 2.0, 6.0, math.nan], [5.0, math.inf, 9.0, 9.0], GARBAGE], dtype=torch.float64)
+
+
+def one_row(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def log_ratios(*ratios: float) -> Tensor:
+    return one_row(*ratios).log()
+
+
+def reference_policy(
+    d: float,
+    a: float,
+    low: float,
+    high: float,
+    dual: float | None,
+    weight: float,
+) -> tuple[float, bool]:
+    """Loss of one token, and whether the clip holds it."""
+    ratio = math.exp(max(-20.0, min(20.0, d)))
+    clipped = max(1 - low, min(1 + high, ratio))
+    objective = min(ratio * a, clipped * a)
+    if dual is not None and a < 0:
+        objective = max(objective, dual * a)
+    return -objective * weight, clipped * a < ratio * a
+
+
+# --- aggregate
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 14 / 4),  # (1+2+6+5) / 4
+        ("seq-mean-token-mean", (9 / 3 + 5) / 2),  # the empty row is no sequence
+        ("seq-mean-token-sum", (9 + 5) / 2),
+        ("token-sum", 14.0),
+    ],
+)
+def test_each_aggregation_matches_numbers_worked_out_by_hand(mode: Aggregation, expected: float) -> None:
+    assert aggregate(X_BT, MASK_BT, mode).item() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("token-mean", 1.4), ("seq-mean-token-mean", 0.8), ("seq-mean-token-sum", 1.4), ("token-sum", 1.4)],
+)
+def test_a_denominator_replaces_the_count_in_every_mode(mode: Aggregation, expected: float) -> None:
+    # 14/10, (3+5)/10, 14/10, 14/10
+    for denominator in (10, 10.0, torch.tensor(10)):
+        assert aggregate(X_BT, MASK_BT, mode, denominator).item() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_denominator_of_a_single_batch_is_its_own_count(mode: Aggregation) -> None:
+    denominator = step_denominator(mode, tokens=4, sequences=2)
+    assert aggregate(X_BT, MASK_BT, mode, denominator).item() == aggregate(X_BT, MASK_BT, mode).item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_mask_has_loss_zero_and_gradient_zero(mode: Aggregation) -> None:
+    x = X_BT.clone().requires_grad_()
+    loss = aggregate(x, torch.zeros_like(MASK_BT), mode)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert x.grad is not None
+    assert torch.all(x.grad == 0.0)
+
+
+def test_sequence_modes_need_rows_and_unknown_modes_are_refused() -> None:
+    packed = X_BT[MASK_BT]
+    assert aggregate(packed, torch.ones_like(packed), "token-mean").item() == 3.5
+    with pytest.raises(ValueError, match="one row per sequence"):
+        aggregate(packed, torch.ones_like(packed), "seq-mean-token-mean")
+    with pytest.raises(ValueError, match="got 'mean'"):
+        aggregate(X_BT, MASK_BT, "mean")  # type: ignore[arg-type]  # the point of the test
+
+
+# --- policy_loss
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected", "clipped"),
+    [
+        (1.5, 2.0, None, -2.4, 1.0),  # -min(3, 1.2*2)
+        (1.5, -2.0, None, 3.0, 0.0),  # -min(-3, -2.4)
+        (0.5, 2.0, None, -1.0, 0.0),  # -min(1, 0.8*2)
+        (0.5, -2.0, None, 1.6, 1.0),  # -min(-1, -1.6)
+        (9.0, -2.0, 3.0, 6.0, 0.0),  # min(18, 3*2)
+        (1.5, -2.0, 3.0, 3.0, 0.0),  # min(3, 6): within the bound
+        (9.0, 2.0, 3.0, -2.4, 1.0),  # the dual clip is for negative advantages only
+    ],
+)
+def test_the_clip_matches_numbers_worked_out_by_hand(
+    ratio: float, advantage: float, dual_clip: float | None, expected: float, clipped: float
+) -> None:
+    new, old, advantages, mask = log_ratios(ratio), one_row(0.0), one_row(advantage), one_row(1.0)
+    result = policy_loss(new, old, advantages, mask, dual_clip=dual_clip)
+    assert result.loss.item() == pytest.approx(expected, abs=1e-14)
+    assert result.clip_fraction.item() == clipped
+    assert result.approx_kl.item() == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-14)
+
+
+@LAW
+@given(
+    seed=st.integers(0, 10_000),
+    low=st.floats(0.05, 0.5),
+    high=st.floats(0.05, 0.5),
+    dual=st.one_of(st.none(), st.floats(1.1, 5.0)),
+    weighted=st.booleans(),
+)
+def test_loss_and_metrics_match_a_reference_in_plain_python(
+    seed: int, low: float, high: float, dual: float | None, weighted: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new, old, advantages, weights = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(3, 5, generator=generator) < 0.7
+    mask[0, 0] = True
+    valid = [(b, t) for b in range(3) for t in range(5) if mask[b, t]]
+    tokens = []
+    for b, t in valid:
+        d, weight = (new - old)[b, t].item(), weights[b, t].item() if weighted else 1.0
+        tokens.append(reference_policy(d, advantages[b, t].item(), low, high, dual, weight))
+    *inputs, weights = [torch.where(mask, x, math.nan) for x in (new, old, advantages, weights)]
+    result = policy_loss(
+        *inputs,
+        mask,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=dual,
+        weights=weights if weighted else None,
+    )
+    n = len(valid)
+    assert result.loss.item() == pytest.approx(math.fsum(x for x, _ in tokens) / n, rel=1e-12, abs=1e-12)
+    assert result.clip_fraction.item() == pytest.approx(sum(held for _, held in tokens) / n, abs=1e-15)
+    k3 = [math.exp(d) - 1 - d for d in (new - old)[mask].tolist()]
+    assert result.approx_kl.item() == pytest.approx(math.fsum(k3) / n, rel=1e-12)
+
+
+def test_the_gradient_of_a_token_is_that_of_its_formula_and_zero_where_the_clip_holds() -> None:
+    # d/dlogp of -r A is -r A; 4 tokens in the mean. Held: 1.5 with A > 0, 0.5 with A < 0, and 9 with A < 0 by
+    # the dual clip.
+    new = log_ratios(1.1, 1.5, 0.5, 9.0).requires_grad_()
+    advantages = one_row(2.0, 2.0, -2.0, -2.0)
+    policy_loss(new, torch.zeros(1, 4), advantages, torch.ones(1, 4), dual_clip=3.0).loss.backward()
+    assert new.grad is not None
+    assert new.grad[0].tolist() == pytest.approx([-1.1 * 2.0 / 4, 0.0, 0.0, 0.0], abs=1e-15)
+
+
+def test_the_log_ratio_is_clamped_so_that_no_ratio_overflows() -> None:
+    new = torch.tensor([[1e4, -1e4]], dtype=torch.float32, requires_grad=True)
+    result = policy_loss(new, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2))
+    # (e^20 - e^-20) / 2
+    assert result.loss.item() == pytest.approx(math.exp(20) / 2, rel=1e-6)
+    result.loss.backward()
+    assert new.grad is not None
+    assert torch.isfinite(new.grad).all()
+
+
+def test_old_numbers_are_constants_even_when_they_share_the_graph() -> None:
+    # An attached `old` would cancel the gradient to nothing.
+    new = one_row(-1.0, -2.0).requires_grad_()
+    advantages = one_row(3.0, -1.0).requires_grad_()
+    weights = one_row(1.0, 0.5).requires_grad_()
+    result = policy_loss(new, new, advantages, torch.ones(1, 2), weights=weights)
+    result.loss.backward()
+    assert new.grad is not None
+    assert new.grad[0].tolist() == [-1.5, 0.25]  # -A w / 2
+    assert advantages.grad is None
+    assert weights.grad is None
+    assert not result.clip_fraction.requires_grad
+    assert not result.approx_kl.requires_grad
+
+
+def test_advantages_of_one_per_sequence_broadcast_over_its_tokens() -> None:
+    new, mask = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3)
+    assert policy_loss(new, new, torch.tensor([[1.0], [3.0]]), mask).loss.item() == -2.0
+
+
+@pytest.mark.parametrize("dual_clip", [1.0, 0.5, math.nan])
+def test_a_dual_clip_within_the_clip_is_refused(dual_clip: float) -> None:
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        policy_loss(X_BT, X_BT, X_BT, MASK_BT, dual_clip=dual_clip)
+
+
+# --- value_loss
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "expected", "clipped"),
+    [
+        (1.0, 0.0, 1.0, 0.2, 0.32, 1.0),  # max(0, (0.2 - 1)^2) / 2
+        (1.0, 0.0, -1.0, 0.2, 2.0, 0.0),  # max(4, (0.2 + 1)^2) / 2
+        (0.1, 0.0, 1.0, 0.2, 0.405, 0.0),  # 0.9^2 / 2 either way
+        (1.0, 0.0, 3.0, None, 2.0, 0.0),  # (1 - 3)^2 / 2
+    ],
+)
+def test_the_value_loss_matches_numbers_worked_out_by_hand(
+    value: float, old: float, target: float, clip: float | None, expected: float, clipped: float
+) -> None:
+    result = value_loss(one_row(value), one_row(old), one_row(target), one_row(1.0), clip=clip)
+    assert result.loss.item() == pytest.approx(expected, abs=1e-15)
+    assert result.clip_fraction.item() == clipped
+
+
+@LAW
+@given(seed=st.integers(0, 10_000), clip=st.one_of(st.none(), st.floats(0.05, 1.0)))
+def test_the_value_loss_matches_a_reference_in_plain_python(seed: int, clip: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values, old, returns = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, 6, generator=generator) < 0.7
+    mask[0, 0] = True
+    per_token = []
+    for v, o, r in zip(values[mask].tolist(), old[mask].tolist(), returns[mask].tolist(), strict=True):
+        plain = (v - r) ** 2
+        held = plain if clip is None else (o + max(-clip, min(clip, v - o)) - r) ** 2
+        per_token.append((max(plain, held) / 2, held > plain))
+    result = value_loss(*(torch.where(mask, x, math.nan) for x in (values, old, returns)), mask, clip=clip)
+    n = len(per_token)
+    assert result.loss.item() == pytest.approx(math.fsum(x for x, _ in per_token) / n, rel=1e-12)
+    assert result.clip_fraction.item() == pytest.approx(sum(held for _, held in per_token) / n, abs=1e-15)
+
+
+def test_the_gradient_of_the_value_loss_is_the_error_and_zero_where_the_clip_holds() -> None:
+    values = one_row(0.1, 1.0).requires_grad_()
+    returns = one_row(1.0, 1.0).requires_grad_()
+    value_loss(values, torch.zeros(1, 2), returns, torch.ones(1, 2)).loss.backward()
+    assert values.grad is not None
+    assert values.grad[0].tolist() == pytest.approx([(0.1 - 1.0) / 2, 0.0], abs=1e-15)
+    assert returns.grad is None
+
+
+# --- entropy, KL, SFT
+
+
+def test_bonus_and_kl_loss_are_aggregates_with_the_denominator_given() -> None:
+    entropy = entropy_bonus(X_BT, MASK_BT, aggregation="seq-mean-token-sum", denominator=4)
+    assert entropy.item() == 14 / 4
+    # k2 by default: (1 + 4 + 36 + 25) / 2 / 4 tokens = 8.25, over a denominator of 11 tokens: 3
+    assert kl_loss(X_BT, torch.zeros_like(X_BT), MASK_BT).item() == 8.25
+    assert kl_loss(X_BT, torch.zeros_like(X_BT), MASK_BT, denominator=11.0).item() == 3.0
+    assert kl_loss(X_BT, torch.zeros_like(X_BT), MASK_BT, "k1", aggregation="token-sum").item() == 14.0
+
+
+def test_the_kl_loss_trains_the_policy_and_never_the_reference() -> None:
+    new, ref = one_row(1.0, 3.0).requires_grad_(), one_row(0.0, 1.0).requires_grad_()
+    kl_loss(new, ref, torch.ones(1, 2)).backward()
+    assert new.grad is not None
+    assert new.grad[0].tolist() == [0.5, 1.0]  # d / 2 tokens
+    assert ref.grad is None
+
+
+def test_the_sft_loss_is_the_negative_log_likelihood_per_trained_token() -> None:
+    logps = one_row(math.log(0.5), math.log(0.25), math.nan)
+    mask = torch.tensor([[True, True, False]])
+    assert sft_loss(logps, mask).item() == pytest.approx(1.5 * math.log(2), abs=1e-15)
+    assert sft_loss(logps, mask, denominator=6).item() == pytest.approx(0.5 * math.log(2), abs=1e-15)
+
+
+# --- pairs
+
+
+def test_the_reward_model_loss_matches_numbers_worked_out_by_hand() -> None:
+    # gaps ln 3 and -ln 3: -ln(3/4) and -ln(1/4), mean (2 ln 4 - ln 3) / 2
+    chosen = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64)
+    rejected = torch.tensor([0.0, math.log(3.0)], dtype=torch.float64)
+    plain = math.log(4) - math.log(3) / 2
+    assert reward_model_loss(chosen, rejected).item() == pytest.approx(plain, abs=1e-15)
+    assert reward_model_loss(chosen, rejected, denominator=8).item() == pytest.approx(plain / 4, abs=1e-15)
+    # a margin of ln 3 leaves gaps 0 and -2 ln 3: ln 2 and ln 10
+    margin = torch.full((2,), math.log(3.0), dtype=torch.float64)
+    assert reward_model_loss(chosen, rejected, margin).item() == pytest.approx(math.log(20) / 2, abs=1e-15)
+    # the sum of each pair is ln 3
+    centred = reward_model_loss(chosen, rejected, center=0.01).item()
+    assert centred == pytest.approx(plain + 0.01 * math.log(3) ** 2, abs=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_reward_model_loss_and_its_gradient_are_finite_for_huge_gaps(dtype: torch.dtype) -> None:
+    chosen = torch.tensor([1e4, -1e4, 0.0], dtype=dtype, requires_grad=True)
+    loss = reward_model_loss(chosen, -chosen.detach(), center=0.01)
+    loss.backward()
+    # gaps 2e4, -2e4 and 0: 0 + 20000 + ln 2
+    assert loss.item() == pytest.approx((2e4 + math.log(2)) / 3, rel=1e-6)
+    assert chosen.grad is not None
+    assert chosen.grad.tolist() == pytest.approx([0.0, -1 / 3, -1 / 6], abs=1e-6)
+
+
+def test_the_dpo_loss_matches_numbers_worked_out_by_hand() -> None:
+    # h = 0.5 * ((-1 - -5) - (-2 - -4)) = 0.5 * (4 - 2) = 1
+    pair = [torch.tensor([x], dtype=torch.float64) for x in (-1.0, -5.0, -2.0, -4.0)]
+    lost, won = math.log(1 + math.e), math.log(1 + math.exp(-1))  # -log sigmoid(-1), -log sigmoid(1)
+    assert dpo_loss(*pair, beta=0.5).item() == pytest.approx(won, abs=1e-15)
+    smoothed = dpo_loss(*pair, beta=0.5, label_smoothing=0.1).item()
+    assert smoothed == pytest.approx(0.9 * won + 0.1 * lost, abs=1e-15)
+    assert dpo_loss(*pair, beta=0.5, denominator=2).item() == pytest.approx(won / 2, abs=1e-15)
+
+
+def test_dpo_starts_at_ln_two_with_a_gradient_that_widens_the_gap_of_the_policy_only() -> None:
+    chosen, rejected = (torch.tensor([-3.0, -9.0], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ref = torch.tensor([-3.0, -9.0], dtype=torch.float64, requires_grad=True)
+    loss = dpo_loss(chosen, rejected, ref, ref, beta=0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-15)
+    assert chosen.grad is not None and rejected.grad is not None
+    assert chosen.grad.tolist() == pytest.approx([-0.05, -0.05])  # -beta sigmoid(0) / 2 pairs
+    assert rejected.grad.tolist() == pytest.approx([0.05, 0.05])
+    assert ref.grad is None
+
+
+def test_no_pairs_have_loss_zero() -> None:
+    none = torch.zeros(0)
+    assert reward_model_loss(none, none).item() == 0.0
+    assert dpo_loss(none, none, none, none, beta=0.1).item() == 0.0

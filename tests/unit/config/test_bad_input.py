@@ -1,0 +1,382 @@
+"""Every bad configuration gives one clear message, before anything heavy starts.
+
+Locked here: each input of the tables ends in an error of the ConfigError family (exit code 2) whose message names the
+file and line (or the override), the field, the value where it may be shown, the rule and a fix, without a traceback or
+a word of the validation library; all problems of a file are listed at once; secrets are never shown; and whatever a
+YAML file holds, loading ends in a PipelineConfig or a ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree, load_config, parse_config
+from rlhf_core.errors import EXIT_INPUT, ConfigError
+
+NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "errors.pydantic.dev", "<class", "object at 0x", "NoneType")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One bad input and the words its message must have."""
+
+    title: str
+    text: str | bytes
+    words: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+
+
+def message_of(text: str | bytes, overrides: tuple[str, ...] = ()) -> str:
+    data = text if isinstance(text, bytes) else text.encode()
+    start = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data, "c.yaml", overrides)
+    assert time.monotonic() - start < 5
+    assert caught.value.exit_code == EXIT_INPUT
+    message = caught.value.message
+    assert not [word for word in NOT_FOR_USERS if word in message]
+    assert all(len(line) < 1200 for line in message.splitlines())
+    assert pickle.loads(pickle.dumps(caught.value)).message == message
+    return message
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
+)
+
+SYNTAX = (
+    Bad("an empty file", "", ("c.yaml", "is empty", "section")),
+    Bad("only comments", "# nothing\n", ("is empty",)),
+    Bad("a list at the top", "- a\n", ("c.yaml:1", "must hold sections", "a list")),
+    Bad("a single word", "hello\n", ("must hold sections", "a single value")),
+    Bad("a duplicate key", "sft:\n  epochs: 1\n  epochs: 2\n", ("c.yaml:3", "duplicate key sft.epochs", "keep one")),
+    Bad("a duplicate section", "run: {seed: 1}\nrun: {seed: 2}\n", ("c.yaml:2", "duplicate key run")),
+    Bad(
+        "a python tag", "run: !!python/object/apply:os.system ['id']\n", ("c.yaml:1", "unsupported tag", "plain value")
+    ),
+    Bad("a string tag", "run:\n  name: !!str 5\n", ("c.yaml:2", "unsupported tag")),
+    Bad("a local tag", "run: !secret x\n", ("unsupported tag", "!secret")),
+    Bad("an alias bomb", BOMB, ("too many aliases",)),
+    Bad("hundreds of aliases", "a: &a 1\nb: [" + "*a, " * 200 + "1]\n", ("c.yaml:2", "too many aliases")),
+    Bad("a recursive alias", "run: &r\n  name: *r\n", ("c.yaml:2", "recursive alias *r")),
+    Bad("a recursive list", "a: &a [*a]\n", ("recursive",)),
+    Bad("an alias of nothing", "run: {name: *x}\n", ("c.yaml:1", "alias *x has no anchor", "quote")),
+    Bad("a merge key", "a: &a {seed: 1}\nrun:\n  <<: *a\n", ("c.yaml:3", "merge keys", "write the fields out")),
+    Bad("a tab as indent", "run:\n\tname: x\n", ("c.yaml:2", "tab", "spaces")),
+    Bad("a tab deeper down", "run:\n  name: x\nppo:\n  kl:\n  \t coef: 1\n   x: 1\n", ("c.yaml:5", "tab", "spaces")),
+    Bad("an open bracket", "run: {name: x\nppo: 1\n", ("c.yaml:", "not valid YAML")),
+    Bad("two colons", "run:\n  name: a: b\n", ("c.yaml:2", "not valid YAML", "quote")),
+    Bad("two documents", "run: {seed: 1}\n---\nrun: {seed: 2}\n", ("c.yaml:2", "second document")),
+    Bad("a list as key", "[a, b]: 1\n", ("c.yaml:1", "key must be a single word")),
+    Bad("UTF-16", "run: {seed: 1}".encode("utf-16"), ("c.yaml:1", "UTF-16", "save it as UTF-8")),
+    Bad("UTF-16 without a mark", "run: {seed: 1}".encode("utf-16-le"), ("NUL byte", "not UTF-8")),
+    Bad("a NUL byte", b"run:\n  name: a\0b\n", ("c.yaml:2", "NUL byte")),
+    Bad("Latin-1", "run:\n  name: caf\xe9\n".encode("latin-1"), ("c.yaml:2", "0xe9", "not UTF-8")),
+    Bad("a control character", b"run:\n  name: a\x07\n", ("c.yaml:2", "control characters")),
+    Bad("half a surrogate pair", 'run: {name: "\\ud800"}\n', ("c.yaml:1", "not valid YAML")),
+    Bad("a megabyte and more", "# " + "x" * 1_000_001, ("larger than 1000000 bytes",)),
+    Bad("a megabyte of nesting", "a: " + "[" * 500_000, ("nested deeper than 40",)),
+    Bad("a hundred thousand items", "a: [" + "1," * 100_000 + "1]", ("more than 20000 values",)),
+)
+
+FIELDS = (
+    Bad(
+        "an unknown key",
+        "sft:\n  optimizer:\n    learing_rate: 1e-5\n",
+        ("c.yaml:3", "sft.optimizer.learing_rate", "unknown key", "did you mean sft.optimizer.learning_rate?"),
+    ),
+    Bad("an unknown section", "pppo:\n  steps: 3\n", ("c.yaml:1", "pppo: unknown key", "did you mean ppo?")),
+    Bad("a short name", "ppo:\n  lr: 1e-5\n", ("c.yaml:2", "ppo.lr", "did you mean ppo.policy.learning_rate")),
+    Bad("a key one level too high", "ppo:\n  coef: 0.1\n", ("c.yaml:2", "did you mean ppo.kl.coef?")),
+    Bad("an unlike key", "store:\n  zzz: 1\n", ("store.zzz: unknown key", "known keys: url, endpoint")),
+    Bad("top_p, which does not exist", "ppo:\n  top_p: 0\n", ("c.yaml:2", "ppo.top_p: unknown key")),
+    Bad("text for a number", 'ppo:\n  steps: "ten"\n', ("c.yaml:2", "ppo.steps", "an integer from 1", "'ten'")),
+    Bad("null for a number", "ppo:\n  steps:\n", ("c.yaml:2", "ppo.steps", "an integer", "null")),
+    Bad("null for a section", "sft:\n", ("c.yaml:1", "sft: must be a section", "null", "leave the key out")),
+    Bad("text for a section", "ppo: fast\n", ("c.yaml:1", "ppo: must be a section", "'fast'")),
+    Bad("zero", "ppo: {steps: 0}\n", ("ppo.steps", "got 0", "use 1 or more")),
+    Bad("negative", "ppo: {steps: -1}\n", ("ppo.steps", "got -1", "use 1 or more")),
+    Bad("1e9 is no integer", "ppo: {steps: 1e9}\n", ("ppo.steps", "an integer", "write 1000000000")),
+    Bad("huge", "ppo: {steps: 99999999999}\n", ("ppo.steps", "got 99999999999", "at most 1000000000")),
+    Bad("astronomic", "ppo: {steps: " + "9" * 5000 + "}\n", ("ppo.steps", "an integer", "(5000 characters)")),
+    Bad("a fraction for an integer", "ppo:\n  steps: 2.5\n", ("c.yaml:2", "got 2.5", "use 2 or 3")),
+    Bad("not a number", "sft: {optimizer: {learning_rate: .nan}}\n", ("learning_rate", "finite", "got .nan")),
+    Bad("infinite", "sft: {optimizer: {learning_rate: .inf}}\n", ("learning_rate", "finite", "got .inf")),
+    Bad("overflowing", "sft: {optimizer: {learning_rate: 1e999}}\n", ("learning_rate", "finite", "got .inf")),
+    Bad("zero learning rate", "sft: {optimizer: {learning_rate: 0}}\n", ("learning_rate", "above 0", "got 0")),
+    Bad("no is text", "data: {deduplicate: no}\n", ("data.deduplicate", "true or false", "got 'no'", "write false")),
+    Bad("off is text", "sft: {pack: off}\n", ("sft.pack", "true or false", "got 'off'", "write false")),
+    Bad("1 is no boolean", "sft: {pack: 1}\n", ("sft.pack", "true or false", "got 1")),
+    Bad("012 is text", "ppo: {steps: 012}\n", ("ppo.steps", "got '012'", "write 12")),
+    Bad("0x10 is text", "ppo: {steps: 0x10}\n", ("ppo.steps", "got '0x10'")),
+    Bad("22:30 is text", "ppo: {steps: 22:30}\n", ("ppo.steps", "an integer", "got '22:30'")),
+    Bad("1_000 is text", "ppo: {steps: 1_000}\n", ("ppo.steps", "got '1_000'", "write 1000")),
+    Bad("a number for text", "model: {revision: 123}\n", ("model.revision", "must be text", "got 123", "in quotes")),
+    Bad(
+        "an unknown choice",
+        "data: {template: chta}\n",
+        ("data.template", "chat, plain", "'chta'", "did you mean chat?"),
+    ),
+    Bad("an empty list", "data: {sft: []}\n", ("data.sft", "at least 1", "a list of 0")),
+    Bad("text for a list", "data: {sft: a.jsonl}\n", ("data.sft", "must be a list", "'a.jsonl'", "[...]")),
+    Bad(
+        "a source without path", "data:\n  sft:\n    - {split: test}\n", ("c.yaml:3", "data.sft.0.path", "is required")
+    ),
+    Bad("one beta", "sft: {optimizer: {betas: [0.9]}}\n", ("sft.optimizer.betas.1", "is required", "from 0 to 1")),
+    Bad("a negative temperature", "ppo: {temperature: -1}\n", ("ppo.temperature", "above 0", "got -1")),
+    Bad(
+        "a run name that climbs", "run: {name: ../x}\n", ("run.name", "1 to 64 of a-z", "'../x'", "use, for example, x")
+    ),
+    Bad("a run name with a space", 'run: {name: "a b"}\n', ("run.name", "1 to 64", "'a b'", "a_b")),
+    Bad("a blank run name", 'run: {name: " "}\n', ("run.name", "1 to 64", "' '")),
+    Bad("300 characters of name", "run: {name: " + "x" * 300 + "}\n", ("run.name", "1 to 64", "(300 characters)")),
+    Bad("a name with an escape", 'run: {name: "a\\e[31m"}\n', ("run.name", r"\x1b[31m")),
+    Bad(
+        "minibatches that do not divide",
+        "ppo:\n  prompts_per_step: 12\n  minibatches: 5\n",
+        ("c.yaml:3", "ppo.minibatches must divide", "12 x 1 = 12", "got 5", "use 3, 4, 6"),
+    ),
+    Bad(
+        "more ranks than responses",
+        "ppo: {minibatches: 64, policy_deepspeed: {ranks: 2}}\n",
+        ("ppo.policy_deepspeed.ranks", "at most the minibatch of 1", "got 2"),
+    ),
+    Bad(
+        "more ranks than pairs", "reward: {batch_size: 2, deepspeed: {ranks: 4}}\n", ("reward.deepspeed.ranks", "got 4")
+    ),
+    Bad(
+        "unequal ranks that share processes",
+        "ppo: {colocate: all, policy_deepspeed: {ranks: 2}}\n",
+        ("ppo.colocate=all", "got 2 and 1"),
+    ),
+    Bad(
+        "a prompt longer than the context",
+        "data: {max_prompt_tokens: 500}\n",
+        ("c.yaml:1", "564 tokens", "model.tiny.max_positions", "(256)"),
+    ),
+    Bad(
+        "heads that do not fit", "model: {tiny: {heads: 3}}\n", ("model.tiny.hidden_size / heads", "128 / 3", "heads=4")
+    ),
+    Bad("nccl on the CPU", "run: {device: cpu}\nppo: {weight_sync: {backend: nccl}}\n", ("backend=nccl", "gloo")),
+    Bad("a reward model that is not trained", "reward: {enabled: false}\n", ("ppo.rewards", "reward.enabled=true")),
+    Bad("two rewards of one name", "ppo: {rewards: [{type: model}, {type: model}]}\n", ("distinct names", "`name`")),
+    Bad("an unknown reward", "ppo:\n  rewards:\n    - {type: lenght}\n", ("c.yaml:3", "0.type", "'lenght'", "length?")),
+    Bad("a reward without type", "ppo:\n  rewards: [{weight: 1}]\n", ("ppo.rewards.0.type", "is required", "keywords")),
+    Bad("no rewards", "ppo: {rewards: []}\n", ("ppo.rewards", "at least 1", "a list of 0")),
+    Bad("a reward that is text", "ppo: {rewards: [model]}\n", ("ppo.rewards.0", "a section with `type`", "'model'")),
+    Bad(
+        "a wrong field of a reward",
+        "ppo:\n  rewards:\n    - type: length\n      target: 20\n      tolerance: 5\n      targt: 3\n",
+        ("c.yaml:6", "ppo.rewards.0.targt", "reward of type length", "did you mean ppo.rewards.0.target?"),
+    ),
+    Bad(
+        "os:system is not a path",
+        "ppo: {rewards: [{type: python, function: os.system}]}\n",
+        ("0.function", "module:function"),
+    ),
+)
+
+OVERRIDES = (
+    Bad("no equals sign", "run: {seed: 1}", ("override ppo.steps", "section.field=value"), ("ppo.steps",)),
+    Bad("no value", "run: {seed: 1}", ("override ppo.steps=", "has no value", "ppo.steps=null"), ("ppo.steps=",)),
+    Bad("no key", "run: {seed: 1}", ("override", "section.field=value"), ("=3",)),
+    Bad("an unknown key", "run: {seed: 1}", ("ppo.stpes: unknown key", "did you mean ppo.steps?"), ("ppo.stpes=3",)),
+    Bad("an unknown section", "run: {seed: 1}", ("pp: unknown key", "did you mean ppo?"), ("pp.steps=3",)),
+    Bad(
+        "a wrong type",
+        "run: {seed: 1}",
+        ("override ppo.steps=abc: ppo.steps", "an integer", "'abc'"),
+        ("ppo.steps=abc",),
+    ),
+    Bad("a fraction", "ppo: {steps: 3}", ("override ppo.steps=2.5: ppo.steps", "use 2 or 3"), ("ppo.steps=2.5",)),
+    Bad("fields of a value", "run: {seed: 1}", ("run.seed is a value",), ("run.seed.x=3",)),
+    Bad(
+        "a name as index",
+        "run: {seed: 1}",
+        ("ppo.rewards is a list", "'x'", "ppo.rewards.0"),
+        ("ppo.rewards.x.weight=1",),
+    ),
+    Bad("an index too high", "run: {seed: 1}", ("ppo.rewards has 1 items", "index 7"), ("ppo.rewards.7.weight=1",)),
+    Bad("a section that is text", "ppo: fast", ("ppo is no section", "'fast'"), ("ppo.steps=3",)),
+    Bad("an alias", "run: {seed: 1}", ("override run.name=*a", "no anchor", "quote"), ("run.name=*a",)),
+    Bad("a tag", "run: {seed: 1}", ("override run.name=!!int 3", "unsupported tag"), ("run.name=!!int 3",)),
+    Bad("an open bracket", "run: {seed: 1}", ("override data.sft=[", "not valid YAML"), ("data.sft=[",)),
+    Bad(
+        "arithmetic that an override breaks",
+        "ppo:\n  minibatches: 4\n",
+        ("override ppo.minibatches=5: ppo.minibatches must divide", "got 5"),
+        ("ppo.minibatches=5",),
+    ),
+    Bad(
+        "a new reward without type",
+        "ppo:\n  rewards: [{type: model}]\n",
+        ("override ppo.rewards.1.target=20: ppo.rewards.1.type", "is required"),
+        ("ppo.rewards.1.target=20",),
+    ),
+)
+
+
+@pytest.mark.parametrize("bad", [*SYNTAX, *FIELDS], ids=lambda bad: bad.title)
+def test_a_bad_file_gives_one_message_with_place_rule_value_and_fix(bad: Bad) -> None:
+    message = message_of(bad.text)
+    assert [word for word in bad.words if word not in message] == [], message
+    assert message.startswith("c.yaml")
+
+
+@pytest.mark.parametrize("bad", OVERRIDES, ids=lambda bad: bad.title)
+def test_a_bad_override_gives_a_message_that_names_the_override(bad: Bad) -> None:
+    message = message_of(bad.text, bad.overrides)
+    assert [word for word in bad.words if word not in message] == [], message
+    assert message.startswith("override ")
+
+
+def test_a_missing_file_an_unreadable_one_and_a_folder_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: configuration file not found"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config("a\0b.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config("x" * 5000)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "closed.yaml").write_text("run: {seed: 1}")
+    # The tests may run as root, whom file modes do not stop.
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=r"closed\.yaml: permission denied"):
+        load_config(tmp_path / "closed.yaml")
+
+
+def test_all_problems_are_listed_at_once_each_on_its_line() -> None:
+    message = message_of("run:\n  name: ../x\n  nmae: 1\nppo:\n  steps: 0\n  gamma: 2\n", ("sft.epochs=0", "x.y=1"))
+    lines = message.splitlines()
+    assert len(lines) == 6
+    for place in (
+        "c.yaml:2: ",
+        "c.yaml:3: ",
+        "c.yaml:5: ",
+        "c.yaml:6: ",
+        "override sft.epochs=0: ",
+        "override x.y=1: ",
+    ):
+        assert len([line for line in lines if line.startswith(place)]) == 1
+
+
+def test_items_that_are_wrong_do_not_make_a_list_too_short() -> None:
+    message = message_of("ppo: {rewards: [{type: length, target: 0, tolerance: 3}]}\n")
+    assert len(message.splitlines()) == 1
+    assert "ppo.rewards.0.target" in message
+
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (f"store: {{url: 's3://key:{SECRET}@bucket/x'}}", ()),
+        (f"store: {{url: 's3://AKIA:ab/{SECRET}@bucket'}}", ()),
+        (f"tracking: {{uri: 'https://{SECRET}@host'}}", ()),
+        (f"tracking: {{password: {SECRET}}}", ()),
+        (f"model: {{api_key: {SECRET}}}", ()),
+        (f"ppo: {{steps: hf_{SECRET}}}", ()),
+        (f"ppo: {{steps: 'https://host/?token={SECRET}'}}", ()),
+        ("run: {seed: 1}", (f"tracking.uri=https://a:{SECRET}@host",)),
+        ("run: {seed: 1}", (f"store.secret={SECRET}",)),
+        ("run: {seed: 1}", (f"store.url=s3://a:{SECRET}@b/[",)),
+        (f"? 'https://a:{SECRET}@host'\n: 1\n", ()),
+    ],
+)
+def test_a_secret_is_never_shown(text: str, overrides: tuple[str, ...]) -> None:
+    assert SECRET not in message_of(text, overrides)
+
+
+def test_what_the_error_was_made_from_does_not_hold_the_secret_either() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"tracking: {{password: {SECRET}}}".encode())
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+BASE = """run: {name: base, seed: 3}
+data:
+  sft:
+    - {path: a.jsonl, rename: {question: prompt}}
+  max_prompt_tokens: 32
+sft: {optimizer: {learning_rate: 1e-5, betas: [0.9, 0.99]}, pack: true}
+ppo:
+  steps: 10
+  kl: {coef: 0.05, target: 6.0}
+  rewards:
+    - {type: length, target: 20, tolerance: 10, weight: 0.5}
+    - {type: keywords, words: [happy, sun], name: words}
+reward: {enabled: false}
+"""
+
+QUIET = settings(
+    max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+NASTY = st.sampled_from(
+    ["\t", "\0", ": ", "- ", "[", "]", "{", "}", "&a ", "*a", "!!int ", "'", '"', "#", "|", ">", "~", "\n", "  ", ".nan",
+     "1e400", "012", "no", "\ufeff", "\u2028", "\x85", "<<: *a", "? ", "---\n", "...\n", "%YAML 1.1\n", "@", "`", "é"]
+)  # fmt: skip
+
+
+@QUIET
+@given(edits=st.lists(st.tuples(st.integers(0, len(BASE)), st.integers(0, 12), NASTY), min_size=1, max_size=4))
+def test_any_edit_of_a_file_ends_in_a_configuration_or_a_config_error(edits: list[tuple[int, int, str]]) -> None:
+    text = BASE
+    for start, length, new in edits:
+        text = text[:start] + new + text[start + length :]
+    try:
+        assert isinstance(parse_config(text.encode(), "c.yaml"), PipelineConfig)
+    except ConfigError as error:
+        assert error.message.startswith("c.yaml")
+        assert not [word for word in NOT_FOR_USERS if word in error.message]
+
+
+@QUIET
+@given(data=st.binary(max_size=200))
+def test_any_bytes_end_in_a_configuration_or_a_config_error(data: bytes) -> None:
+    try:
+        parse_config(data, "c.yaml")
+    except ConfigError as error:
+        assert error.message.startswith("c.yaml")
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "path", "coef", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@QUIET
+@given(
+    tree=st.dictionaries(
+        st.sampled_from([*json.loads(PipelineConfig().model_dump_json(by_alias=True)), "x"]), TREES, max_size=3
+    )
+)
+def test_any_tree_ends_in_a_configuration_or_a_config_error(tree: dict[str, object]) -> None:
+    try:
+        config_from_tree(tree, "tree")
+    except ConfigError as error:
+        assert error.message.startswith("tree")
+        assert not [word for word in NOT_FOR_USERS if word in error.message]

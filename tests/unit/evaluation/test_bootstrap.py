@@ -1,0 +1,124 @@
+"""Locks the statistics of evaluation.
+
+- bootstrap intervals: seeded, covering, narrower with more values, the point itself for equal values;
+- win rate: win 1, tie 0.5, loss 0; it is antisymmetric;
+- both orders are judged: a taste for a position cancels and is reported as inconsistent;
+- distinct-n by hand.
+"""
+
+import numpy as np
+import pytest
+
+from rlhf_core.errors import DataError, NonFiniteError
+from rlhf_core.evaluation.judge import Answer, Judge, ScoreJudge, compare
+from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n, win_rate
+from rlhf_core.types import RewardInput
+
+SETTINGS = {"resamples": 500, "confidence": 0.95, "seed": 3}
+
+
+def mean_of(values: list[float], confidence: float = 0.95, seed: int = 3, resamples: int = 500) -> Interval:
+    return bootstrap_mean(values, resamples=resamples, confidence=confidence, seed=seed)
+
+
+def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> None:
+    values = np.random.default_rng(0).normal(size=50).tolist()
+    assert mean_of(values) == mean_of(values)
+    assert mean_of(values) != mean_of(values, seed=4)
+
+
+def test_the_interval_holds_the_mean_and_has_the_width_of_the_normal_theory() -> None:
+    values = np.random.default_rng(1).normal(loc=2.0, size=400).tolist()
+    interval = mean_of(values, resamples=4000)
+    assert interval.low < interval.mean < interval.high
+    # 2 * 1.96 * std / sqrt(n)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * np.std(values) / 20, rel=0.05)
+
+
+def test_a_95_percent_interval_covers_the_truth_about_95_times_in_100() -> None:
+    rng = np.random.default_rng(2)
+    hits = 0
+    for seed in range(300):
+        interval = mean_of(rng.normal(size=60).tolist(), seed=seed, resamples=300)
+        hits += interval.low <= 0.0 <= interval.high
+    assert 0.90 <= hits / 300 <= 0.98
+
+
+def test_equal_values_have_no_spread() -> None:
+    assert mean_of([0.7] * 9) == Interval(0.7, 0.7, 0.7)
+    assert mean_of([4.0]) == Interval(4.0, 4.0, 4.0)
+
+
+def test_the_memory_limit_does_not_change_the_number_of_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = list(np.random.default_rng(5).normal(size=20))
+    whole = mean_of(values)
+    monkeypatch.setattr("rlhf_core.evaluation.statistics._CHUNK", 140)
+    assert mean_of(values) == whole
+
+
+def test_no_values_and_values_that_are_not_finite_are_errors() -> None:
+    with pytest.raises(DataError, match="at least 1 value"):
+        mean_of([])
+    with pytest.raises(NonFiniteError, match="value 1 of 2"):
+        mean_of([0.0, float("nan")])
+
+
+def test_win_rate_counts_ties_half_and_is_antisymmetric() -> None:
+    a, b = [1.0, 2.0, 3.0, 0.0], [0.0, 2.0, 4.0, -1.0]
+    ours, theirs = (win_rate(x, y, resamples=200, confidence=0.9, seed=1) for x, y in ((a, b), (b, a)))
+    assert ours.mean == (1 + 0.5 + 0 + 1) / 4
+    assert theirs.mean == 1 - ours.mean
+    assert (theirs.low, theirs.high) == pytest.approx((1 - ours.high, 1 - ours.low), abs=0.02)
+    with pytest.raises(DataError, match="got 4 and 3"):
+        win_rate(a, b[:3], resamples=1, confidence=0.9, seed=0)
+
+
+def test_win_rate_takes_close_scores_for_ties() -> None:
+    assert win_rate([1.0], [1.0 + 1e-9], resamples=1, confidence=0.9, seed=0, tolerance=1e-6).mean == 0.5
+
+
+def answers(*scores: float) -> list[Answer]:
+    return [Answer(RewardInput(f"p{i}", "q", "r", (), (), True), {"gold": s}) for i, s in enumerate(scores)]
+
+
+def test_a_judge_of_scores_is_symmetric_and_that_is_computed() -> None:
+    result = compare(ScoreJudge("gold"), answers(1.0, 2.0, 5.0), answers(0.0, 2.0, 6.0), **SETTINGS)
+    assert result.preferences == (1.0, 0.5, 0.0)
+    assert result.win_rate.mean == 0.5
+    assert result.inconsistent == 0.0
+
+
+def test_a_taste_for_the_first_position_cancels_and_is_reported() -> None:
+    def first_wins(prompt: str, first: Answer, second: Answer) -> float:
+        return 1.0
+
+    result = compare(first_wins, answers(1.0, 2.0), answers(0.0, 0.0), **SETTINGS)
+    assert result.preferences == (0.5, 0.5)
+    assert result.inconsistent == 1.0
+
+
+def test_a_slight_taste_changes_the_preference_but_not_a_clear_verdict() -> None:
+    def biased(prompt: str, first: Answer, second: Answer) -> float:
+        return 0.9 if first.scores["gold"] > second.scores["gold"] else 0.3
+
+    result = compare(biased, answers(1.0), answers(0.0), **SETTINGS)
+    assert result.preferences == pytest.approx((0.8,))  # (0.9 + (1 - 0.3)) / 2
+    assert result.inconsistent == 0.0
+
+
+def test_answers_to_other_prompts_and_impossible_preferences_are_errors() -> None:
+    def beyond(prompt: str, first: Answer, second: Answer) -> float:
+        return 1.5
+
+    with pytest.raises(DataError, match="same prompts"):
+        compare(ScoreJudge("gold"), answers(1.0), answers(1.0, 2.0), **SETTINGS)
+    judge: Judge = beyond
+    with pytest.raises(DataError, match=r"\[0, 1\]; got 1.5 for prompt p0"):
+        compare(judge, answers(1.0), answers(1.0), **SETTINGS)
+
+
+def test_distinct_n_counts_over_all_texts() -> None:
+    texts = ["a b a", "A b c"]
+    assert distinct_n(texts, 1) == 3 / 6
+    assert distinct_n(texts, 2) == 3 / 4  # ab ba ab bc
+    assert distinct_n(["a"], 2) == 0.0

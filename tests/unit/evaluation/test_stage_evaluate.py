@@ -1,0 +1,227 @@
+"""Locks the stage `evaluate` around its models, which are scripted here (the integration tests use real ones).
+
+- both models answer the same prompts, and the files, metrics and tracker entries agree with their scores;
+- the judge is gold where the prompts are synthetic, else the reward model, else the rules; an impossible one is refused;
+- batch-normalised rules treat both models' responses as one batch; the same run gives the same bytes.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.synthetic import gold_reward
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation import scoring
+from rlhf_core.stages import evaluate
+from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, Services
+
+PROMPTS = [
+    f"Tell me about a small {subject} {place}."
+    for subject in ("fox", "cat", "dog", "hen")
+    for place in ("in the garden", "on the roof")
+]
+RULES = [{"type": "length", "target": 20, "tolerance": 20}, {"type": "well_formed", "normalize": "batch"}]
+
+
+def config_of(rewards: Sequence[Mapping[str, Any]] = RULES, **sections: Any) -> PipelineConfig:
+    base: dict[str, Any] = {
+        "run": {"device": "cpu", "seed": 5},
+        "ppo": {"rewards": list(rewards)},
+        "evaluate": {"prompts": 6, "bootstrap": 200, "samples": 4},
+    }
+    return PipelineConfig.model_validate_json(json.dumps(base | sections))
+
+
+class Recorder:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.figures: list[str] = []
+        self.files: list[str] = []
+        self.flushed = False
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        assert step == 0
+        self.metrics |= metrics
+
+    def flush(self) -> None:
+        self.flushed = True
+
+    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        self.tables[name] = rows
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        self.figures.append(name)
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        self.files.append(path.name)
+
+
+class Tokenizer:
+    """A scripted response has as many tokens as words; each is the response's place in `texts`."""
+
+    pad_token_id = None
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return self.texts[ids[0]]
+
+
+TEXTS: list[str] = []
+
+
+def say(text: str) -> tuple[int, ...]:
+    TEXTS.append(text)
+    return (len(TEXTS) - 1,) * len(text.split())
+
+
+def answer(model: str, prompt: str) -> str:
+    rest = prompt.removeprefix("Tell me about a small ").removesuffix(".")
+    if model == "model":
+        return "It is rotten and dull."
+    return f"The small {rest.split()[0]} sleeps {rest.split(' ', 1)[1]}. It is kind and gentle. It has a warm voice."
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Services:
+    inputs = {name: tmp_path / name for name in ("data", "sft", "reward", "ppo")}
+    for folder in [*inputs.values(), tmp_path / "out"]:
+        folder.mkdir()
+    rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
+    (inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")
+    lineage = Lineage({"sft": ArtifactRef("sft", "0" * 16, "d" * 64, "uri")})
+    progress: list[tuple[Any, ...]] = []
+    return Services(
+        inputs=inputs, out=tmp_path / "out", work=tmp_path, checkpoints=None,  # type: ignore[arg-type]  # not used
+        metrics=Recorder(), progress=lambda *report: progress.append(report), lineage=lineage,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """Models that answer and score by rule; the prompts can be set."""
+    TEXTS.clear()
+
+    def respond(
+        config: Any, model: Path, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+    ) -> list[Rollout]:
+        done(len(prompts))
+        ids = [say(answer(model.name, prompt.prompt)) for prompt in prompts]
+        finished = model.name == "policy"
+        return [
+            Rollout(p.prompt_id, 0, p.input_ids, i, (0.0,) * len(i), finished, 0)
+            for p, i in zip(prompts, ids, strict=True)
+        ]
+
+    def use(texts: list[str]) -> None:
+        examples = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(texts)]
+        monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: examples)
+
+    monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
+    monkeypatch.setattr(evaluate, "_tokenizer", lambda folder: Tokenizer(TEXTS))
+    monkeypatch.setattr(
+        scoring, "score_reward_model", lambda c, f, samples, **k: [float(len(s.response)) for s in samples]
+    )
+    monkeypatch.setattr(scoring, "policy_kl", lambda c, p, r, samples, **k: [float(i) for i, _ in enumerate(samples)])
+    use(PROMPTS)
+    return use
+
+
+def read(services: Services) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((services.out / "evaluation.json").read_text())
+    return document
+
+
+def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, services: Services) -> None:
+    result = evaluate.run(config_of(), services)
+    found = read(services)
+    gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[:6]]
+    assert found["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 6)
+    assert found["win_rate"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert (found["judge"], found["inconsistent"], found["prompts"]) == ("gold", 0.0, 6)
+    assert found["kl"] == 2.5  # mean of 0..5
+    assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0}
+    assert found["lengths"]["sft"]["mean"] == 5.0
+    assert set(found["rules"]) == {"length", "well_formed"}
+    assert result.metrics["gold_reward/ppo/mean"] == found["gold_reward"]["ppo"]["mean"]
+    assert result.metrics["win_rate/low"] == 1.0 and result.metrics["length/sft"] == 5.0
+    tracker: Any = services.metrics
+    assert tracker.metrics == {f"eval/{name}": value for name, value in result.metrics.items()}
+    assert tracker.flushed and tracker.files == ["report.html"]
+    assert {f"{name}.png" for name in tracker.figures} == {p.name for p in (services.out / "figures").iterdir()}
+    rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS[:4] == [row["prompt"] for row in tracker.tables["samples"]]
+    assert {row["winner"] for row in rows} == {"ppo"}
+    assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
+    document = (services.out / "report.html").read_text()
+    assert "d" * 64 in document and "<b>sets</b>" in document
+
+
+def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, services: Services) -> None:
+    evaluate.run(
+        config_of([{"type": "well_formed", "normalize": "batch"}], evaluate={"prompts": 4, "judge": "rules"}), services
+    )
+    row = json.loads((services.out / "samples.jsonl").read_text().splitlines()[0])
+    # well-formed: 0.75 for the SFT model (never ended), 1 for the policy; as one batch -1 and +1
+    assert row["scores"]["sft"]["rules"] == pytest.approx(-1.0, abs=1e-6)
+    assert row["scores"]["ppo"]["rules"] == pytest.approx(1.0, abs=1e-6)
+    assert read(services)["win_rate"]["mean"] == 1.0
+
+
+def test_without_a_true_reward_the_reward_model_judges(scripted: Any, services: Services) -> None:
+    scripted(["How are you?", "Why so?"])
+    evaluate.run(config_of(), services)
+    found = read(services)
+    assert found["judge"] == "reward_model" and found["gold_reward"] is None
+    assert found["reward_model"]["sft"]["mean"] == float(len("It is rotten and dull."))
+
+
+def test_without_reward_model_the_rules_judge(scripted: Any, services: Services) -> None:
+    scripted(["How are you?", "Why so?"])
+    without = Services(**{**vars(services), "inputs": {k: v for k, v in services.inputs.items() if k != "reward"}})
+    evaluate.run(config_of(reward={"enabled": False}), without)
+    found = read(services)
+    assert found["judge"] == "rules" and found["reward_model"] is None
+
+
+@pytest.mark.parametrize(
+    ("judge", "sections", "use"),
+    [
+        ("gold", {}, "use auto or reward_model or rules"),
+        ("reward_model", {"reward": {"enabled": False}}, "use auto or rules"),
+    ],
+)
+def test_a_judge_that_this_run_does_not_have_is_refused(
+    scripted: Any, services: Services, judge: str, sections: dict[str, Any], use: str
+) -> None:
+    scripted(["How are you?"])
+    with pytest.raises(ConfigError, match=f"evaluate.judge .* got {judge}; {use}"):
+        evaluate.run(config_of(evaluate={"judge": judge}, **sections), services)
+
+
+def test_no_held_out_prompt_is_an_error(scripted: Any, services: Services) -> None:
+    scripted([])
+    with pytest.raises(DataError, match="needs held-out prompts; got 0"):
+        evaluate.run(config_of(), services)
+
+
+def test_the_same_run_gives_the_same_bytes(scripted: Any, services: Services, tmp_path: Path) -> None:
+    again = Services(**{**vars(services), "out": tmp_path / "again", "metrics": Recorder()})
+    again.out.mkdir()
+    for each in (services, again):
+        TEXTS.clear()
+        evaluate.run(config_of(), each)
+    names = sorted(str(p.relative_to(services.out)) for p in services.out.rglob("*") if p.is_file())
+    assert "report.html" in names
+    for name in names:
+        assert (services.out / name).read_bytes() == (again.out / name).read_bytes(), name

@@ -1,0 +1,165 @@
+"""Locks the user's reward function in its own process.
+
+- lists, tuples and arrays of numbers are accepted; prints do not disturb; state lives on between batches;
+- a function that hangs, dies, raises or returns anything else is tried again and then named, with the prompt if known;
+- a file or function that cannot be loaded is the user's configuration error, found before the first batch;
+- closing ends the process, and what it started.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.rewards import PythonReward
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.python_function import PythonFunction
+from rlhf_core.types import RewardInput
+
+CODE = """
+import os, subprocess, sys, time
+import numpy as np
+
+calls = 0
+
+def lengths(samples):
+    print("a line on standard output")
+    return [len(s.response) + s.meta.get("bonus", 0) for s in samples]
+
+def array(samples):
+    return np.arange(len(samples), dtype=np.float32)
+
+def counting(samples):
+    global calls
+    calls += 1
+    return tuple([calls, os.getpid()])
+
+def by_text(samples):
+    text = samples[0].response
+    if text == "raise":
+        raise KeyError("no such story")
+    if text == "hang":
+        child = subprocess.Popen(["sleep", "60"])
+        open(samples[0].meta["pid"], "w").write(str(child.pid))
+        while True:
+            pass
+    if text == "die":
+        os._exit(7)
+    return {"text": ["a"] * len(samples), "short": [], "none": None, "number": 3.0, "nested": [[1.0]],
+            "nan": [0.0, float("nan")], "string": "0.5"}[text]
+
+def flaky(samples):
+    marker = samples[0].meta["marker"]
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os._exit(1)
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_reward.py"
+    path.write_text(CODE)
+    return path
+
+
+@pytest.fixture
+def by_text(file: Path) -> Iterator[PythonFunction]:
+    with PythonFunction(source(file, "by_text", timeout=0.5, retries=0)) as function:
+        yield function
+
+
+def source(file: Path, name: str, timeout: float = 30.0, retries: int = 1) -> PythonReward:
+    return PythonReward(type="python", function=f"x:{name}", file=str(file), timeout=timeout, retries=retries)
+
+
+def sample(response: str, prompt_id: str = "p0", **meta: object) -> RewardInput:
+    return RewardInput(prompt_id, "prompt", response, (1, 2), (3,), True, meta)
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split(")")[1].split()[0] != "Z"
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+def test_it_returns_one_float_per_response_and_may_print(file: Path) -> None:
+    with PythonFunction(source(file, "lengths")) as function:
+        assert function([sample("four"), sample("to", bonus=10)]) == [4.0, 12.0]
+        assert function([]) == []
+
+
+def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
+    with PythonFunction(source(file, "array")) as function:
+        assert function([sample("a"), sample("b")]) == [0.0, 1.0]
+    with PythonFunction(source(file, "counting")) as function:
+        first, second = (function([sample("a"), sample("b")]) for _ in range(2))
+    assert (first[0], second[0]) == (1.0, 2.0)
+    assert first[1] == second[1] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise", r"failed 1 times .* prompt p0: it raised KeyError: 'no such story' \(my_reward.py:\d+\)"),
+        ("die", "its process ended with exit status 7"),
+        ("text", "returned str 'a' for response 0"),
+        ("short", "returned 0 values for 1 responses"),
+        ("none", "returned NoneType None"),
+        ("number", "returned float 3.0"),
+        ("nested", r"returned list \[1.0\] for response 0"),
+        ("string", "returned str '0.5'"),
+    ],
+)
+def test_a_failure_names_what_came_back(by_text: PythonFunction, text: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        by_text([sample(text)])
+
+
+def test_a_value_that_is_not_finite_names_its_prompt(by_text: PythonFunction) -> None:
+    with pytest.raises(RewardError, match="prompt p7: it returned nan"):
+        by_text([sample("nan", "p6"), sample("nan", "p7")])
+
+
+def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_batch_works(
+    by_text: PythonFunction, tmp_path: Path
+) -> None:
+    with pytest.raises(RewardError, match=r"no answer within 0.5 s"):
+        by_text([sample("hang", pid=str(tmp_path / "pid"))])
+    assert wait_until_gone(int((tmp_path / "pid").read_text()))
+    with pytest.raises(RewardError, match="returned 0 values"):
+        by_text([sample("short")])
+
+
+def test_a_process_that_dies_once_is_started_again(file: Path, tmp_path: Path) -> None:
+    with PythonFunction(source(file, "flaky")) as function:
+        assert function([sample("a", marker=str(tmp_path / "marker"))]) == [1.0]
+
+
+def test_closing_ends_the_process(file: Path) -> None:
+    function = PythonFunction(source(file, "counting"))
+    pid = int(function([sample("a"), sample("b")])[1])
+    function.close()
+    function.close()
+    assert wait_until_gone(pid)
+
+
+def test_what_cannot_be_loaded_is_a_configuration_error(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.rewards\.python\.file must be an existing"):
+        PythonFunction(source(tmp_path / "missing.py", "lengths"))
+    with pytest.raises(ConfigError, match="has no function nothing"):
+        PythonFunction(source(file, "nothing"))
+    with pytest.raises(ConfigError, match=r"got no_such_package\.rewards:score: ModuleNotFoundError"):
+        PythonFunction(PythonReward(type="python", function="no_such_package.rewards:score"))
+    (tmp_path / "broken.py").write_text("1 +")
+    with pytest.raises(ConfigError, match="SyntaxError"):
+        PythonFunction(source(tmp_path / "broken.py", "f"))

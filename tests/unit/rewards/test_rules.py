@@ -1,0 +1,170 @@
+"""Locks the rule rewards.
+
+- each rule's value on small responses worked out by hand;
+- edge cases: empty responses, prompts without content words, other scripts;
+- a pattern that would take for ever is stopped and counts as no match.
+"""
+
+import dataclasses
+import time
+
+import pytest
+
+from rlhf_core.config.rewards import (
+    FormatReward,
+    GoldReward,
+    KeywordsReward,
+    LengthReward,
+    RelevanceReward,
+    RepetitionReward,
+    TokenShareReward,
+    WellFormedReward,
+)
+from rlhf_core.data.synthetic import gold_reward
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards import rules
+from rlhf_core.types import RewardInput
+
+
+def sample(response: str = "", *, prompt: str = "", ids: tuple[int, ...] = (), finished: bool = True) -> RewardInput:
+    return RewardInput("p1", prompt, response, (1,), ids, finished)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "value"), [(10, 1.0), (8, 0.5), (12, 0.5), (13, 0.25), (14, 0.0), (40, 0.0), (0, 0.0)]
+)
+def test_length_falls_linearly_from_the_target_to_zero(tokens: int, value: float) -> None:
+    source = LengthReward(type="length", target=10, tolerance=4)
+    assert rules.length(source, sample(ids=(5,) * tokens)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a happy dog", 2.0),
+        ("Happy, HAPPY!", 4.0),
+        ("unhappy happyness", 0.0),
+        ("happy joy happy joy happy", 6.0),
+        ("ice cream", 2.0),
+    ],
+)
+def test_keywords_count_whole_words_of_any_case_up_to_the_cap(text: str, value: float) -> None:
+    source = KeywordsReward(type="keywords", words=("happy", "joy", "ice cream"), per_word=2.0, cap=3)
+    assert rules.keywords(source, sample(text)) == value
+
+
+def test_keywords_can_count_each_word_once_and_forbid() -> None:
+    source = KeywordsReward(type="keywords", words=("bad", "sad"), per_word=-1.0, distinct=True)
+    assert rules.keywords(source, sample("bad bad sad")) == -2.0
+
+
+def test_keywords_are_text_and_not_patterns() -> None:
+    source = KeywordsReward(type="keywords", words=("c++",))
+    assert [rules.keywords(source, sample(text)) for text in ("I like c++ most", "ccc")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("text", "value"), [("42", 1.0), ("42 ", 0.0), ("the 42", 0.0), ("", 0.0)])
+def test_format_matches_the_whole_response(text: str, value: float) -> None:
+    assert rules.format_match(FormatReward(type="format", pattern=r"\d+"), sample(text)) == value
+
+
+def test_a_pattern_that_would_take_for_ever_is_stopped_and_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "MATCH_SECONDS", 0.05)
+    source = FormatReward(type="format", pattern=r"(?:a|aa)+b?(?:a|aa)+(?:a|aa)+c")
+    started = time.monotonic()
+    assert rules.format_match(source, sample("a" * 400)) == 0.0
+    assert time.monotonic() - started < 5
+    assert "prompt p1" in caplog.text
+
+
+def test_a_pattern_that_does_not_compile_names_the_field() -> None:
+    source = FormatReward.model_construct(type="format", name=None, pattern="(")
+    with pytest.raises(ConfigError, match=r"ppo\.rewards\.format\.pattern .* got '\('"):
+        rules.check_pattern(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a b c d", 0.0),  # bigrams ab bc cd: all distinct
+        ("a b a b", 2 / 3 - 1),  # ab ba ab: 2 of 3
+        ("a a a a a", 1 / 4 - 1),  # aa four times
+        ("A, a; a", 1 / 2 - 1),  # case and punctuation do not make words distinct
+        ("a", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_repetition_is_minus_the_share_of_repeated_ngrams(text: str, value: float) -> None:
+    assert rules.repetition(RepetitionReward(type="repetition", ngram=2), sample(text)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "value"),
+    [
+        ("Tell me about the small fox", "A SMALL story about foxes", 2 / 3),  # tell, about, small; about and small said
+        ("Tell tell", "I tell", 1.0),  # distinct words
+        ("Why is it so?", "It is so", 0.0),  # no content word
+        ("Erzähl vom Bären", "Der Bären Tanz", 0.5),
+    ],
+)
+def test_relevance_is_the_share_of_content_words_mentioned(prompt: str, response: str, value: float) -> None:
+    source = RelevanceReward(type="relevance", min_letters=4)
+    assert rules.relevance(source, sample(response, prompt=prompt)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "finished", "value"),
+    [
+        ("The fox sleeps.", True, 1.0),
+        ("“The fox sleeps!”", True, 1.0),
+        ("the fox sleeps.", True, 0.75),
+        ("The fox", False, 0.5),
+        ("3 foxes?", True, 1.0),
+        ("狐狸睡了。", True, 1.0),
+        ("", True, 0.25),
+        ("   ", False, 0.0),
+    ],
+)
+def test_well_formed_is_the_mean_of_four_checks(text: str, finished: bool, value: float) -> None:
+    assert rules.well_formed(sample(text, finished=finished)) == value
+
+
+def test_token_share_counts_ids_below_the_limit() -> None:
+    source = TokenShareReward(type="token_share", below=10)
+    assert rules.token_share(source, sample(ids=(1, 9, 10, 11))) == 0.5
+    assert rules.token_share(source, sample(ids=())) == 0.0
+
+
+def test_gold_is_the_synthetic_tasks_true_reward_and_sees_whether_the_response_ended() -> None:
+    prompt = "Tell me about a small fox in the garden."
+    response = "The small fox sleeps in the garden. It is kind and gentle. It has a warm voice."
+    ended = sample(response, prompt=prompt)
+    assert rules.gold(ended) == gold_reward(prompt, response, True)
+    assert rules.gold(dataclasses.replace(ended, finished=False)) < rules.gold(ended)
+
+
+def test_every_rule_is_reached_by_its_type() -> None:
+    prompt = "Tell me about a small fox in the garden."
+    text = sample("The small fox sleeps in the garden.", prompt=prompt, ids=(1, 2, 3, 20))
+    values = {
+        source.type: rules.evaluate_rule(source, text)
+        for source in (
+            GoldReward(type="gold"),
+            LengthReward(type="length", target=4, tolerance=1),
+            KeywordsReward(type="keywords", words=("fox",)),
+            FormatReward(type="format", pattern="The.*"),
+            RepetitionReward(type="repetition"),
+            RelevanceReward(type="relevance"),
+            WellFormedReward(type="well_formed"),
+            TokenShareReward(type="token_share", below=10),
+        )
+    }
+    gold = values.pop("gold")
+    assert gold == gold_reward(prompt, text.response, True)
+    # tell, about, small, garden: the response says small and garden
+    assert values == {
+        "length": 1.0, "keywords": 1.0, "format": 1.0, "repetition": 0.0, "relevance": 0.5, "well_formed": 1.0,
+        "token_share": 0.75,
+    }  # fmt: skip

@@ -1,0 +1,217 @@
+"""The architecture, read from the source.
+
+Locked here:
+- imports go one way: flows -> stages -> cluster, evaluation, tracking -> training, rollout, weight_sync, rewards
+  -> models, data, storage -> algo -> config, types, seeds -> errors, and packages do not import each other in a circle;
+- prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
+- configuration, types and algorithms start without any of them;
+- every shipped configuration loads;
+- files and functions stay small, and the library does not print.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYERS = (
+    ("rlhf_core.errors",),
+    ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds", "rlhf_core.failpoints"),
+    ("rlhf_core.algo",),
+    ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
+    ("rlhf_core.training", "rlhf_core.rollout", "rlhf_core.weight_sync", "rlhf_core.rewards"),
+    ("rlhf_core.cluster", "rlhf_core.evaluation", "rlhf_core.tracking"),
+    ("rlhf_core.stages",),
+    ("flows",),
+)
+"""From the bottom up; an import goes down or stays level."""
+
+HOMES = {
+    "prefect": ("flows",),
+    "vllm": ("rlhf_core.rollout", "rlhf_core.weight_sync"),
+    "deepspeed": ("rlhf_core.training",),
+    "ray": ("rlhf_core.cluster", "rlhf_core.rollout"),
+    "mlflow": ("rlhf_core.tracking",),
+}
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 70
+
+
+def sources() -> list[Path]:
+    return [file for top in ("rlhf_core", "flows") for file in sorted((ROOT / top).rglob("*.py"))]
+
+
+def module_name(file: Path) -> str:
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imports(file: Path) -> Iterator[tuple[str, int]]:
+    """(full module name, line) of every import of a file, those inside functions included."""
+    here = module_name(file).split(".")
+    package = here if file.name == "__init__.py" else here[:-1]
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield base, node.lineno
+            # `from rlhf_core import errors` names a module of its own.
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def part_of(module: str) -> str | None:
+    """The entry of LAYERS that a module belongs to."""
+    for layer in LAYERS:
+        for part in layer:
+            if module == part or module.startswith(f"{part}."):
+                return part
+    return None
+
+
+def height(part: str) -> int:
+    return next(index for index, layer in enumerate(LAYERS) if part in layer)
+
+
+def place(file: Path, line: int) -> str:
+    return f"{file.relative_to(ROOT)}:{line}"
+
+
+def test_there_are_sources_and_every_one_belongs_to_a_layer() -> None:
+    files = sources()
+    assert len(files) > 20
+    strays = [str(file.relative_to(ROOT)) for file in files if part_of(module_name(file)) is None]
+    assert strays == ["rlhf_core/__init__.py"]
+
+
+def test_no_module_imports_from_a_layer_above_its_own() -> None:
+    wrong = []
+    for file in sources():
+        own = part_of(module_name(file))
+        for module, line in imports(file):
+            other = part_of(module)
+            if own and other and height(other) > height(own):
+                wrong.append(f"{place(file, line)}: {own} imports {module}")
+    assert wrong == []
+
+
+def test_packages_do_not_import_each_other_in_a_circle() -> None:
+    arrows: dict[str, set[str]] = {}
+    for file in sources():
+        own = part_of(module_name(file))
+        for module, _ in imports(file):
+            other = part_of(module)
+            if own and other and own != other:
+                arrows.setdefault(own, set()).add(other)
+
+    def reaches(start: str, goal: str, seen: set[str]) -> bool:
+        for step in arrows.get(start, set()) - seen:
+            seen.add(step)
+            if step == goal or reaches(step, goal, seen):
+                return True
+        return False
+
+    assert [part for part in arrows if reaches(part, part, set())] == []
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_heavy_library_is_imported_only_in_its_home(library: str) -> None:
+    wrong = [
+        f"{place(file, line)}: imports {module}"
+        for file in sources()
+        for module, line in imports(file)
+        if module.split(".")[0] == library and part_of(module_name(file)) not in HOMES[library]
+    ]
+    assert sorted(set(wrong)) == []
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_configuration_types_and_seeds_start_without_anything_heavy() -> None:
+    loaded = modules_after(
+        "import rlhf_core.config.load, rlhf_core.config.preflight, rlhf_core.config.keys, rlhf_core.types, rlhf_core.seeds"
+    )
+    assert "pydantic" in loaded
+    heavy = {
+        "torch",
+        "numpy",
+        "pandas",
+        "ray",
+        "vllm",
+        "deepspeed",
+        "mlflow",
+        "transformers",
+        "datasets",
+        "prefect",
+        "fsspec",
+    }
+    assert loaded & heavy == set()
+
+
+def test_algorithms_start_with_torch_alone() -> None:
+    names = [module_name(file) for file in sources() if module_name(file).startswith("rlhf_core.algo.")]
+    loaded = modules_after("import " + ", ".join(names))
+    assert "torch" in loaded
+    assert loaded & {"ray", "vllm", "deepspeed", "mlflow", "transformers", "datasets", "prefect"} == set()
+
+
+SHIPPED = sorted((ROOT / "deployments" / "configs").glob("*.y*ml"))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_a_shipped_configuration_loads(file: Path) -> None:
+    assert load_config(file).run.name
+
+
+def test_a_configuration_is_shipped() -> None:
+    assert SHIPPED
+
+
+def test_no_file_is_too_long() -> None:
+    sizes = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in sources()}
+    assert [f"{place(file, lines)}" for file, lines in sizes.items() if lines > MAX_FILE_LINES] == []
+
+
+def test_no_function_is_too_long() -> None:
+    long = []
+    for file in sources():
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long.append(f"{place(file, node.lineno)}: {node.name} has {lines} lines")
+    assert long == []
+
+
+def test_the_library_never_prints() -> None:
+    wrong = [
+        place(file, node.lineno)
+        for file in sources()
+        if module_name(file).startswith("rlhf_core")
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert wrong == []
