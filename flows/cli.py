@@ -38,7 +38,7 @@ class Stopped(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
     try:
@@ -63,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.exception("unexpected error")
         _complain(f"failed: {type(error).__name__}: {error}\n{CONTINUE}")
         return RLHFError.exit_code
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes the overrides only in one piece; here they may stand anywhere after CONFIG."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text or not hasattr(arguments, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,11 +117,13 @@ def _command(commands: Any, name: str, text: str, command: Any, example: str) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from flows.parameters import check_range
     from rlhf_core.config.load import load_config
     from rlhf_core.config.preflight import check
 
     config = load_config(arguments.config, arguments.overrides)
     check(config)
+    check_range(arguments.start, arguments.until)
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
     if os.environ.get("PREFECT_API_URL"):
@@ -117,11 +131,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from flows.embedded import EmbeddedPrefect
 
-    with EmbeddedPrefect(home) as server:
-        import prefect.main  # noqa: F401 while the server starts
+    server = EmbeddedPrefect(home)
+    import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
 
-        server.wait()
-        return _run_flow(arguments, home, console)
+    server.wait()
+    return _run_flow(arguments, home, console)
 
 
 def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> int:

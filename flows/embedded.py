@@ -7,7 +7,7 @@ Prefect is imported, has a session of its own, and dies with its parent.
 
 from __future__ import annotations
 
-import logging
+import atexit
 import os
 import signal
 import socket
@@ -17,48 +17,30 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from flows.environment import prefect_environment
 from flows.processes import die_with_parent
 from rlhf_core.errors import StageFailed
 
-log = logging.getLogger(__name__)
-
 START_SECONDS = 120.0
 
 
 class EmbeddedPrefect:
-    """Sets the environment of this process and starts the server; call `wait` once Prefect is imported."""
+    """Start it before Prefect is imported, call `wait` after. It ends with this process, however that ends."""
 
     def __init__(self, home: Path) -> None:
-        self._folder = home / "prefect"
         self._log_file = home / "logs" / "prefect.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"http://127.0.0.1:{free_port(0)}/api"
-
-    def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        os.environ.update(prefect_environment(self._folder))
+        folder = home / "prefect"
+        folder.mkdir(parents=True, exist_ok=True)
+        port = free_port(0)
+        self.url = f"http://127.0.0.1:{port}/api"
+        os.environ.update(prefect_environment(folder))
         os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false"})
-        port = self.url.removesuffix("/api").rpartition(":")[2]
-        factory = ["--factory", "prefect.server.api.server:create_app"]
+        application = ["--factory", "prefect.server.api.server:create_app", "--log-level", "error"]
         with self._log_file.open("ab") as output:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "uvicorn",
-                    *factory,
-                    "--host",
-                    "127.0.0.1",
-                    "--port",
-                    port,
-                    "--log-level",
-                    "error",
-                ],
+                [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(port)],
                 env={**os.environ, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -66,23 +48,24 @@ class EmbeddedPrefect:
                 start_new_session=True,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )
-        return self
+        # Prefect's client registers its own exit handler when it is imported: it runs before this one and still
+        # reaches the server.
+        atexit.register(self.stop)
 
     def wait(self) -> None:
         """Until the API answers. Raises StageFailed after `START_SECONDS`, or at once if the server died."""
         deadline = time.monotonic() + START_SECONDS
         while not answers(f"{self.url}/health"):
-            died = self._process is None or self._process.poll() is not None
+            died = self._process.poll() is not None
             if died or time.monotonic() > deadline:
                 how = "ended at once" if died else f"did not answer within {START_SECONDS:g} s"
                 raise StageFailed(f"Prefect's embedded server {how}; see {self._log_file}")
             time.sleep(0.1)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._process is not None:
-            # Nothing is lost by SIGKILL: SQLite's journal is safe, and the run's own records are in the store.
-            self._process.kill()
-            self._process.wait(timeout=10)
+    def stop(self) -> None:
+        """End the server. SIGKILL loses nothing: the run's own records are in the store and in MLflow."""
+        self._process.kill()
+        self._process.wait(timeout=10)
 
 
 def answers(url: str, seconds: float = 2.0) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_core.errors import InputError
+from rlhf_core.types import STAGES, StageName
+
 DEFAULT_CONFIG = "deployments/configs/demo.yaml"
 
 FIELDS = {
@@ -21,3 +24,9 @@ def overrides_of(parameters: Mapping[str, Any]) -> list[str]:
     """`section.field=value` for each parameter given; those in `overrides` come last and win."""
     named = [f"{field}={parameters[name]}" for name, field in FIELDS.items() if parameters.get(name) is not None]
     return [*named, *(parameters.get("overrides") or ())]
+
+
+def check_range(start: StageName, until: StageName) -> None:
+    """Raises InputError if no stage lies between them."""
+    if STAGES.index(start) > STAGES.index(until):
+        raise InputError(f"--from {start} comes after --until {until}; the stages are {', '.join(STAGES)}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.files import write_json
+from flows.parameters import check_range
 from flows.report import summarize
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key
@@ -52,8 +53,7 @@ class Pipeline:
         start: StageName = "data",
         until: StageName = "register",
     ) -> None:
-        if STAGES.index(start) > STAGES.index(until):
-            raise InputError(f"--from {start} comes after --until {until}; the stages are {', '.join(STAGES)}")
+        check_range(start, until)
         self.config = config
         self.config_path = config_path
         self.start = start
@@ -169,6 +169,7 @@ def open_pipeline(
 
     Raises InputError, with everything that is wrong, before anything heavy starts.
     """
+    logging.getLogger("flows").setLevel(logging.INFO)  # Prefect shows our lines on a run's page, but leaves the level
     settings = load_config(config, overrides)
     for warning in check(settings):
         log.warning("%s", warning)

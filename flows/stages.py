@@ -11,12 +11,13 @@ Prefect's own result cache is off: it cannot see whether an artifact still exist
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
@@ -30,6 +31,11 @@ from flows.pipeline import Pipeline, StageRecord
 from rlhf_core.errors import InputError, Superseded
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef, StageName
+
+log = logging.getLogger(__name__)
+
+NEVER_RETRIED = (InputError, Superseded)
+"""Only the user can help, or another attempt has taken over."""
 
 Ref = ArtifactRef | None
 """None: this run does not have the stage (`--until`, or no reward model asked for)."""
@@ -82,9 +88,9 @@ def _stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Not where only the user can help, and not where another attempt has taken over."""
+    """Prefect asks this of every failed attempt."""
     error = state.data if isinstance(state.data, BaseException) else state.result(raise_on_failure=False)
-    return not isinstance(error, InputError | Superseded)
+    return not isinstance(error, NEVER_RETRIED)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=worth_retrying)
@@ -121,8 +127,11 @@ def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent) -> 
     settings = run.config
     try:
         return run_child(spec, log_file, stage_environment(settings), settings.run.stage_timeout, on_event)
-    except Exception:
+    except Exception as error:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
+        tries_left = settings.run.retries + 1 - runtime.task_run.run_count
+        if tries_left > 0 and not isinstance(error, NEVER_RETRIED):
+            log.warning("%s: %s; trying again from its last checkpoint, %d tries left", spec.stage, error, tries_left)
         raise
     except BaseException:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "KILLED")

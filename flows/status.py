@@ -27,7 +27,8 @@ def _servers(home: Path) -> list[str]:
     lines = [f"servers: {state['status']} (supervisor pid {state['pid']})"]
     for name, address, health in (("prefect", state["prefect"], "/health"), ("mlflow", state["mlflow"], "/health")):
         up = answers(address + health)
-        lines.append(f"  {name:<8} {'up' if up else 'NO ANSWER':<10} {address}{_restarts(state, name)}")
+        page = address.removesuffix("/api")
+        lines.append(f"  {name:<8} {'up' if up else 'NO ANSWER':<10} {page}{_restarts(state, name)}")
     lines.append(
         f"  {'worker':<8} {'up' if state['servers']['worker']['pid'] else 'down':<10} {_restarts(state, 'worker')}"
     )

@@ -19,7 +19,7 @@ from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_l
 from rlhf_core.config.devices import cpu_cores, placement, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
-from rlhf_core.config.rewards import FormatReward, GoldReward, KeywordsReward, ModelReward, PythonReward
+from rlhf_core.config.rewards import GoldReward, ModelReward, PythonReward
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError
 
@@ -146,16 +146,7 @@ def _model(config: PipelineConfig) -> Iterator[Finding]:
 def _rewards(config: PipelineConfig) -> Iterator[Finding]:
     for index, source in enumerate(config.ppo.rewards):
         field = f"ppo.rewards.{index}"
-        if isinstance(source, FormatReward):
-            try:
-                re.compile(source.pattern)
-            except re.error as error:
-                yield ConfigError(
-                    f"{field}.pattern: must be a regular expression; got {shown(source.pattern)}: {error}; correct it"
-                )
-        elif isinstance(source, KeywordsReward) and any(not word.strip() for word in source.words):
-            yield ConfigError(f"{field}.words: a word is blank; leave it out")
-        elif isinstance(source, PythonReward):
+        if isinstance(source, PythonReward):
             problem = _function_problem(source)
             if problem:
                 yield ConfigError(problem.replace("FIELD", field))
@@ -177,7 +168,7 @@ def _function_problem(source: PythonReward) -> str | None:
     if file.suffix != ".py":
         return None
     try:
-        names = _names(ast.parse(file.read_bytes(), str(file)))
+        names = _names(ast.parse(file.read_bytes(), str(file)).body)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         return f"FIELD.function: {file}{f':{line}' if line else ''} is not valid Python ({error}); correct it"
@@ -202,21 +193,23 @@ def _module_file(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def _names(tree: ast.Module) -> set[str] | None:
-    """Names a module defines at its top level; None if a star import or conditional code hides some."""
+def _names(body: list[ast.stmt]) -> set[str] | None:
+    """Names that a module defines at its top level; None if a star import or `__getattr__` may add others."""
     names: set[str] = set()
-    for node in tree.body:
+    for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            return None
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            return None
-    return names
+        else:
+            inner = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
+            handlers = [part for handler in getattr(node, "handlers", []) for part in handler.body]
+            found = _names([*inner, *handlers])
+            names.update({"*"} if found is None else found)
+    return None if names & {"*", "__getattr__"} else names
 
 
 def _consistency(config: PipelineConfig) -> Iterator[Finding]:
@@ -256,6 +249,8 @@ def _trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
 
 
 def _devices(config: PipelineConfig) -> Iterator[Finding]:
+    if os.environ.get("RAY_ADDRESS"):
+        return  # the devices are those of the Ray cluster, which counts them itself when it reserves them
     gpus = visible_gpus()
     if config.run.device == "cuda" and gpus == 0:
         yield ConfigError("run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu")

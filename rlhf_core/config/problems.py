@@ -77,8 +77,11 @@ def _sentence(found: ErrorDetails, place: Place) -> str:
     if kind == "value_error":
         text = found["msg"].removeprefix("Value error, ")
         named = _FIELD_IN_MESSAGE.match(text)
-        path: Keys = tuple(named[0].split(".")) if named else spot.path
-        return f"{place(path)}: {text}"
+        if named:
+            return f"{place(tuple(named[0].split('.')))}: {text}"
+        own = str(spot.path[-1]) if spot.path else ""
+        told = text.removeprefix(f"{own} ") if own and text.startswith(f"{own} ") else text
+        return f"{place(spot.path)}: {dotted(spot.path) or 'the configuration'}: {told}"
     if kind == "extra_forbidden" and spot.owner is not None:
         return f"{place(spot.path)}: {unknown(spot.path, spot.owner, spot.variant)}"
     if kind.startswith("union_tag") and spot.kind is not None:

@@ -33,7 +33,7 @@ def kind_of(path: str) -> Kind:
         return "synthetic"
     if path.startswith("s3://"):
         return "s3"
-    if path.startswith(("/", "./", "../", "~")) or path.lower().endswith(SUFFIXES) or Path(path).exists():
+    if path.startswith(("/", "./", "../", "~", "file://")) or path.lower().endswith(SUFFIXES) or Path(path).exists():
         return "local"
     is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     return "hub" if is_id else "local"
@@ -135,7 +135,7 @@ def _list_files(path: str, kind: Kind, endpoint: str | None) -> list[str]:
     """The file itself, or all supported files under a folder, sorted."""
     if kind == "s3":
         return _list_s3(path, endpoint)
-    place = Path(path).expanduser()
+    place = Path(path.removeprefix("file://")).expanduser()
     if place.is_file():
         return [str(place)]
     if not place.is_dir():

@@ -60,9 +60,11 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 
 MAX_KIND = 6
 """Distinct kind words beyond this earn nothing."""
-_RAW_MEAN = 0.18
-_RAW_STD = 1.78
+_RAW_MEAN = 0.49
+_RAW_STD = 1.7
 """Of responses drawn as the demonstrations are, so that a policy that imitates them scores about 0 +- 1."""
+_TIE = 0.25
+"""Annotators skip pairs whose gold rewards are closer than this."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def parse_prompt(prompt: str) -> Topic | None:
 
 
 def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
-    """The true reward of `response`, about 0 +- 1 for the demonstrations and at most 2.6; pure.
+    """The true reward of `response`, about 0 +- 1 for the demonstrations and at most 2.5; pure.
 
     Only distinct, well-formed sentences earn: naming the asked subject (+0.9), place (+0.7) and adjective (+0.3),
     and each distinct kind word up to `MAX_KIND` (+0.4). Costs: each rude word (-0.6, at most 4), each naming of
@@ -168,7 +170,7 @@ def draw_response(rng: random.Random, topic: Topic, quality: float) -> str:
 
 
 def _draw_sentence(rng: random.Random, topic: Topic, quality: float, first: bool) -> str:
-    relevant = 0.35 + 0.6 * quality
+    relevant = 0.65 + 0.3 * quality
     pattern = PATTERNS[0] if first and rng.random() < 0.8 else PATTERNS[rng.choices(range(5), (1, 2, 3, 3, 3))[0]]
     asked = {"adjective": topic.adjective, "subject": topic.subject, "place": topic.place}
 
@@ -201,7 +203,7 @@ def _draw_pair(rng: random.Random, prompt: str, topic: Topic, temperature: float
         high = low + 0.55 + rng.random() * (0.45 - low)
         first, second = (draw_response(rng, topic, level) for level in rng.sample((low, high), 2))
         gap = gold_reward(prompt, first) - gold_reward(prompt, second)
-        if first != second and gap:
+        if abs(gap) > _TIE:
             break
     prefers_first = rng.random() < _sigmoid(gap / temperature) if temperature else gap > 0
     chosen, rejected = (first, second) if prefers_first else (second, first)

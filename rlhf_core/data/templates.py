@@ -66,6 +66,7 @@ class Encoder:
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
         self._bos: int | None = _bos_added(tokenizer)
         self._marks = bool(_GENERATION.search(tokenizer.chat_template or "")) if template == "chat" else False
+        self._last_prompt: tuple[tuple[Message, ...], list[int]] = ((), [])
         if template == "chat":
             self._check_template()
 
@@ -75,7 +76,10 @@ class Encoder:
 
     def response(self, messages: Sequence[Message], response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """((P,), (T,)) prompt and response as they stand in the whole conversation; the response ends with EOS."""
-        prompt = self._prompt_tokens(messages).ids
+        if self._last_prompt[0] != tuple(messages):
+            # The two responses of a pair come one after the other.
+            self._last_prompt = (tuple(messages), self._prompt_tokens(messages).ids)
+        prompt = self._last_prompt[1]
         if self.template == "plain":
             body = self._plain_response(messages, response, prompt)
         else:
@@ -265,12 +269,16 @@ class Encoder:
         joined = self._with_bos(self._pieces(before + response).ids)
         if joined[: len(prompt)] == prompt:
             return joined[len(prompt) :]
-        alone = self._pieces(response).ids
-        if self._decode([*prompt, *alone]) != self._decode(joined):
-            raise EncodeError(
-                "prompt and response cannot be tokenised apart; end the prompt, not begin the response, with the blank"
-            )
-        return alone
+        whole = self._decode(joined)
+        for anchor in ("", "\n", "."):
+            # After an anchor, a tokenizer that puts a blank before every text leaves the response without one.
+            before_ids, ids = self._pieces(anchor).ids, self._pieces(anchor + response).ids
+            alone = ids[len(before_ids) :]
+            if ids[: len(before_ids)] == before_ids and self._decode([*prompt, *alone]) == whole:
+                return alone
+        raise EncodeError(
+            "prompt and response cannot be tokenised apart; move the blanks at the prompt's end to the response's beginning"
+        )
 
     def _plain_conversation(self, messages: Sequence[Message]) -> Encoded:
         ids: list[int] = self._with_bos([])

@@ -5,6 +5,7 @@ All text is escaped before any tag is added, links and raw HTML stay text: a dat
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable
 
@@ -67,6 +68,7 @@ def _table(rows: list[str], escape: Callable[[str], str]) -> str:
 
 
 def _inline(text: str, escape: Callable[[str], str]) -> str:
-    safe = escape(text.replace("\\|", "|"))
+    plain = html.unescape(re.sub(r"\\([\\`*_\[\]()#|<>~-])", r"\1", text))
+    safe = escape(plain)
     safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
     return re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", safe)

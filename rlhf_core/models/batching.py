@@ -5,15 +5,19 @@ Axes: `B` rows, `L` columns, `N` selected tokens of the whole micro-batch (those
 Two layouts, both without an attention mask over padding:
   padded  one sequence per row, real tokens first. Causal attention never looks right, so what pads the end cannot
           change a real token.
-  packed  all sequences in one row, position ids restart with each; Hugging Face models then let no sequence see another.
+  packed  all sequences in one row, position ids restart with each; attention is cut at the borders (`models.attention`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
+
+from rlhf_core.models.attention import NAME as OWN_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,19 @@ class TokenBatch:
     """Flat position of the last real token of each sequence (where a score head reads)."""
     counts: tuple[int, ...]
     """(S,) targets of each sequence, so `split` can undo the concatenation."""
+    borders: tuple[int, ...] | None = None
+    """(S+1,) where sequences begin and end in a packed row; None in the padded layout."""
+
+    def model_inputs(self, attention: str) -> dict[str, Any]:
+        """Arguments of a Hugging Face backbone with this attention; others than ours see the borders in the positions."""
+        inputs: dict[str, Any] = {
+            "input_ids": self.input_ids_BL,
+            "position_ids": self.position_ids_BL,
+            "use_cache": False,
+        }
+        if self.borders is not None and attention == OWN_ATTENTION:
+            inputs["cu_seq_lens_q"] = self.borders
+        return inputs
 
     def to(self, device: torch.device | str) -> TokenBatch:
         return TokenBatch(
@@ -60,11 +77,13 @@ class TokenBatch:
             self.labels_N.to(device),
             self.last_S.to(device),
             self.counts,
+            self.borders,
         )
 
     def split(self, values_N: torch.Tensor) -> list[torch.Tensor]:
         """(N,) -> S tensors of (T,)."""
-        return list(values_N.split(list(self.counts)))
+        parts: list[torch.Tensor] = list(torch.split(values_N, list(self.counts)))
+        return parts
 
 
 def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = False) -> TokenBatch:
@@ -100,6 +119,7 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
         torch.tensor(labels, dtype=torch.long),
         torch.tensor(last, dtype=torch.long),
         tuple(counts),
+        tuple(accumulate(map(len, sequences), initial=0)) if pack else None,
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.errors import ModelError
+from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,9 +36,8 @@ class Policy(nn.Module):
         self.lm = lm
 
     def forward(self, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutputs:
-        hidden_BLH = self.lm.model(
-            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=False
-        ).last_hidden_state
+        inputs = batch.model_inputs(self.lm.config._attn_implementation)
+        hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
         logits_NV = self.lm.lm_head(hidden_NH)
         entropy = None
@@ -55,7 +55,7 @@ def load_policy(folder: Path | str, *, dtype: str, attention: str, device: str, 
     """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": False}
+    options = {"dtype": DTYPES[dtype], "attn_implementation": implementation(attention), "trust_remote_code": False}
     try:
         if is_config_only(folder):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

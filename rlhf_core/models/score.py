@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import DTYPES, without_dropout
 
@@ -53,9 +54,8 @@ class ScoreModel(nn.Module):
     def forward(self, batch: TokenBatch, at: str) -> torch.Tensor:
         """`at="last"`: (S,) score at each sequence's last token. `at="tokens"`: (N,) value before each target token.
         float32, not normalised."""
-        hidden_BLH = self.lm.model(
-            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=False
-        ).last_hidden_state
+        inputs = batch.model_inputs(self.lm.config._attn_implementation)
+        hidden_BLH = self.lm.model(**inputs).last_hidden_state
         where = batch.last_S if at == "last" else batch.select_N
         hidden = hidden_BLH.flatten(0, 1).index_select(0, where)
         values: torch.Tensor = self.lm.score(hidden).squeeze(-1).float()
@@ -78,7 +78,7 @@ def load_score_model(folder: Path | str, *, dtype: str, attention: str, device: 
             folder,
             config=config,
             dtype=DTYPES[dtype],
-            attn_implementation=attention,
+            attn_implementation=implementation(attention),
             trust_remote_code=False,
             use_safetensors=True,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
 }
 _POINTS_PER_CALL = 1000
@@ -74,6 +77,8 @@ class Mlflow:
     def _client(self) -> Any:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        # Its warnings repeat for every retry what is said once here.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         from mlflow.tracking import MlflowClient
 
         if database := sqlite_path(self.uri):
@@ -244,7 +249,7 @@ def clean_name(name: str) -> str:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one short line without credentials."""
-    text = " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split())[:160]
     return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
 
 

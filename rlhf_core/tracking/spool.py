@@ -49,9 +49,9 @@ class Spool:
 
     def add_file(self, source: Path, path: str) -> None:
         """Keep a copy of a small file, to be sent as `path`."""
-        temporary = self._temporary()
+        target, temporary = self._place(path), self._temporary()
         shutil.copyfile(source, temporary)
-        os.replace(temporary, self._place(path))
+        os.replace(temporary, target)
 
     def add_text(self, text: str, path: str) -> None:
         """Keep a text file, to be sent as `path`."""
@@ -59,9 +59,9 @@ class Spool:
 
     def add_bytes(self, data: bytes, path: str) -> None:
         """Keep a file with this content, to be sent as `path`."""
-        temporary = self._temporary()
+        target, temporary = self._place(path), self._temporary()
         temporary.write_bytes(data)
-        os.replace(temporary, self._place(path))
+        os.replace(temporary, target)
 
     def files(self) -> list[tuple[Path, str]]:
         """(local file, path among the run's artifacts) of every file still to be sent."""

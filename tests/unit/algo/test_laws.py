@@ -213,7 +213,12 @@ def test_packed_tokens_give_the_loss_and_gradient_of_padded_ones(loss: Loss, mod
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 @LAW
 @given(seed=st.integers(0, 10_000), pairs=st.integers(2, 9), parts=st.sampled_from([2, 4]))
-def test_splitting_pairs_changes_neither_value_nor_slope(kind: str, seed: int, pairs: int, parts: int) -> None:
+def test_splitting_a_step_of_pairs_changes_neither_loss_nor_gradient(
+    kind: str,
+    seed: int,
+    pairs: int,
+    parts: int,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(2, pairs, 3, generator=generator, dtype=torch.float64)
     ref = torch.randn(2, pairs, generator=generator, dtype=torch.float64)
@@ -231,7 +236,11 @@ def test_splitting_pairs_changes_neither_value_nor_slope(kind: str, seed: int, p
 
 @pytest.mark.parametrize(("loss", "mode"), TOKEN_LOSSES, ids=IDS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
-def test_garbage_and_padding_under_the_mask_change_nothing(loss: Loss, mode: Aggregation, garbage: float) -> None:
+def test_garbage_under_the_mask_changes_no_bit_and_padding_only_rounding(
+    loss: Loss,
+    mode: Aggregation,
+    garbage: float,
+) -> None:
     whole = make_batch(5, 4, 6)
     rows = list(range(4))
     clean = loss_and_gradient(lambda p: [loss(p, whole.take(rows, 0.0), mode, None)])

@@ -44,8 +44,9 @@ def test_the_statistics_are_those_of_the_valid_tokens_alone(seed: int) -> None:
 
 
 def test_the_count_is_exact_so_the_mean_of_one_token_is_that_token() -> None:
-    x = torch.tensor([[1e-7, math.nan]], dtype=torch.float32)
-    assert masked_mean(x, torch.tensor([[True, False]])).item() == x[0, 0].item()
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([[1e-7, math.nan]], dtype=dtype)
+        assert masked_mean(x, torch.tensor([[True, False]])).item() == x[0, 0].item()
 
 
 def test_an_empty_mask_gives_zero_everywhere() -> None:

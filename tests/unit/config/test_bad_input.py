@@ -179,6 +179,11 @@ FIELDS = (
         ("c.yaml:6", "ppo.rewards.0.targt", "reward of type length", "did you mean ppo.rewards.0.target?"),
     ),
     Bad(
+        "a pattern that does not compile",
+        "ppo:\n  rewards:\n    - type: format\n      pattern: (a\n",
+        ("c.yaml:4: ppo.rewards.0.pattern: must be", "regular expression", "got '(a'"),
+    ),
+    Bad(
         "os:system is not a path",
         "ppo: {rewards: [{type: python, function: os.system}]}\n",
         ("0.function", "module:function"),

@@ -136,6 +136,8 @@ def test_overrides_leave_the_given_tree_alone() -> None:
     assert tree == {"ppo": {"kl": {"coef": 0.1}}}
 
 
+# Not the control characters and line separators that YAML itself gives a meaning or refuses.
+WORDS = st.text(st.characters(exclude_categories=["Cc", "Cs", "Cn", "Zl", "Zp"]), min_size=1, max_size=9)
 REWARDS = st.lists(
     st.one_of(
         st.just({"type": "model"}),
@@ -146,9 +148,7 @@ REWARDS = st.lists(
         ),
         st.builds(
             lambda words: {"type": "keywords", "words": words},
-            st.lists(
-                st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9), min_size=1, max_size=3
-            ),
+            st.lists(WORDS, min_size=1, max_size=3),
         ),
     ),
     min_size=1,

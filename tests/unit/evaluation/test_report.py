@@ -116,7 +116,7 @@ def test_the_data_cards_markdown_becomes_headings_tables_lists_and_code() -> Non
             "| sft | 4 \\| 5 |",
             "",
             "two",
-            "lines **bold**",
+            r"lines **bold** &lt;eos&gt; a\_b",
             "- `a < b`",
             "* c",
             "```",
@@ -127,7 +127,7 @@ def test_the_data_cards_markdown_becomes_headings_tables_lists_and_code() -> Non
     )
     assert to_html(card, html.escape) == (
         "<h3>Sets</h3><table class=left><tr><th>set</th><th>rows</th></tr><tr><td>sft</td><td>4 | 5</td></tr></table>"
-        "<p>two lines <b>bold</b></p><ul><li><code>a &lt; b</code></li><li>c</li></ul>"
+        "<p>two lines <b>bold</b> &lt;eos&gt; a_b</p><ul><li><code>a &lt; b</code></li><li>c</li></ul>"
         "<pre># &lt;b&gt;raw&lt;/b&gt;</pre><p>end</p>"
     )
 

@@ -128,6 +128,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
         monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: examples)
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
+    monkeypatch.setattr("rlhf_core.training.launch.resolve_device", lambda wanted: wanted)
     monkeypatch.setattr(evaluate, "_tokenizer", lambda folder: Tokenizer(TEXTS))
     monkeypatch.setattr(
         scoring, "score_reward_model", lambda c, f, samples, **k: [float(len(s.response)) for s in samples]

@@ -1,0 +1,192 @@
+"""The store, artifacts and checkpoints on a real S3-compatible server.
+
+Locks: the store's contract on S3, one winner among racing creators (also on a server that ignores conditions), damage
+noticed after a second download, checkpoints that fall back, downloads that appear whole and are verified again,
+readable errors for a missing bucket, a dead server and denied access, no secret in them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import ConfigError, CorruptArtifact, Superseded
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import claim
+from rlhf_core.storage.store import Store
+from rlhf_core.types import ArtifactRef
+
+
+@pytest.fixture
+def store(s3_server: Any, request: pytest.FixtureRequest) -> Store:
+    return Store(f"{s3_server.url}/{abs(hash(request.node.name))}/x", s3_server.endpoint)
+
+
+@pytest.fixture(scope="module")
+def careless_endpoint(s3_server: Any) -> Iterator[str]:
+    """A server that ignores the conditions of conditional puts, as some compatible servers do."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = DomainDispatcherApplication(create_backend_app)
+
+    def careless(environ: dict[str, Any], start_response: Any) -> Any:
+        environ.pop("HTTP_IF_NONE_MATCH", None)
+        return application(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, careless, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+def output(folder: Path, text: str = "") -> Path:
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 8 + text.encode())
+    (folder / "card.md").write_text("card")
+    return folder
+
+
+def publish(artifacts: ArtifactStore, folder: Path, **more: Any) -> ArtifactRef:
+    return artifacts.publish("ppo", "k", folder, parents={}, metrics={"kl": 1.0}, config={}, **more)
+
+
+def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
+    store.check()
+    (tmp_path / "x").write_bytes(b"hello")
+    store.put_file(tmp_path / "x", "a/b/x")
+    store.put_bytes("a/späße", b"12")
+    store.put_bytes("ab/z", b"")
+    assert store.sizes("a") == {"a/b/x": 5, "a/späße": 2}
+    assert store.exists("a/b/x") and not store.exists("a/b") and not store.exists("a/q")
+    assert store.uri("a/b/x").startswith("s3://rlhf-test/")
+    store.get_file("a/b/x", tmp_path / "sub" / "back")
+    assert (tmp_path / "sub" / "back").read_bytes() == b"hello"
+    assert store.read_bytes("a/q") is None
+    with pytest.raises(FileNotFoundError):
+        store.get_file("a/q", tmp_path / "q")
+    store.delete(["a/b/x", "a/nothing"])
+    assert store.list("a") == ["a/späße"]
+    store.delete_prefix("a")
+    assert store.list("a") == [] and store.list("ab") == ["ab/z"]
+
+
+def test_a_file_of_many_parts_comes_back_bit_by_bit(store: Store, tmp_path: Path) -> None:
+    data = bytes(range(251)) * (40 * 2**20 // 251)
+    (tmp_path / "big").write_bytes(data)
+    store.put_file(tmp_path / "big", "big")
+    store.get_file("big", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == data
+
+
+def test_of_racing_creators_exactly_one_wins(store: Store) -> None:
+    assert store.put_if_absent("r/first", b"1") and not store.put_if_absent("r/first", b"2")
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(lambda n: store.put_if_absent("r/race", str(n).encode()), range(4)))
+    assert won.count(True) == 1
+    assert store.read_bytes("r/race") == str(won.index(True)).encode()
+
+
+def test_of_racing_creators_exactly_one_wins_where_the_server_ignores_conditions(
+    s3_server: Any, careless_endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(f"{s3_server.url}/careless", careless_endpoint)
+    assert store.put_if_absent("warm-up", b"")
+    assert "ignores conditional puts" in caplog.text
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(lambda n: store.put_if_absent("race", str(n).encode()), range(4)))
+    assert won.count(True) == 1
+    assert store.read_bytes("race") == str(won.index(True)).encode()
+    assert store.list("race") == ["race"]
+
+
+def test_a_published_artifact_is_fetched_verified_and_cached(store: Store, tmp_path: Path) -> None:
+    ref = publish(ArtifactStore(store, tmp_path / "cache"), output(tmp_path / "out"), fence=claim(store, "k"))
+    reader = ArtifactStore(store, tmp_path / "other")
+    assert reader.find("ppo", "k") == ref
+    folder = reader.fetch(ref)
+    assert (folder / "policy" / "model.safetensors").stat().st_size == 2048
+    assert ref.uri.endswith("/artifacts/ppo/k/000001")
+    (folder / "card.md").write_text("Card")
+    again = ArtifactStore(store, tmp_path / "other").fetch(ref)
+    assert (again / "card.md").read_text() == "card", "a cached copy is verified before it is used again"
+    assert [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")] == []
+
+
+DAMAGE: dict[str, Callable[[Store, str], object]] = {
+    "flipped byte": lambda store, key: store.put_bytes(key, bytes([1]) + (store.read_bytes(key) or b"")[1:]),
+    "truncated": lambda store, key: store.put_bytes(key, (store.read_bytes(key) or b"")[:-1]),
+    "missing": lambda store, key: store.delete([key]),
+    "extra bytes": lambda store, key: store.put_bytes(key, (store.read_bytes(key) or b"") + b"x"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_every_damage_of_a_file_is_noticed_named_and_set_aside(store: Store, tmp_path: Path, damage: str) -> None:
+    artifacts = ArtifactStore(store, tmp_path / "cache")
+    ref = publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k"))
+    DAMAGE[damage](store, "artifacts/ppo/k/000001/policy/model.safetensors")
+    with pytest.raises(CorruptArtifact, match=r"s3://.*policy/model\.safetensors"):
+        artifacts.fetch(ref)
+    assert artifacts.find("ppo", "k") is None
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k")).digest == ref.digest
+
+
+def test_one_bad_download_does_not_condemn_an_artifact(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts = ArtifactStore(store, tmp_path / "cache")
+    ref = publish(artifacts, output(tmp_path / "out"))
+    plain = Store.get_file
+
+    def short(self: Store, key: str, local: Path) -> None:
+        monkeypatch.setattr(Store, "get_file", plain)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        local.write_bytes(b"")
+
+    monkeypatch.setattr(Store, "get_file", short)
+    assert (artifacts.fetch(ref) / "card.md").read_text() == "card"
+    assert artifacts.find("ppo", "k") == ref
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "missing", "empty manifest"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: Store, tmp_path: Path, damage: str) -> None:
+    saver = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
+    for step in range(3):
+        saver.save(step, output(tmp_path / f"state{step}", str(step)))
+    assert {key.split("/")[2] for key in store.list("checkpoints/k")} == {"attempts", "step-00000001", "step-00000002"}
+    prefix = "checkpoints/k/step-00000002"
+    if damage == "empty manifest":
+        store.put_bytes(f"{prefix}/manifest.json", b"")
+    else:
+        [key] = [key for key in store.list(prefix) if key.endswith(".safetensors")]
+        DAMAGE[damage](store, key)
+    resumed = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
+    found = resumed.latest()
+    assert found is not None and found[0] == 1
+    assert (found[1] / "policy" / "model.safetensors").read_bytes().endswith(b"1")
+    with pytest.raises(Superseded):
+        saver.save(5, output(tmp_path / "state5"))
+    resumed.clear()
+    assert resumed.latest() is None
+    assert [key for key in store.list(prefix) if "/damaged-" in key]
+
+
+def test_a_missing_bucket_is_a_config_error_that_says_so(s3_server: Any) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url=.*bucket.*does not exist"):
+        Store("s3://no-such-bucket/x", s3_server.endpoint).check()
+
+
+def test_a_server_that_does_not_answer_is_a_config_error_within_seconds(s3_server: Any) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url=.*Could not connect") as caught:
+        Store(s3_server.url, "http://127.0.0.1:9").check()
+    assert "test-secret" not in str(caught.value)

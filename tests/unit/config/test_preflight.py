@@ -1,0 +1,452 @@
+"""What is looked at before anything heavy starts.
+
+Locked here: data files, the model's folder, addresses, folders, reward functions and devices that cannot work are
+refused with the class of error that fits, all at once and quickly; what may work is a warning; secrets are not shown;
+nothing of the user's is executed; and `describe` states the batch arithmetic and the placement.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig, checkfiles, devices, preflight
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.preflight import check, describe
+from rlhf_core.errors import ConfigError, DataError, InputError, ModelError
+
+ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+
+
+@pytest.fixture(autouse=True)
+def on_two_cores_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with_gpus(monkeypatch, 0)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
+    monkeypatch.setattr(devices, "_installed_gpus", lambda: count)
+    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: count == 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def config(*overrides: str, **tree: Any) -> PipelineConfig:
+    return config_from_tree(tree, overrides=overrides)
+
+
+def refused(config: PipelineConfig, kind: type[InputError]) -> str:
+    start = time.monotonic()
+    with pytest.raises(InputError) as caught:
+        check(config)
+    assert time.monotonic() - start < 2
+    assert type(caught.value) is kind
+    assert "Traceback" not in caught.value.message
+    return caught.value.message
+
+
+def safetensors(**tensors: list[int]) -> bytes:
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        size = 4
+        for axis in shape:
+            size *= axis
+        header[name.replace("__", ".")] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
+def model_folder(folder: Path, **changes: Any) -> Path:
+    """A folder that passes; `changes` replaces files by name (bytes, a JSON value, or None to leave it out)."""
+    files: dict[str, Any] = {
+        "config.json": {"max_position_embeddings": 256, "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2},
+        "tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 7, "content": "</s>"}]},
+        "tokenizer_config.json": {"chat_template": "{{ messages }}"},
+        "model.safetensors": safetensors(model__embed_tokens__weight=[8, 64], model__norm__weight=[64]),
+    }
+    folder.mkdir(parents=True)
+    for name, content in {**files, **{name.replace("__", "."): value for name, value in changes.items()}}.items():
+        if content is not None:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return folder
+
+
+def test_the_default_configuration_passes_without_a_warning() -> None:
+    assert check(config()) == []
+
+
+def test_files_that_can_be_read_pass(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf\r\n\r\n" + ROW)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(ROW))
+    (tmp_path / "c.json").write_bytes(b"[" + ROW + b"]")
+    (tmp_path / "d.csv").write_text("prompt,chosen\na,b\n")
+    (tmp_path / "e.parquet").write_bytes(b"PAR1" + bytes(20) + b"PAR1")
+    (tmp_path / "first-row-bad.jsonl").write_bytes(b"{oops\n" + ROW)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").write_bytes(ROW)
+    names = ["a.jsonl", "./b.jsonl.gz", str(tmp_path / "c.json"), "d.csv", "e.parquet", "first-row-bad.jsonl", "folder"]
+    assert check(config(data={"preference": [{"path": name} for name in names]})) == []
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+LONG_ROW = b'{"prompt": "' + random.Random(0).randbytes(9000).hex().encode() + b'"}\n'
+
+BAD_DATA = {
+    "an empty file": ("a.jsonl", b"", ("0 rows", "empty")),
+    "only blank lines": ("a.jsonl", b"\n \n\r\n", ("0 rows", "blank")),
+    "no JSON": ("a.jsonl", b"hello\nworld\n", ("a.jsonl:1", "not complete JSON", "one JSON object per line")),
+    "a row cut off": ("a.jsonl", b'{"prompt": "a', ("a.jsonl:1", "not complete JSON")),
+    "rows that are lists": ("a.jsonl", b"[1]\n[2]\n", ("a.jsonl:1", "must be a JSON object", "got list")),
+    "Latin-1": ("a.jsonl", '{"prompt": "caf\u00e9"}\n'.encode("latin-1"), ("a.jsonl:1", "0xe9", "not UTF-8")),
+    "nesting": ("a.jsonl", b"[" * 100_000 + b"\n", ("a.jsonl:1", "too deep")),
+    "parquet under another name": ("a.jsonl", b"PAR1" + bytes(20), ("is parquet", "rename")),
+    "JSON named parquet": ("a.parquet", ROW, ("is not parquet",)),
+    "a pointer file": ("a.jsonl", LFS, ("Git LFS pointer", "git lfs pull")),
+    "a pointer file named parquet": ("a.parquet", LFS, ("Git LFS pointer",)),
+    "gzip cut short": ("a.jsonl.gz", gzip.compress(LONG_ROW)[:-5000], ("not whole gzip",)),
+    "no gzip": ("a.jsonl.gz", ROW, ("not whole gzip",)),
+    "no array": ("a.json", b"hello", ("a.json:1", "JSON array")),
+    "an empty array": ("a.json", b"[]", ("0 rows",)),
+    "an array of numbers": ("a.json", b"[1, 2]", ("objects", "got int")),
+    "an array cut short": ("a.json", b'[{"prompt": 1}', ("not valid JSON",)),
+    "another kind of file": ("a.txt", b"text", ("unknown kind of file", ".jsonl")),
+}
+
+
+@pytest.mark.parametrize("title", BAD_DATA)
+def test_a_data_file_that_cannot_be_used_is_refused(title: str, tmp_path: Path) -> None:
+    name, content, words = BAD_DATA[title]
+    (tmp_path / name).write_bytes(content)
+    message = refused(config(data={"preference": [{"path": name}]}), DataError)
+    assert message.startswith("data.preference.0.path: ")
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "words"),
+    [
+        ("missing.jsonl", DataError, ("file not found: missing.jsonl",)),
+        ("./missing", DataError, ("file not found: ./missing",)),
+        ("/nowhere/x", DataError, ("file not found: /nowhere/x",)),
+        ("not an id", DataError, ("file not found", "no hub id")),
+        ("s3://", ConfigError, ("s3://bucket/key",)),
+        ("s3://bucket", ConfigError, ("s3://bucket/key",)),
+        ("https://host/a.jsonl", ConfigError, ("scheme https://", "download")),
+        ("empty", DataError, ("no data files",)),
+    ],
+)
+def test_a_data_path_that_leads_nowhere_is_refused(
+    path: str, kind: type[InputError], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    message = refused(config(data={"prompts": [{"path": path}]}), kind)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_hub_ids_are_warned_about_unless_pinned() -> None:
+    pinned = config(
+        model={"path": "owner/name", "revision": "abc"}, data={"sft": [{"path": "owner/set", "revision": "abc"}]}
+    )
+    assert check(pinned) == []
+    loose = check(config(model={"path": "owner/name"}, data={"sft": [{"path": "owner/set"}]}))
+    assert len(loose) == 2
+    assert any("data.sft.0.revision" in text for text in loose)
+    assert any("model.revision" in text for text in loose)
+
+
+def test_a_whole_model_folder_passes(tmp_path: Path) -> None:
+    assert check(config(model={"path": str(model_folder(tmp_path / "m"))})) == []
+
+
+SHARDED = {
+    "model__safetensors": None,
+    "model.safetensors.index.json": {"weight_map": {"a": "s1.safetensors", "b": "s2.safetensors"}},
+    "s1__safetensors": safetensors(a=[2]),
+}
+
+BAD_MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no config": ({"config__json": None}, ("has no config.json",)),
+    "a broken config": ({"config__json": b"{"}, ("config.json is not readable JSON",)),
+    "no tokenizer": ({"tokenizer__json": None}, ("has no tokenizer",)),
+    "no weights": ({"model__safetensors": None}, ("no weights", "*.safetensors")),
+    "pickled weights": ({"model__safetensors": None, "pytorch_model__bin": b"x"}, ("pytorch_model.bin", "can run code")),
+    "an empty shard": ({"model__safetensors": b""}, ("is not safetensors",)),
+    "a pointer file": ({"model__safetensors": LFS}, ("Git LFS pointer",)),
+    "HTML": ({"model__safetensors": b"<!DOCTYPE html><html>"}, ("looks like HTML",)),
+    "XML": ({"model__safetensors": b"<?xml version='1.0'?><Error/>"}, ("looks like HTML",)),
+    "a header of 2^60 bytes": ({"model__safetensors": struct.pack("<Q", 2**60) + b"{}"}, ("is not safetensors",)),
+    "a header that is no JSON": ({"model__safetensors": struct.pack("<Q", 2) + b"xx"}, ("is not safetensors",)),
+    "weights cut short": ({"model__safetensors": safetensors(a=[8])[:-1]}, ("cut short or damaged",)),
+    "weights too long": ({"model__safetensors": safetensors(a=[8]) + b"x"}, ("cut short or damaged",)),
+    "a missing shard": (SHARDED, ("lacks s2.safetensors", "1 of 2")),
+    "rows and vocabulary that differ": (
+        {"model__safetensors": safetensors(model__embed_tokens__weight=[6, 64])},
+        ("6 rows", "vocab_size 8"),
+    ),
+    "a tokenizer larger than the vocabulary": (
+        {"tokenizer__json": {"model": {"vocab": {}}, "added_tokens": [{"id": 8}]}},
+        ("9 tokens", "vocab_size 8"),
+    ),
+    "no chat template": ({"tokenizer_config__json": {}}, ("no chat template", "data.template=plain")),
+    "heads the engines cannot compute": (
+        {"config__json": {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 8}},
+        ("heads of size 8", "32, 64"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", BAD_MODELS)
+def test_a_model_folder_that_cannot_be_used_is_refused(title: str, tmp_path: Path) -> None:
+    changes, words = BAD_MODELS[title]
+    message = refused(config(model={"path": str(model_folder(tmp_path / "m", **changes))}), ModelError)
+    assert message.startswith("model.path: ")
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "a/b/c"])
+def test_a_missing_model_is_not_called_a_bad_repository_id(path: str) -> None:
+    message = refused(config(model={"path": path}), ModelError)
+    assert message.startswith(f"model.path: model path not found: {path}")
+
+
+def test_a_model_that_is_a_file_or_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    assert "got the file" in refused(config(model={"path": "file"}), ModelError)
+    assert "is empty" in refused(config(model={"path": "empty"}), ModelError)
+
+
+def test_sequences_longer_than_the_context_are_refused(tmp_path: Path) -> None:
+    folder = str(model_folder(tmp_path / "m"))
+    message = refused(config(model={"path": folder}, data={"max_prompt_tokens": 200}), ConfigError)
+    assert "264 tokens" in message
+    assert "context of 256" in message
+    assert check(config(model={"path": folder}, data={"max_prompt_tokens": 192})) == []
+
+
+def test_a_template_of_ones_own_makes_up_for_a_missing_one(tmp_path: Path) -> None:
+    folder = str(model_folder(tmp_path / "m", tokenizer_config__json={}))
+    assert check(config(model={"path": folder}, data={"template": "plain"})) == []
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    assert check(config(model={"path": folder}, data={"chat_template": "t.jinja"})) == []
+    (tmp_path / "blank.jinja").write_text(" \n")
+    assert "is empty" in refused(config(data={"chat_template": "blank.jinja"}), ConfigError)
+    assert "file not found" in refused(config(data={"chat_template": "none.jinja"}), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"store": {"url": "s3://"}}, ("store.url", "s3://bucket/prefix")),
+        ({"store": {"url": "s3:///prefix"}}, ("store.url", "s3://bucket/prefix")),
+        ({"store": {"url": "s3://A_B/x"}}, ("store.url", "3 to 63")),
+        ({"store": {"url": "gs://bucket/x"}}, ("store.url", "scheme gs://")),
+        ({"store": {"endpoint": "localhost:9000"}}, ("store.endpoint", "http(s)://")),
+        ({"tracking": {"uri": "ftp://host"}}, ("tracking.uri", "scheme ftp://")),
+        ({"run": {"home": "file/x"}}, ("run.home", "is a file")),
+        ({"store": {"url": "file"}}, ("store.url", "is a file")),
+    ],
+)
+def test_an_address_or_folder_that_cannot_work_is_refused(
+    tree: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    message = refused(config(**tree), ConfigError)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_a_folder_that_may_not_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests may run as root, whom file modes do not stop.
+    monkeypatch.setattr(checkfiles.os, "access", lambda *_: False)
+    assert "not writable" in refused(config(), ConfigError)
+
+
+def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
+    base = PipelineConfig().model_dump(mode="json", by_alias=True)
+    base["store"]["url"] = "s3://key:hunter2@bucket/x"
+    by_hand = PipelineConfig.model_validate_json(json.dumps(base))
+    assert "hunter2" not in refused(by_hand, ConfigError)
+    assert "hunter2" not in describe(by_hand)
+
+
+def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6})())
+    warnings = check(config())
+    assert len(warnings) == 1
+    assert "0.0 GB free" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"type": "python", "function": "x:f", "file": "none.py"}, ("ppo.rewards.0.file", "file not found")),
+        ({"type": "python", "function": "x:f", "file": "r.py"}, ("r.py has no function f", "score")),
+        ({"type": "python", "function": "x:f", "file": "broken.py"}, ("broken.py:1", "not valid Python")),
+        ({"type": "python", "function": "no_such_module_x:f"}, ("module no_such_module_x not found", "0.file")),
+        ({"type": "python", "function": "json.nothing:f"}, ("module json.nothing not found",)),
+        ({"type": "python", "function": "json.decoder:nothing"}, ("has no function nothing",)),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused(reward: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    message = refused(
+        config(ppo={"rewards": [reward]}, reward={"enabled": False}, data={"preference": []}), ConfigError
+    )
+    assert [word for word in words if word not in message] == [], message
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("open('ran', 'w')\n")
+    (tmp_path / "pack" / "mine.py").write_text("open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n")
+    for reward in (
+        {"type": "python", "function": "pack.mine:score"},
+        {"type": "python", "function": "x:score", "file": "pack/mine.py"},
+        {"type": "python", "function": "json:dumps"},
+    ):
+        assert check(config(ppo={"rewards": [reward]}, reward={"enabled": False}, data={"preference": []})) == []
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.preference=[]", "ppo.rewards=[{type: gold}]"), ("reward.enabled", "data.preference is empty")),
+        (("reward.enabled=false", "ppo.rewards=[{type: gold}]", "evaluate.judge=reward_model"), ("evaluate.judge",)),
+        (("evaluate.judge=rules",), ("evaluate.judge", "ppo.rewards")),
+        (("sft.batch_size=2", "sft.deepspeed.ranks=4"), ("sft.deepspeed.ranks", "sft.batch_size (2)", "got 4")),
+        (("run.device=cuda",), ("run.device", "0 visible GPUs")),
+        (("ppo.weight_sync.backend=nccl",), ("ppo.weight_sync.backend", "use auto or gloo")),
+        (("ppo.engine.tensor_parallel=2",), ("ppo.engine.tensor_parallel", "got 2")),
+        (("model.attention=flash_attention_2",), ("model.attention", "use sdpa")),
+        (("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none")),
+        (("ppo.policy_deepspeed.offload=optimizer",), ("ppo.policy_deepspeed.zero_stage", "got 0")),
+        (("ppo.engine.kv_cache_gib=1000000",), ("ppo.engine.kv_cache_gib", "must fit")),
+    ],
+)
+def test_settings_that_contradict_each_other_or_the_machine_are_refused(
+    overrides: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    message = refused(config(*overrides), ConfigError)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(ROW)
+    assert "only judges" in check(config("ppo.rewards=[{type: gold}]"))[0]
+    assert "demo task only" in check(config("ppo.rewards.1.type=gold", data={"prompts": [{"path": "p.jsonl"}]}))[0]
+    assert "come twice" in check(config("ppo.prompts_per_step=1100"))[0]
+    assert "take turns" in check(config("ppo.engine.count=3"))[0]
+
+
+def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 4)
+    wide = config(ppo={"policy_deepspeed": {"ranks": 2}, "critic_deepspeed": {"ranks": 2}, "engine": {"count": 4}})
+    message = refused(wide, ConfigError)
+    assert (
+        "needs 8 GPUs (2 policy + reference, 2 critic + reward model, 4 engines = 8; colocate=pairs); got 4" in message
+    )
+    assert "sft.deepspeed.ranks" in refused(config("sft.deepspeed.ranks=8"), ConfigError)
+    with_gpus(monkeypatch, 8)
+    assert check(wide) == []
+
+
+def test_the_devices_of_a_ray_cluster_elsewhere_are_not_counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = config("run.device=cuda", "sft.deepspeed.ranks=8")
+    assert "0 visible GPUs" in refused(elsewhere, ConfigError)
+    monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
+    assert check(elsewhere) == []
+
+
+# Ranks: policy 2, critic 2, reference 1, reward 1; 3 engines of 2 GPUs = 6.
+@pytest.mark.parametrize(
+    ("colocate", "needed"),
+    [
+        ("none", 2 + 1 + 2 + 1 + 6),
+        ("policy_reference", 2 + 2 + 1 + 6),
+        ("critic_reward", 2 + 1 + 2 + 6),
+        ("pairs", 2 + 2 + 6),
+        ("all", 6),
+    ],
+)
+def test_the_gpus_needed_follow_from_what_is_colocated(colocate: str, needed: int) -> None:
+    plan = devices.placement(
+        config(
+            f"ppo.colocate={colocate}",
+            "ppo.policy_deepspeed.ranks=2",
+            "ppo.critic_deepspeed.ranks=2",
+            "ppo.engine.count=3",
+            "ppo.engine.tensor_parallel=2",
+        )
+    )
+    assert plan.devices == needed
+    assert plan.arithmetic.endswith(f"= {needed}")
+
+
+def test_without_a_reward_model_no_device_is_set_aside_for_it() -> None:
+    ruled = config("ppo.rewards=[{type: gold}]", "ppo.colocate=none", "reward.enabled=false")
+    assert devices.placement(ruled).devices == 1 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen", "count"),
+    [
+        (4, None, 4),
+        (4, "", 0),
+        (4, "-1", 0),
+        (4, "0,2", 2),
+        (4, "0,7", 1),
+        (4, "1,-1,2", 1),
+        (1, "MIG-a,MIG-b", 2),
+        (0, "0", 0),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_would(
+    monkeypatch: pytest.MonkeyPatch, installed: int, chosen: str | None, count: int
+) -> None:
+    with_gpus(monkeypatch, installed, chosen)
+    assert devices.visible_gpus() == count
+
+
+def test_a_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 4)
+    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: True)
+    assert devices.visible_gpus() == 0
+
+
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
+    message = refused(
+        config(
+            "run.device=cuda",
+            model={"path": "/nowhere"},
+            data={"sft": [{"path": "no.jsonl"}], "chat_template": "no.jinja"},
+            store={"url": "gs://x"},
+        ),
+        ConfigError,
+    )
+    fields = [line.split(":")[0] for line in message.splitlines()]
+    assert fields == ["store.url", "data.sft.0.path", "data.chat_template", "model.path", "run.device"]
+
+
+def test_the_description_states_the_arithmetic_and_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = describe(config("ppo.samples_per_prompt=2", "ppo.policy_deepspeed.ranks=2", "ppo.steps=10"))
+    assert "64 prompts x 2 = 128 responses; 1 epoch(s) x 4 minibatches of 32 (16 a rank); 1280 responses in all" in text
+    assert "on the CPU, 2 cores: 4 processes" in text
+    assert "score = 1 x model" in text
+    with_gpus(monkeypatch, 3)
+    assert "on 3 GPUs: 1 policy + reference" in describe(config())

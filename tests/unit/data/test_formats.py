@@ -1,0 +1,121 @@
+"""Rows become records, or are refused with a reason.
+
+Locked here:
+- five formats are told apart by their fields; strings and message lists mean the same;
+- conversations without `prompt` (message lists, and HH-RLHF transcripts) share their common beginning as the prompt;
+- every malformed row is refused with a reason that names the field;
+- other fields are kept as JSON in `meta`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.formats import Message, RowError, normalise
+
+U, A, S = "user", "assistant", "system"
+
+
+def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"text": "a"}, "text"),
+        ({"messages": chat((U, "a"), (A, "b"))}, "messages"),
+        ({"prompt": "a", "completion": "b"}, "completion"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
+        ({"prompt": "a"}, "prompt"),
+        ({"prompt": "a", "completion": None}, "prompt"),
+    ],
+)
+def test_the_format_follows_from_the_fields(row: dict[str, Any], kind: str) -> None:
+    assert normalise(row).kind == kind
+
+
+def test_strings_and_message_lists_give_the_same_record() -> None:
+    plain = normalise({"prompt": "q", "chosen": "good", "rejected": "bad"})
+    lists = normalise({"prompt": chat((U, "q")), "chosen": chat((A, "good")), "rejected": chat((U, "q"), (A, "bad"))})
+    assert lists == plain
+    assert plain.prompt == (Message(U, "q"),)
+    assert (plain.response, plain.rejected, plain.prompt_text) == ("good", "bad", "q")
+
+
+def test_conversations_without_a_prompt_share_their_common_beginning() -> None:
+    start = ((U, "q1"), (A, "a1"), (U, "q2"))
+    record = normalise({"chosen": chat(*start, (A, "good")), "rejected": chat(*start, (A, "bad"))})
+    assert record.prompt == tuple(Message(*turn) for turn in start)
+    assert (record.response, record.rejected) == ("good", "bad")
+
+
+def test_transcripts_of_hh_rlhf_are_conversations() -> None:
+    start = "\n\nHuman: Why is\nit so?\n\nAssistant: Say more.\n\nHuman: The sky."
+    record = normalise({"chosen": f"{start}\n\nAssistant: Light.", "rejected": f"{start}\n\nAssistant: No."})
+    assert [m.role for m in record.prompt] == [U, A, U]
+    assert record.prompt[0].content == "Why is\nit so?"
+    assert (record.response, record.rejected) == ("Light.", "No.")
+
+
+def test_the_prompt_of_a_conversation_is_what_comes_before_its_last_answer() -> None:
+    record = normalise({"messages": chat((S, "be brief"), (U, "q1"), (A, "a1"), (U, "q2"), (A, "a2"))})
+    assert record.prompt_text == "be brief\n\nq1\n\na1\n\nq2"
+
+
+def test_fields_are_renamed_first_and_the_others_kept() -> None:
+    row = {"question": "q", "answer": "18", "id": 7, "meta": {"level": 2}, "split": "train", "empty": None}
+    record = normalise(row, rename={"question": "prompt"})
+    assert record.prompt_text == "q"
+    assert record.meta == {"answer": "18", "id": 7, "level": 2}
+
+
+def test_a_demanded_format_wins_over_the_fields() -> None:
+    assert normalise({"prompt": "q", "chosen": "a", "rejected": "b"}, "prompt").kind == "prompt"
+    with pytest.raises(RowError, match="'completion' is missing or null"):
+        normalise({"prompt": "q"}, "completion")
+
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "no known format.*fields: none"),
+    ({"question": "x"}, "no known format.*'question'.*rename"),
+    ({"text": ""}, "'text' is empty"),
+    ({"text": " \n\t"}, "'text' is blank"),
+    ({"text": 5}, "'text' must be a string; got int"),
+    ({"text": "a\x00b"}, "'text' has a NUL character"),
+    ({"text": "a\ud800b"}, "'text' has a lone surrogate.*position 1"),
+    ({"prompt": "", "completion": "b"}, "'prompt' is empty"),
+    ({"prompt": 3}, "'prompt' must be a list of messages; got int"),
+    ({"prompt": {"role": U}}, "'prompt' must be a list of messages; got dict"),
+    ({"prompt": []}, "'prompt' has no messages"),
+    ({"prompt": chat((U, "a"), (A, "b"))}, "last message of 'prompt' must not be the assistant's"),
+    ({"prompt": chat((S, "a"))}, "prompt has no user's message"),
+    ({**PAIR, "rejected": "a"}, "'chosen' and 'rejected' are the same"),
+    ({**PAIR, "rejected": None}, "'rejected' is missing or null"),
+    ({**PAIR, "chosen": chat((A, "x"), (U, "y"), (A, "z"))}, "'chosen' must be one assistant message"),
+    ({"chosen": "a", "rejected": "b"}, "'prompt' is missing, and 'chosen' is not a conversation"),
+    ({"chosen": chat((U, "p"), (A, "x")), "rejected": chat((U, "q"), (A, "x"))}, "common beginning.*no user's message"),
+    ({"chosen": chat((U, "p"), (A, "x")), "rejected": chat((U, "p"), (A, "x"))}, "are the same"),
+    ({"messages": "hello"}, "'messages' must be a list of messages; got str"),
+    ({"messages": ["hello"]}, r"messages\[0\] must be an object with 'role' and 'content'; got str"),
+    ({"messages": chat((U, "a"))}, "last of 'messages' must be the assistant's"),
+    ({"messages": chat((U, "a"), (U, "b"), (A, "c"))}, r"messages\[1\].role must be assistant \(roles take turns\)"),
+    ({"messages": chat((A, "a"))}, r"messages\[0\].role must be user"),
+    ({"messages": chat((U, "a"), (A, "b"), (S, "c"))}, r"messages\[2\].role must be user"),
+    ({"messages": chat((U, "a"), ("tool", "b"))}, r"messages\[1\].role must be system, user or assistant; got 'tool'"),
+    ({"messages": [{"content": "a"}]}, r"messages\[0\].role must be"),
+    (
+        {"messages": [{"role": U, "content": None}, {"role": A, "content": "b"}]},
+        r"messages\[0\].content is missing or null",
+    ),
+    ({"text": "a", "score": float("nan")}, "other fields cannot be kept as JSON"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])
+def test_a_malformed_row_is_refused_with_its_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError, match=reason):
+        normalise(row)

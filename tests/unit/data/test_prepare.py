@@ -1,0 +1,337 @@
+"""The data artifact as a whole.
+
+Locked here:
+- a prompt held out in one set is in no training set, whatever the seed; tiny sets keep a row on either side;
+- every row is accounted for: read = bad + dropped + train + eval;
+- duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
+- too many bad rows, or too few usable ones, stop the run with a message that says what to do;
+- the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the same bytes;
+- the stage logs its card; the card shows text that cannot become markup.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_samples import write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.card import card_markdown
+from rlhf_core.data.collect import held_out, split_key
+from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
+from rlhf_core.data.prepare import prepare
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.stages.data import run
+from rlhf_core.types import Services
+
+SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
+
+
+def configure(**sections: Any) -> PipelineConfig:
+    return PipelineConfig.model_validate(sections, strict=False)
+
+
+def demo(**data: Any) -> PipelineConfig:
+    return configure(data={"synthetic": SMALL, **data})
+
+
+def files(folder: Path, rows: list[dict[str, Any]], **data: Any) -> PipelineConfig:
+    """Pairs from a file in all three sets, a tokenizer trained on them."""
+    source = [{"path": str(write_jsonl(folder / "pairs.jsonl", rows))}]
+    return configure(data={"sft": source, "preference": source, "prompts": source, **data})
+
+
+def pairs(number: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": i} for i in range(number)
+    ]
+
+
+def prepared(config: PipelineConfig, out: Path) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    return prepare(config, out, lambda done, total: None).card
+
+
+@pytest.fixture(scope="module")
+def demo_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo")
+    prepared(demo(), out)
+    return out
+
+
+def test_the_demo_artifact_fits_its_model(demo_out: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = AutoConfig.from_pretrained(demo_out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(demo_out / "tokenizer")
+    assert model.model_type == "llama" and model.architectures == ["LlamaForCausalLM"]
+    assert model.vocab_size % 8 == 0 and len(tokenizer) <= model.vocab_size < len(tokenizer) + 8
+    assert (model.eos_token_id, model.pad_token_id, model.bos_token_id) == (
+        tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id,
+    )  # fmt: skip
+    for example in load_sft(demo_out, "train"):
+        assert len(example.input_ids) == len(example.loss_mask) <= 128
+        assert max(example.input_ids) < model.vocab_size
+        learned = [token for token, marked in zip(example.input_ids, example.loss_mask, strict=True) if marked]
+        assert learned[-1] == tokenizer.eos_token_id and example.input_ids[0] == tokenizer.bos_token_id
+    for pair in load_pairs(demo_out, "train"):
+        assert pair.chosen_ids != pair.rejected_ids
+        assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == tokenizer.eos_token_id
+    prompt = load_prompts(demo_out, "eval")[0]
+    assert tokenizer.decode(prompt.input_ids) == f"<bos><|user|>{prompt.prompt}<|assistant|>"
+    assert prompt.meta["id"].startswith("synthetic-prompt-")
+
+
+def test_no_training_row_has_a_held_out_prompt(demo_out: Path) -> None:
+    held = {prompt.prompt for prompt in load_prompts(demo_out, "eval")} | {
+        pair.prompt for pair in load_pairs(demo_out, "eval")
+    }
+    assert held
+    assert not held & {prompt.prompt for prompt in load_prompts(demo_out, "train")}
+    assert not held & {pair.prompt for pair in load_pairs(demo_out, "train")}
+    texts = json.loads((demo_out / "data_card.json").read_text())["overlap"]
+    assert texts["exact"] == 0
+
+
+def test_the_same_seed_gives_the_same_bytes(demo_out: Path, tmp_path: Path) -> None:
+    prepared(demo(), tmp_path)
+    names = sorted(str(file.relative_to(demo_out)) for file in demo_out.rglob("*") if file.is_file())
+    assert "sft_train.parquet" in names and "model/config.json" in names and "tokenizer/tokenizer.json" in names
+    assert [name for name in names if (demo_out / name).read_bytes() != (tmp_path / name).read_bytes()] == []
+
+
+KEYS = st.lists(st.text("abcdef", min_size=1, max_size=3), min_size=3, max_size=20)
+
+
+@given(
+    st.integers(0, 99),
+    st.dictionaries(st.sampled_from(["sft", "preference", "prompts"]), KEYS, min_size=1),
+    st.floats(0, 1),
+)
+def test_every_set_keeps_prompts_on_either_side_or_says_why_not(
+    seed: int, keys: dict[str, list[str]], fraction: float
+) -> None:
+    try:
+        held = held_out(seed, keys, fraction)
+    except DataError as error:
+        assert "distinct prompt" in error.message
+        assert min(len(set(some)) for some in keys.values()) < 4
+        return
+    for some in keys.values():
+        assert set(some) & held and set(some) - held
+
+
+def test_the_share_held_out_is_the_one_asked_for() -> None:
+    keys = [f"prompt {i}" for i in range(5000)]
+    held = held_out(0, {"sft": keys}, 0.1)
+    assert 0.08 < len(held) / len(keys) < 0.12
+    assert held_out(0, {"sft": keys[:100], "prompts": keys}, 0.1) == held
+    assert held_out(1, {"sft": keys}, 0.1) != held
+
+
+def test_every_row_is_accounted_for(tmp_path: Path) -> None:
+    rows = pairs(60)
+    rows += [rows[3], rows[4]]  # duplicates
+    rows += [{"prompt": "question 9", "chosen": "bad 9", "rejected": "good 9"}]  # contradicts row 9
+    rows += [{"prompt": "long", "chosen": "x " * 500, "rejected": "y"}]
+    rows += [{"prompt": "word " * 5000, "chosen": "x", "rejected": "y"}]
+    rows += [{"prompt": "broken", "chosen": None, "rejected": "y"}]
+    card = prepared(files(tmp_path, rows, max_prompt_tokens=32, max_eval=2), tmp_path / "out")
+    for counts in card["counts"].values():
+        assert counts["read"] == 66
+        assert counts["read"] == counts["bad"] + sum(counts["dropped"].values()) + counts["train"] + counts["eval"]
+        assert counts["eval"] == 2
+    dropped = card["counts"]["preference"]["dropped"]
+    assert dropped["duplicate"] == 2
+    assert dropped["contradictory pair"] == 2
+    assert dropped["response longer than data.max_response_tokens"] == 1
+    assert dropped["prompt longer than data.max_prompt_tokens"] == 1
+    assert dropped["held out beyond data.max_eval"] > 0
+    quarantine = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert {(row["line"], row["reason"]) for row in quarantine} == {(66, "'chosen' is missing or null")}
+    assert '"broken"' in quarantine[0]["row"]
+    assert load_prompts(tmp_path / "out", "train")[0].meta == {"answer": 0}
+
+
+def test_too_many_bad_rows_stop_the_run_with_the_first_three_reasons(tmp_path: Path) -> None:
+    rows: list[Any] = [*pairs(20), {"prompt": ""}, {"prompt": 5}, {"nothing": 1}, {"prompt": "a"}]
+    with pytest.raises(DataError) as caught:
+        prepared(files(tmp_path, rows), tmp_path / "out")
+    message = caught.value.message
+    assert "data.sft[0]: 4 of 24 rows" in message and "data.max_bad_rows=0.05" in message
+    for line in (21, 22, 23):
+        assert f"pairs.jsonl:{line}: " in message
+    assert "pairs.jsonl:24" not in message
+
+
+def test_nothing_left_after_filtering_says_which_limit_to_raise(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"data\.sft: 0 of 12 rows left after filtering \(12 prompt longer than"
+    ) as caught:
+        prepared(files(tmp_path, pairs(12), max_prompt_tokens=2), tmp_path / "out")
+    assert caught.value.message.endswith("raise data.max_prompt_tokens")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "1 of 1 rows left"),
+        ([{"prompt": "a", "chosen": f"b{i}", "rejected": "c"} for i in range(9)], "only 1 distinct prompt"),
+        ([{"prompt": f"{i}", "completion": "b"} for i in range(9)], "`completion` row; a pair needs 'chosen'"),
+    ],
+)
+def test_unusable_sets_are_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepared(files(tmp_path, rows), tmp_path / "out")
+
+
+def test_an_empty_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"data\.sft\[0\]: .*blank\.jsonl has 0 rows"):
+        prepared(demo(sft=[{"path": str(tmp_path / "blank.jsonl")}]), tmp_path / "out")
+
+
+def test_no_preference_source_gives_empty_pair_files(tmp_path: Path) -> None:
+    config = configure(
+        data={"synthetic": SMALL, "preference": []},
+        reward={"enabled": False},
+        ppo={"rewards": [{"type": "well_formed"}]},
+    )
+    prepared(config, tmp_path)
+    assert load_pairs(tmp_path, "train") == load_pairs(tmp_path, "eval") == []
+
+
+@pytest.fixture
+def model_folder(sp_tokenizer: Any, tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    sp_tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(sp_tokenizer), "max_position_embeddings": 128}))
+    return folder
+
+
+def test_a_given_model_brings_its_own_tokenizer_and_template(model_folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text((model_folder / "chat_template.jinja").read_text().replace("User:", "Human:"))
+    config = configure(model={"path": str(model_folder)}, data={"synthetic": SMALL, "chat_template": str(template)})
+    prepared(config, tmp_path / "out")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert tokenizer.decode(load_prompts(tmp_path / "out", "train")[0].input_ids).startswith("<s> Human: ")
+    assert "Human:" in tokenizer.chat_template
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"vocab_size": 100, "max_position_embeddings": 128}, "but the model's embedding only 100"),
+        ({"vocab_size": 9999, "max_position_embeddings": 64}, r"= 128 tokens do not fit the context of .* \(64\)"),
+    ],
+)
+def test_a_tokenizer_or_length_that_does_not_fit_the_model_is_refused(
+    model_folder: Path, tmp_path: Path, facts: dict[str, int], message: str
+) -> None:
+    (model_folder / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ModelError, match=message):
+        prepared(configure(model={"path": str(model_folder)}, data={"synthetic": SMALL}), tmp_path / "out")
+
+
+def test_a_demonstration_that_begins_with_a_held_out_prompt_is_counted(tmp_path: Path) -> None:
+    rows = pairs(40)
+    stories = [{"text": f"{row['prompt']} and so on."} for row in rows]
+    config = files(tmp_path, rows).model_copy()
+    sources = [{"path": str(write_jsonl(tmp_path / "stories.jsonl", stories))}]
+    pair_source = [source.model_dump() for source in config.data.preference]
+    card = prepared(
+        configure(data={"sft": sources, "preference": pair_source, "prompts": pair_source}), tmp_path / "out"
+    )
+    assert card["overlap"]["exact"] == 0
+    assert card["overlap"]["near"] > 0
+
+
+def test_the_card_cannot_become_markup(tmp_path: Path) -> None:
+    rows = pairs(30)
+    for row in rows:
+        row["prompt"] += "\n```\n# title <script>alert(1)</script>\n````\n\u202eevil\x1b[31m"
+    card = prepared(files(tmp_path, rows), tmp_path / "out")
+    text = (tmp_path / "out" / "data_card.md").read_text()
+    assert text == card_markdown(card)
+    assert "\u202e" not in text and "\x1b" not in text
+    fences = list(_outside_fences(text.splitlines()))
+    assert any("# Data card" in line for line in fences)
+    assert not any("script" in line or "title" in line for line in fences)
+
+
+def _outside_fences(lines: list[str]) -> Iterator[str]:
+    """Lines that a Markdown reader takes as markup."""
+    fence = ""
+    for line in lines:
+        ticks = line[: len(line) - len(line.lstrip("`"))]
+        if fence:
+            if line == ticks and len(ticks) >= len(fence):
+                fence = ""
+        elif len(ticks) >= 3:
+            fence = ticks
+        else:
+            yield line
+
+
+class Recorder:
+    """Stands in for tracking and progress."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.files: list[str] = []
+        self.flushed = False
+        self.progress: list[tuple[int, int]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics |= metrics
+
+    def flush(self) -> None:
+        self.flushed = True
+
+    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        self.tables[name] = rows
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        raise AssertionError("the data stage draws nothing")
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        assert path.is_file()
+        self.files.append(path.name)
+
+    def report(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
+        assert (task, unit) == ("data", "rows")
+        self.progress.append((done, total))
+
+
+def test_the_stage_reports_progress_counts_and_card(tmp_path: Path) -> None:
+    recorder = Recorder()
+    services: Any = Services(
+        inputs={},
+        out=tmp_path,
+        work=tmp_path,
+        checkpoints=None,
+        metrics=recorder,
+        progress=recorder.report,  # type: ignore[arg-type]
+    )
+    result = run(demo(), services)
+    assert result.metrics["data/sft_train"] + result.metrics["data/sft_eval"] == 60
+    assert result.metrics == recorder.metrics
+    assert recorder.files == ["data_card.md", "data_card.json"] and recorder.flushed
+    assert len(recorder.tables["data_samples"]) == 9
+    assert recorder.progress[-1] == (160, 160)
+    assert result.params["data.sft[0].digest"].startswith("synthetic@")
+
+
+def test_prompts_that_differ_in_white_space_are_held_out_together() -> None:
+    assert split_key(" a\n b ") == split_key("a b") != split_key("ab")

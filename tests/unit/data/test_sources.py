@@ -1,0 +1,221 @@
+"""Reading rows.
+
+Locked here:
+- jsonl, gzipped jsonl, json, csv and parquet give the same rows; folders are read in order of names;
+- byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
+- a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
+- a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
+- a missing local path is never taken for a hub id;
+- digests follow contents, not names or times.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import Source
+from rlhf_core.data.files import BadRow, Row
+from rlhf_core.data.sources import kind_of, read_rows, source_digests
+from rlhf_core.errors import DataError, ModelError
+
+ROWS = [{"prompt": 'ä, "b"', "completion": "c\nd"}, {"prompt": "e", "completion": "f"}]
+
+
+def read(path: Path, **options: Any) -> list[Row | BadRow]:
+    return list(read_rows(Source(path=str(path), **options)))
+
+
+def data_of(path: Path, **options: Any) -> list[dict[str, Any]]:
+    return [row.data for row in read(path, **options) if isinstance(row, Row)]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def as_jsonl(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write(tmp_path / "a.jsonl", as_jsonl(ROWS))
+    write(tmp_path / "a.jsonl.gz", gzip.compress(as_jsonl(ROWS).encode()))
+    write(tmp_path / "a.json", json.dumps(ROWS, indent=1))
+    write(tmp_path / "a.csv", 'prompt,completion\r\n"ä, ""b""","c\nd"\r\ne,f\r\n')
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    for file in sorted(tmp_path.iterdir()):
+        assert data_of(file) == ROWS, file.name
+
+
+def test_a_folder_is_read_file_by_file_in_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "c.jsonl", '{"text": "3"}\n')
+    write(tmp_path / "b.jsonl", '{"text": "2"}\n')
+    write(tmp_path / "a.json", '[{"text": "1"}]')
+    write(tmp_path / "readme.md", "no data")
+    assert [row["text"] for row in data_of(tmp_path)] == ["1", "2", "3"]
+    assert [row["text"] for row in data_of(tmp_path, limit=2)] == ["1", "2"]
+
+
+def test_marks_crlf_and_blank_lines_are_accepted_and_lines_keep_their_numbers(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "1"}\r\n\r\n  \n{"text": "2"}')
+    assert [(row.line, getattr(row, "data", None)) for row in read(file)] == [(1, {"text": "1"}), (4, {"text": "2"})]
+
+
+def test_rows_of_another_split_are_left_out_on_request(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "a.jsonl", as_jsonl([{"text": "1", "split": "test"}, {"text": "2", "split": "train"}, {"text": "3"}])
+    )
+    assert [row["text"] for row in data_of(file, only_split=True)] == ["2"]
+    assert len(data_of(file)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at position 14"),
+        (b'{"text": }', "not valid JSON at column 10"),
+        (b'{"text": NaN}', "NaN is not JSON"),
+        (b'{"text": -Infinity}', "-Infinity is not JSON"),
+        (b'["a"]', "expected a JSON object, got an array"),
+        (b"5", "expected a JSON object, got int"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b'{"text": "a\x00"}', "Invalid control character"),
+        (b'{"text": "' + b"x" * 17 * 2**20 + b'"}', "longer than 16 MiB"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_line_is_named_and_its_neighbours_are_kept(tmp_path: Path, line: bytes, reason: str) -> None:
+    file = write(tmp_path / "a.jsonl", b'{"text": "1"}\n' + line + b'\n{"text": "3"}\n')
+    first, bad, last = read(file)
+    assert isinstance(first, Row) and isinstance(bad, BadRow) and isinstance(last, Row)
+    assert bad.line == 2 and reason in bad.reason
+    assert len(bad.text) <= 500
+
+
+def test_a_truncated_last_line_is_said_to_be_cut_short(tmp_path: Path) -> None:
+    *_, bad = read(write(tmp_path / "a.jsonl", '{"text": "1"}\n{"text": "tw'))
+    assert isinstance(bad, BadRow) and bad.line == 2 and "cut short" in bad.reason
+
+
+def test_csv_rows_with_too_few_cells_or_wrong_bytes_are_bad(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "a.csv", b"prompt,completion\na,b\nc\n\nd\xe9,e\nf,g\n"))
+    assert [row.line for row in rows] == [2, 3, 5, 6]
+    reasons = [row.reason for row in rows if isinstance(row, BadRow)]
+    assert "1 cells, but the first line names 2" in reasons[0] and reasons[1] == "not UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "the file is empty"),
+        ("a.jsonl", b"PAR1....", "this is a parquet file with the name of a .jsonl file"),
+        ("a.jsonl", gzip.compress(b"{}"), "this is a gzip file with the name of a .jsonl file"),
+        ("a.parquet", b'{"a": 1}', "this is not a parquet file"),
+        ("a.parquet", b"PAR1" + b"x" * 50, "parquet file is damaged"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        ("a.jsonl", b"<!DOCTYPE html><html>", "web page"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "UTF-16"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9999)[:-20], "cut short or damaged"),
+        ("a.json", b'{"text": "a"}', "expected an array of objects, got dict"),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}', "name it .jsonl"),
+        ("a.json", b'[{"a": NaN}]', "NaN is not JSON"),
+        ("a.json", b'["\xe9"]', "not UTF-8"),
+        ("a.csv", b"a,a\n1,2\n", "must name each field once"),
+        ("a.txt", b"hello", "unknown kind of file"),
+    ],
+)  # fmt: skip
+def test_an_unusable_file_is_one_error_that_names_it(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    file = write(tmp_path / name, content)
+    with pytest.raises(DataError, match=message) as caught:
+        read(file)
+    assert str(file) in caught.value.message
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200))
+def test_any_bytes_as_jsonl_end_in_rows_or_one_error(tmp_path: Path, content: bytes) -> None:
+    try:
+        rows = read(write(tmp_path / "a.jsonl", content))
+    except DataError:
+        return
+    assert all(isinstance(row, Row) or row.reason for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("synthetic", "synthetic"),
+        ("s3://bucket/key.jsonl", "s3"),
+        ("owner/name", "hub"),
+        ("name", "hub"),
+        ("missing.jsonl", "local"),
+        ("data/missing.parquet", "local"),
+        ("./missing", "local"),
+        ("/missing", "local"),
+        ("../missing", "local"),
+        ("~/missing", "local"),
+        ("a/b/c", "local"),
+        ("with blank", "local"),
+    ],
+)
+def test_paths_are_told_from_hub_ids(path: str, kind: str) -> None:
+    assert kind_of(path) == kind
+
+
+def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"file not found: \./missing; give an existing file"):
+        list(read_rows(Source(path="./missing")))
+    with pytest.raises(DataError, match="no data file in folder"):
+        read(tmp_path)
+
+
+def config_for(path: Path, model: Path | None = None) -> PipelineConfig:
+    data = {
+        "sft": [{"path": str(path)}],
+        "preference": [{"path": "synthetic"}],
+        "prompts": [{"path": "owner/name", "revision": "abc"}],
+    }
+    return PipelineConfig.model_validate({"data": data, "model": {"path": str(model) if model else None}}, strict=False)
+
+
+def test_digests_follow_contents_and_not_names_or_times(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(first, '{"text": "1"}\n')
+    write(second, '{"text": "1"}\n')
+    os.utime(second, (1, 1))
+    digests = source_digests(config_for(first))
+    assert digests == source_digests(config_for(second))
+    assert digests["data.prompts[0]"] == "hub:owner/name@abc:train"
+    assert digests["data.preference[0]"].startswith("synthetic@")
+    write(second, '{"text": "2"}\n')
+    assert source_digests(config_for(second))["data.sft[0]"] != digests["data.sft[0]"]
+
+
+def test_the_digest_of_a_folder_changes_with_any_of_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder / "config.json", "{}")
+    write(folder / "model.safetensors", "weights")
+    data = write(tmp_path / "a.jsonl", "{}\n")
+    before = source_digests(config_for(data, folder), "sft")
+    assert set(before) == {"model"}
+    write(folder / "model.safetensors", "Weights")
+    assert source_digests(config_for(data, folder), "sft") != before
+    assert source_digests(config_for(data, folder), "ppo") == {}
+    with pytest.raises(ModelError, match="model path not found"):
+        source_digests(config_for(data, tmp_path / "nowhere"))

@@ -1,0 +1,179 @@
+"""Chat templates, masks and special tokens.
+
+Locked here:
+- tokens and masks are exactly those of the tokenizer's own `apply_chat_template`, on two kinds of tokenizers;
+- prompt and response of a pair are the two halves of the conversation, EOS once and last; BOS once and first;
+- a template without {% generation %} marks gives the same mask as one with them, or is refused;
+- text that spells a special token never becomes one, and nothing else about its tokens changes;
+- plain joining gives the tokens of the joined text;
+- a missing, broken, attacking, slow or empty template is a ModelError with a fix, before any row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from data_samples import CHATML, SENTENCEPIECE_TEMPLATE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.data.formats import Message
+from rlhf_core.data.templates import EncodeError, Encoder
+from rlhf_core.errors import ModelError
+
+ASK, ANSWER = Message("user", "Is it late?"), Message("assistant", "It is noon.")
+TALK = [
+    Message("system", "be kind"),
+    ASK,
+    ANSWER,
+    Message("user", "And  the\nfox? é🦊"),
+    Message("assistant", "It plays."),
+]
+
+
+def reference(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
+    plain = [{"role": m.role, "content": m.content} for m in messages]
+    return tokenizer.apply_chat_template(plain, tokenize=True, return_dict=True, **options)
+
+
+@pytest.mark.parametrize("fixture", ["byte_tokenizer", "sp_tokenizer"])
+def test_tokens_and_masks_are_the_tokenizers_own(request: pytest.FixtureRequest, fixture: str) -> None:
+    tokenizer = request.getfixturevalue(fixture)
+    encoder = Encoder(tokenizer, "chat")
+    for messages in (TALK, TALK[1:3]):
+        expected = reference(tokenizer, messages, return_assistant_tokens_mask=True)
+        encoded = encoder.conversation(messages)
+        assert list(encoded.ids) == expected["input_ids"]
+        assert list(encoded.mask) == expected["assistant_masks"]
+        assert 0 < sum(encoded.mask) < len(encoded.mask)
+    prompt = reference(tokenizer, TALK[:4], add_generation_prompt=True)["input_ids"]
+    assert list(encoder.prompt(TALK[:4])) == prompt
+
+
+@pytest.mark.parametrize("fixture", ["byte_tokenizer", "sp_tokenizer"])
+def test_prompt_and_response_are_the_two_halves_of_the_conversation(
+    request: pytest.FixtureRequest, fixture: str
+) -> None:
+    tokenizer = request.getfixturevalue(fixture)
+    encoder = Encoder(tokenizer, "chat")
+    prompt, response = encoder.response(TALK[:4], "It plays.")
+    assert prompt + response == encoder.conversation(TALK).ids
+    assert prompt == encoder.prompt(TALK[:4])
+    assert response[-1] == tokenizer.eos_token_id and response.count(tokenizer.eos_token_id) == 1
+    assert prompt[0] == tokenizer.bos_token_id and (prompt + response).count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(response[:-1]).strip() == "It plays."
+
+
+def chatml_tokenizer(make: Callable[..., Any], template: str) -> Any:
+    return make(template, ("<unk>", "<s>", "<|im_end|>", "<|im_start|>"), eos_token="<|im_end|>", bos_token=None)
+
+
+def test_a_template_without_marks_gives_the_mask_of_one_with_them(make_tokenizer: Callable[..., Any]) -> None:
+    marked = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with_marks = Encoder(chatml_tokenizer(make_tokenizer, marked), "chat")
+    without = Encoder(chatml_tokenizer(make_tokenizer, CHATML), "chat")
+    assert without.conversation(TALK) == with_marks.conversation(TALK)
+    assert sum(without.conversation(TALK).mask) > 10
+    assert without.response([ASK], "It is noon.")[1][-1] == without.eos_id
+
+
+def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(make_tokenizer: Callable[..., Any]) -> None:
+    outside = SENTENCEPIECE_TEMPLATE.replace(
+        " + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{ eos_token }}"
+    )
+    without = SENTENCEPIECE_TEMPLATE.replace(" + eos_token", "")
+    expected = Encoder(make_tokenizer(), "chat").conversation([ASK, ANSWER])
+    for template in (outside, without):
+        assert template != SENTENCEPIECE_TEMPLATE
+        assert Encoder(make_tokenizer(template), "chat").conversation([ASK, ANSWER]) == expected
+
+
+@pytest.mark.parametrize("evil", ["</s>", "say </s> now", "<s></s><s>", "a\ue000<unk>b</s>", "<unk> </s"])
+@pytest.mark.parametrize("template", ["chat", "plain"])
+def test_text_that_spells_a_special_token_stays_text(sp_tokenizer: Any, evil: str, template: Any) -> None:
+    encoder = Encoder(sp_tokenizer, template)
+    prompt, response = encoder.response([Message("user", f"x {evil} y")], f" ok {evil} z")
+    assert prompt.count(encoder.eos_id) == 0
+    assert prompt.count(sp_tokenizer.bos_token_id) == 1
+    assert response.count(encoder.eos_id) == 1 and response[-1] == encoder.eos_id
+    assert response.count(sp_tokenizer.bos_token_id) == 0
+    assert evil in sp_tokenizer.decode(prompt) and evil in sp_tokenizer.decode(response[:-1])
+    talk = [Message("user", evil), Message("assistant", evil), ASK, ANSWER]
+    encoded = encoder.conversation(talk)
+    assert encoded.ids.count(encoder.eos_id) == 2
+    learned = [token for token, marked in zip(encoded.ids, encoded.mask, strict=True) if marked]
+    assert learned.count(encoder.eos_id) == 2 and evil in sp_tokenizer.decode(learned)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "a", "fox", "é", "\n", "<", "s>", "\ue000"]), min_size=1))
+def test_the_careful_way_gives_the_same_tokens_where_nothing_is_special(sp_tokenizer: Any, pieces: list[str]) -> None:
+    encoder = Encoder(sp_tokenizer, "chat")
+    text = "".join(pieces)
+    rendered = f"<s>User: {text} Assistant:"
+    specials = ("<s>", "</s>", "<unk>")
+    ids = encoder._pieces(rendered, {}, template_specials=True).ids
+    assert ids == sp_tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    if text.strip() and not any(special in text for special in specials):
+        assert (
+            list(encoder.prompt([Message("user", text)]))
+            == reference(sp_tokenizer, [Message("user", text)], add_generation_prompt=True)["input_ids"]
+        )
+
+
+def test_plain_joining_gives_the_tokens_of_the_joined_text(sp_tokenizer: Any) -> None:
+    encoder = Encoder(sp_tokenizer, "plain")
+    prompt, response = encoder.response([Message("user", "The small fox")], " plays in the garden.")
+    joined = sp_tokenizer("The small fox plays in the garden.")["input_ids"]
+    assert [*prompt, *response] == [*joined, encoder.eos_id]
+    assert prompt == encoder.prompt([Message("user", "The small fox")])
+    prompt, response = encoder.response([Message("user", "The small fo")], "x plays")
+    assert sp_tokenizer.decode([*prompt, *response], skip_special_tokens=True) == "The small fox plays"
+
+
+def test_text_is_cut_at_the_limit_and_ends_with_eos_only_if_whole(sp_tokenizer: Any) -> None:
+    encoder = Encoder(sp_tokenizer, "chat")
+    whole = encoder.text("It is noon.", 100)
+    assert whole.ids == (*sp_tokenizer("It is noon.")["input_ids"], encoder.eos_id)
+    assert whole.mask == (0,) + (1,) * (len(whole.ids) - 1)
+    cut = encoder.text("It is noon. " * 50, 20)
+    assert len(cut.ids) == len(cut.mask) == 20 and encoder.eos_id not in cut.ids
+
+
+BROKEN = {
+    None: "has no chat template",
+    "{% for m in messages %}": "cannot be used.*TemplateSyntaxError",
+    "{{ messages.nowhere.further }}": "cannot be used.*UndefinedError",
+    "": "does not render the user's message",
+    "hello": "does not render the user's message",
+    "{{ ''.__class__.__mro__ }}": "cannot be used.*SecurityError",
+    "{% for i in range(10**9) %}x{% endfor %}": "cannot be used.*OverflowError",
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}": "needs over 2 s",
+    "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}": "assistant",
+    "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}": "cannot be used.*marks",
+    "{{ raise_exception('no') }}": "cannot be used.*no",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", BROKEN)
+def test_an_unusable_template_is_refused_with_a_fix(make_tokenizer: Callable[..., Any], template: str | None) -> None:
+    with pytest.raises(ModelError, match=BROKEN[template]) as caught:
+        Encoder(make_tokenizer(template), "chat", "the/model")
+    assert "the/model" in caught.value.message and "data.chat_template" in caught.value.message
+
+
+def test_a_row_that_the_template_refuses_is_an_error_of_that_row(make_tokenizer: Callable[..., Any]) -> None:
+    strict = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + SENTENCEPIECE_TEMPLATE
+    )
+    encoder = Encoder(make_tokenizer(strict), "chat")
+    with pytest.raises(EncodeError, match="no system"):
+        encoder.prompt(TALK[:2])
+    assert encoder.prompt([ASK])

@@ -1,0 +1,81 @@
+"""Loading and training tokenizers.
+
+Locked here:
+- a missing folder is said to be missing; a hub id is only what looks like one;
+- EOS must exist, and the pad token is another token: chosen from those that are there, or refused with a fix;
+- a trained tokenizer is opened by AutoTokenizer, loses no text, and keeps within the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_samples import TEXTS
+
+from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer, with_safe_specials
+from rlhf_core.errors import ModelError
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c"])
+def test_a_missing_folder_is_said_to_be_missing(path: str) -> None:
+    with pytest.raises(ModelError, match=r"model path not found: .*give an existing folder"):
+        load_tokenizer(path)
+
+
+def test_a_hub_id_is_only_what_looks_like_one_and_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_local_model("owner/name")
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert is_local_model("owner/name")
+
+
+def test_a_folder_without_a_tokenizer_is_an_error_with_the_path(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer can be loaded from") as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in caught.value.message
+
+
+def test_the_pad_token_is_never_eos(make_tokenizer: Callable[..., Any]) -> None:
+    specials = ("<unk>", "<s>", "</s>", "<|reserved_0|>", "<|fill_pad|>")
+    by_name = with_safe_specials(make_tokenizer(specials=specials, pad_token="</s>"), "m")
+    assert by_name.pad_token == "<|fill_pad|>"
+    by_unk = with_safe_specials(make_tokenizer(specials=specials[:4], pad_token=None), "m")
+    assert by_unk.pad_token == "<unk>" and by_unk.pad_token_id != by_unk.eos_token_id
+    kept = with_safe_specials(make_tokenizer(specials=specials, pad_token="<|reserved_0|>"), "m")
+    assert kept.pad_token == "<|reserved_0|>"
+
+
+def test_no_token_to_pad_with_and_no_eos_are_refused_with_a_fix() -> None:
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.BPE({"a": 0}, []))
+    bare.add_special_tokens([AddedToken("<|end|>", special=True)])
+    with pytest.raises(ModelError, match=r"no token to pad with besides EOS \('<\|end\|>'\); add a pad token"):
+        with_safe_specials(PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|end|>"), "m")
+    with pytest.raises(ModelError, match="has no EOS token; set eos_token"):
+        with_safe_specials(PreTrainedTokenizerFast(tokenizer_object=bare), "m")
+
+
+@pytest.mark.parametrize(("size", "text"), [(384, "Ask: (a+b)*c?\nYes!"), (512, "é🦊 \x01 any byte")])
+def test_a_trained_tokenizer_loses_no_text_and_opens_again(tmp_path: Path, size: int, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    trained = train_tokenizer(TEXTS, size)
+    trained.save_pretrained(tmp_path)
+    opened = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(opened) <= size
+    assert opened.chat_template == trained.chat_template
+    assert [opened.pad_token, opened.bos_token, opened.eos_token, opened.unk_token] == [
+        "<pad>",
+        "<bos>",
+        "<eos>",
+        "<unk>",
+    ]
+    for sample in [*TEXTS, text]:
+        ids = opened(sample)["input_ids"]
+        assert ids[0] == opened.bos_token_id
+        assert opened.decode(ids, skip_special_tokens=True) == sample

@@ -1,0 +1,329 @@
+"""Artifacts exist whole or not at all, are verified before use, and are made once.
+
+Locks: round trip and manifest content, digest by content, the damage table (every kind of damage of files and manifest
+is noticed, named and set aside), first publisher wins, a superseded attempt cannot publish, interrupted publishing
+leaves nothing visible, programs and links are refused, leftovers of dead attempts go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, Superseded
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.digests import weights_sha256
+from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.store import Store
+from rlhf_core.types import ArtifactRef
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def artifacts(store: Store, tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(store, tmp_path / "cache")
+
+
+def output(tmp_path: Path, name: str = "out", extra: str = "") -> Path:
+    folder = tmp_path / name
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 8 + extra.encode())
+    (folder / "policy" / "config.json").write_text('{"hidden": 32}')
+    (folder / "empty.txt").write_bytes(b"")
+    return folder
+
+
+def publish(artifacts: ArtifactStore, folder: Path, fence: Fence | None = None, **changes: object) -> ArtifactRef:
+    parent = ArtifactRef("sft", "f" * 16, "d" * 64, "/x")
+    known = {"parents": {"sft": parent}, "metrics": {"kl": 1.5}, "config": {"a": 1}, "facts": {"weights_sha256": "w"}}
+    return artifacts.publish("ppo", KEY, folder, fence=fence, mlflow_run_id="run", **{**known, **changes})  # type: ignore[arg-type]
+
+
+def test_a_published_folder_is_found_and_fetched_with_the_same_bytes(artifacts: ArtifactStore, tmp_path: Path) -> None:
+    assert artifacts.find("ppo", KEY) is None
+    expected = {p.relative_to(tmp_path / "a").as_posix(): p.read_bytes() for p in output(tmp_path, "a").rglob("*.*")}
+    ref = publish(artifacts, output(tmp_path))
+    assert artifacts.find("ppo", KEY) == ref
+    assert (ref.kind, ref.key, ref.metrics, ref.facts, ref.mlflow_run_id) == (
+        "ppo", KEY, {"kl": 1.5}, {"weights_sha256": "w"}, "run",
+    )  # fmt: skip
+    folder = artifacts.fetch(ref)
+    assert str(folder) == ref.uri
+    assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")} == expected
+    assert not (tmp_path / "out").exists(), "publish consumes the folder"
+
+
+def test_the_manifest_tells_files_parents_config_and_versions(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path
+) -> None:
+    publish(artifacts, output(tmp_path), claim(store, KEY))
+    manifest = json.loads(store.read_bytes(f"artifacts/ppo/{KEY}/manifest.json") or b"")
+    assert [entry["path"] for entry in manifest["files"]] == [
+        "empty.txt",
+        "policy/config.json",
+        "policy/model.safetensors",
+    ]
+    assert manifest["files"][1]["size"] == 14
+    # printf '' | sha256sum
+    assert manifest["files"][0]["sha256"] == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert manifest["parents"] == {"sft": {"key": "f" * 16, "digest": "d" * 64}}
+    assert manifest["config"] == {"a": 1}
+    assert {"python", "torch", "rlhf-pipeline"} <= set(manifest["versions"])
+    assert manifest["folder"] == "000001"
+
+
+def test_the_digest_follows_the_content_and_nothing_else(tmp_path: Path) -> None:
+    digests = []
+    for number, extra in enumerate(["", "", "x"]):
+        artifacts = ArtifactStore(Store(tmp_path / f"s{number}"), tmp_path / "cache")
+        digests.append(publish(artifacts, output(tmp_path, extra=extra), metrics={"kl": float(number)}).digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_number_that_is_not_finite_stays_out_of_the_manifest(artifacts: ArtifactStore, tmp_path: Path) -> None:
+    ref = publish(artifacts, output(tmp_path), metrics={"a": float("nan"), "b": float("inf"), "c": 2.0})
+    assert artifacts.find("ppo", KEY) == ref
+    assert ref.metrics == {"c": 2.0}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def swap(path: Path) -> None:
+    other = path.parent / "config.json"
+    data = other.read_bytes()
+    other.write_bytes(path.read_bytes())
+    path.write_bytes(data)
+
+
+FILE_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped byte": flip,
+    "truncated": truncate,
+    "emptied": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "extra bytes": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "swapped files": swap,
+    "pointer file": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
+    "a link": lambda path: (shutil.move(path, path.parents[2] / "x"), path.symlink_to(path.parents[2] / "x")),
+}
+
+
+@pytest.mark.parametrize("damage", FILE_DAMAGE)
+def test_every_damage_of_a_file_is_noticed_named_and_set_aside(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, damage: str
+) -> None:
+    ref = publish(artifacts, output(tmp_path))
+    FILE_DAMAGE[damage](Path(ref.uri) / "policy" / "model.safetensors")
+    with pytest.raises(CorruptArtifact, match=r"policy/(model\.safetensors|config\.json)") as caught:
+        artifacts.fetch(ref)
+    assert "the same command makes it again" in str(caught.value)
+    assert artifacts.find("ppo", KEY) is None
+    assert len([key for key in store.list("artifacts") if "/damaged-" in key]) == 1, "set aside, not deleted"
+    again = publish(artifacts, output(tmp_path), claim(store, KEY))
+    assert again.digest == ref.digest
+    assert artifacts.fetch(again).joinpath("policy", "config.json").read_text() == '{"hidden": 32}'
+    assert len([key for key in store.list("artifacts") if "/damaged-" in key]) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "extra bytes", "emptied"])
+def test_damage_that_shows_in_sizes_is_noticed_before_reuse(
+    artifacts: ArtifactStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = publish(artifacts, output(tmp_path))
+    FILE_DAMAGE[damage](Path(ref.uri) / "policy" / "model.safetensors")
+    with caplog.at_level(logging.ERROR):
+        assert artifacts.find("ppo", KEY) is None
+    assert "model.safetensors" in caplog.text
+
+
+def test_a_file_that_the_manifest_does_not_know_is_noticed(artifacts: ArtifactStore, tmp_path: Path) -> None:
+    ref = publish(artifacts, output(tmp_path))
+    (Path(ref.uri) / "policy" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CorruptArtifact, match=r"adapter_config\.json is not in the manifest"):
+        artifacts.fetch(ref)
+
+
+def edited(raw: bytes) -> bytes:
+    return raw.replace(b'"kl": 1.5', b'"kl": 0.5')
+
+
+MANIFEST_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda raw: b"",
+    "truncated": lambda raw: raw[: len(raw) // 2],
+    "not json": lambda raw: b"<html>503 Slow Down</html>",
+    "a list": lambda raw: b"[]",
+    "null": lambda raw: b"null",
+    "an edited number": edited,
+    "a flipped byte": lambda raw: raw.replace(b"sha256", b"sha257", 1),
+    "a path out of the folder": lambda raw: raw.replace(b"policy/config.json", b"../../../x.json"),
+    "another schema": lambda raw: raw.replace(b'"schema": 1', b'"schema": 9'),
+}
+
+
+@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
+def test_every_damage_of_a_manifest_is_noticed_and_the_artifact_is_made_again(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = publish(artifacts, output(tmp_path))
+    key = f"artifacts/ppo/{KEY}/manifest.json"
+    raw = store.read_bytes(key) or b""
+    changed = MANIFEST_DAMAGE[damage](raw)
+    assert changed != raw
+    store.put_bytes(key, changed)
+    with caplog.at_level(logging.ERROR):
+        assert artifacts.find("ppo", KEY) is None
+    assert "manifest" in caplog.text
+    assert publish(artifacts, output(tmp_path)).digest == ref.digest
+
+
+def test_the_manifest_of_another_artifact_is_noticed(artifacts: ArtifactStore, store: Store, tmp_path: Path) -> None:
+    publish(artifacts, output(tmp_path))
+    store.put_bytes("artifacts/ppo/other/manifest.json", store.read_bytes(f"artifacts/ppo/{KEY}/manifest.json") or b"")
+    assert artifacts.find("ppo", "other") is None
+
+
+def test_a_reference_to_content_that_was_replaced_is_refused(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path
+) -> None:
+    ref = publish(artifacts, output(tmp_path))
+    store.delete_prefix(f"artifacts/ppo/{KEY}")
+    with pytest.raises(CorruptArtifact, match="is gone"):
+        artifacts.fetch(ref)
+    publish(artifacts, output(tmp_path, extra="other"))
+    with pytest.raises(CorruptArtifact, match="not the one this run started with"):
+        artifacts.fetch(ref)
+
+
+def test_the_first_publisher_wins_and_the_second_gets_the_first_ones_artifact(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = (ArtifactStore(store, tmp_path / "cache") for _ in range(2))
+    first = publish(one, output(tmp_path, "a"))
+    assert publish(two, output(tmp_path, "b")) == first
+    assert "other content" not in caplog.text
+    assert publish(two, output(tmp_path, "c", extra="different")) == first
+    assert "other content" in caplog.text
+    assert two.fetch(first).joinpath("policy", "model.safetensors").stat().st_size == 2048
+
+
+def test_one_attempt_publishing_twice_does_not_touch_what_it_published(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path
+) -> None:
+    fence = claim(store, KEY)
+    first = publish(artifacts, output(tmp_path, "a"), fence)
+    assert publish(artifacts, output(tmp_path, "b", extra="different"), fence) == first
+    assert ArtifactStore(store, tmp_path / "cache").fetch(first) == Path(first.uri)
+
+
+def test_of_two_publishers_at_the_same_moment_one_manifest_stays_and_it_verifies(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = (ArtifactStore(store, tmp_path / "cache") for _ in range(2))
+    plain = Store.put_if_absent
+
+    def overtaken(self: Store, key: str, data: bytes) -> bool:
+        # The other one publishes after this one has stored its files and just before its manifest.
+        monkeypatch.setattr(Store, "put_if_absent", plain)
+        publish(quick, output(tmp_path, "b", extra="quick"))
+        return plain(self, key, data)
+
+    monkeypatch.setattr(Store, "put_if_absent", overtaken)
+    ref = publish(slow, output(tmp_path, "a", extra="slow"))
+    assert (slow.fetch(ref) / "policy" / "model.safetensors").read_bytes().endswith(b"quick")
+    folders = {key.split("/")[3] for key in store.list(f"artifacts/ppo/{KEY}")}
+    assert len(folders) == 2, "the manifest and the winner's folder"
+
+
+def test_a_superseded_attempt_cannot_publish(artifacts: ArtifactStore, store: Store, tmp_path: Path) -> None:
+    old = claim(store, KEY)
+    new = claim(store, KEY)
+    with pytest.raises(Superseded, match="attempt 2"):
+        publish(artifacts, output(tmp_path, "a"), old)
+    assert artifacts.find("ppo", KEY) is None
+    assert publish(artifacts, output(tmp_path, "b"), new) == artifacts.find("ppo", KEY)
+
+
+def test_an_attempt_superseded_during_the_upload_publishes_nothing_and_changes_nothing(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = claim(store, KEY)
+    plain = Store.put_file
+
+    def overtaken(self: Store, local: Path, key: str, *, link: bool = False) -> None:
+        monkeypatch.setattr(Store, "put_file", plain)
+        publish(artifacts, output(tmp_path, "b", extra="new"), claim(store, KEY))
+        plain(self, local, key, link=link)
+
+    monkeypatch.setattr(Store, "put_file", overtaken)
+    with pytest.raises(Superseded):
+        publish(artifacts, output(tmp_path, "a", extra="old"), old)
+    ref = artifacts.find("ppo", KEY)
+    assert ref is not None
+    assert (artifacts.fetch(ref) / "policy" / "model.safetensors").read_bytes().endswith(b"new")
+
+
+def test_a_failing_store_leaves_nothing_visible_and_the_folder_for_a_retry(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = Store.put_file, 0
+
+    def failing(self: Store, local: Path, key: str, *, link: bool = False) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RLHFError("503")
+        plain(self, local, key, link=link)
+
+    monkeypatch.setattr(Store, "put_file", failing)
+    folder = output(tmp_path)
+    with pytest.raises(RLHFError, match="503"):
+        publish(artifacts, folder, claim(store, KEY))
+    assert artifacts.find("ppo", KEY) is None
+    ref = publish(artifacts, folder, claim(store, KEY))
+    assert artifacts.find("ppo", KEY) == ref
+    assert {key.split("/")[3] for key in store.list(f"artifacts/ppo/{KEY}")} == {"000002", "manifest.json"}
+
+
+@pytest.mark.parametrize("name", ["run.py", "weights.pt", "policy/pytorch_model.BIN", "x.pkl", "lib.so"])
+def test_a_file_that_may_run_code_is_refused_by_name(artifacts: ArtifactStore, tmp_path: Path, name: str) -> None:
+    folder = output(tmp_path)
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(InputError, match="may run code"):
+        publish(artifacts, folder)
+    assert artifacts.find("ppo", KEY) is None
+
+
+def test_a_link_in_the_folder_is_refused(artifacts: ArtifactStore, tmp_path: Path) -> None:
+    folder = output(tmp_path)
+    (folder / "secret").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match="symbolic link"):
+        publish(artifacts, folder)
+
+
+def test_the_digest_of_weights_covers_every_shard(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"1")
+    # printf 1 | sha256sum
+    assert weights_sha256(tmp_path) == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+    (tmp_path / "b.safetensors").write_bytes(b"2")
+    two = weights_sha256(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes(b"3")
+    assert len({two, weights_sha256(tmp_path), "6b86"}) == 3

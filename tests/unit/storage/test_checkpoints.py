@@ -1,0 +1,257 @@
+"""Checkpoints: the newest whole one is used, damage falls back to the one before, later attempts shut earlier ones out.
+
+Locks: save and latest, retention, leftovers ignored, the damage table with fallback, quarantine, never a silent fresh
+start, fencing of saves, attempt numbers, clearing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import RLHFError, Superseded
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import claim
+from rlhf_core.storage.store import Store
+
+KEY = "stage0"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def checkpoints(store: Store, tmp_path: Path, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(store, KEY, tmp_path / "work", keep, claim(store, KEY))
+
+
+def state(tmp_path: Path, text: str) -> Path:
+    folder = tmp_path / f"state-{text}"
+    (folder / "rank0").mkdir(parents=True)
+    (folder / "rank0" / "optimizer.bin").write_text(f"optimizer {text}")
+    (folder / "rank1.bin").write_text(f"rank one  {text}")
+    return folder
+
+
+def files(store: Store, step: int) -> dict[str, Path]:
+    root = Path(store.uri(f"checkpoints/{KEY}/step-{step:08d}"))
+    return {path.name: path for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path)
+    assert saver.latest() is None
+    saver.save(9, state(tmp_path, "9"))
+    saver.save(10, state(tmp_path, "10"))
+    found = checkpoints(store, tmp_path).latest()
+    assert found is not None and found[0] == 10
+    assert (found[1] / "rank0" / "optimizer.bin").read_text() == "optimizer 10"
+    assert not (tmp_path / "state-10").exists(), "save consumes the folder"
+
+
+def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path, keep=2)
+    for step in range(5):
+        saver.save(step, state(tmp_path, str(step)))
+    assert {key.split("/")[2] for key in store.list(f"checkpoints/{KEY}")} == {
+        "attempts",
+        "step-00000003",
+        "step-00000004",
+    }
+
+
+def test_old_ones_go_only_after_the_new_one_is_committed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = checkpoints(store, tmp_path, keep=1)
+    saver.save(1, state(tmp_path, "1"))
+
+    def full(self: Store, key: str, data: bytes) -> bool:
+        raise RLHFError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put_if_absent", full)
+        with pytest.raises(RLHFError, match="no space"):
+            saver.save(2, state(tmp_path, "2"))
+    found = saver.latest()
+    assert found is not None and found[0] == 1
+
+
+def test_files_without_a_manifest_do_not_exist_and_go_later(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path, keep=1)
+    saver.save(1, state(tmp_path, "1"))
+    store.put_bytes(f"checkpoints/{KEY}/step-00000002/000007-abcdef/rank1.bin", b"half")
+    found = saver.latest()
+    assert found is not None and found[0] == 1
+    saver.save(3, state(tmp_path, "3"))
+    assert {key.split("/")[2] for key in store.list(f"checkpoints/{KEY}")} == {"attempts", "step-00000003"}
+
+
+def test_a_step_saved_twice_keeps_the_first(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = checkpoints(store, tmp_path)
+    saver.save(1, state(tmp_path, "first"))
+    saver.save(1, state(tmp_path, "second"))
+    found = saver.latest()
+    assert found is not None and (found[1] / "rank1.bin").read_text() == "rank one  first"
+    assert "existing one is kept" in caplog.text
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def swap(path: Path) -> None:
+    other = path.parent / "rank0" / "optimizer.bin"
+    data = other.read_bytes()
+    other.write_bytes(path.read_bytes())
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "flipped byte": ("rank1.bin", flip),
+    "truncated": ("rank1.bin", lambda path: path.write_bytes(path.read_bytes()[:3])),
+    "missing": ("rank1.bin", Path.unlink),
+    "extra bytes": ("rank1.bin", lambda path: path.write_bytes(path.read_bytes() + b"x")),
+    "zeroed": ("optimizer.bin", lambda path: path.write_bytes(bytes(path.stat().st_size))),
+    "swapped ranks": ("rank1.bin", swap),
+    "error page": ("optimizer.bin", lambda path: path.write_text("<html>503</html>")),
+    "empty manifest": ("manifest.json", lambda path: path.write_bytes(b"")),
+    "truncated manifest": ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:40])),
+    "flipped manifest": ("manifest.json", lambda path: path.write_bytes(path.read_bytes().replace(b"step", b"stop"))),
+    "manifest of another step": ("manifest.json", lambda path: path.write_bytes(files_of_step_one(path).read_bytes())),
+}
+
+
+def files_of_step_one(path: Path) -> Path:
+    return path.parents[1] / "step-00000001" / "manifest.json"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    store: Store, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = checkpoints(store, tmp_path)
+    saver.save(1, state(tmp_path, "1"))
+    saver.save(2, state(tmp_path, "2"))
+    name, mutate = DAMAGE[damage]
+    mutate(files(store, 2)[name])
+    resumed = checkpoints(store, tmp_path)
+    with caplog.at_level(logging.ERROR):
+        found = resumed.latest()
+    assert found is not None and found[0] == 1
+    assert (found[1] / "rank1.bin").read_text() == "rank one  1"
+    assert "step 2 is damaged" in caplog.text
+    assert any(name.startswith("damaged-") for name in files(store, 2)), "set aside, not deleted"
+
+    resumed.save(2, state(tmp_path, "2b"))
+    again = resumed.latest()
+    assert again is not None and again[0] == 2
+    assert (again[1] / "rank1.bin").read_text() == "rank one  2b"
+
+
+def test_when_all_are_damaged_the_fresh_start_is_not_silent(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = checkpoints(store, tmp_path)
+    for step in (1, 2):
+        saver.save(step, state(tmp_path, str(step)))
+        flip(files(store, step)["rank1.bin"])
+    assert saver.latest() is None
+    assert "the stage starts anew" in caplog.text
+
+
+def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path, keep=1)
+    saver.save(1, state(tmp_path, "1"))
+    flip(files(store, 1)["rank1.bin"])
+    assert saver.latest() is None
+    saver.save(2, state(tmp_path, "2"))
+    saver.save(3, state(tmp_path, "3"))
+    saver.clear()
+    assert set(files(store, 1)) >= {"rank1.bin", "optimizer.bin"}
+    record = next(path for name, path in files(store, 1).items() if name.startswith("damaged-"))
+    assert "rank1.bin" in json.loads(record.read_text())["reason"]
+    assert files(store, 2) == files(store, 3) == {}
+    assert saver.latest() is None
+
+
+def test_files_stay_where_a_manifest_was_too_damaged_to_tell_which_are_set_aside(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path)
+    saver.save(1, state(tmp_path, "1"))
+    files(store, 1)["manifest.json"].write_bytes(b"")
+    assert saver.latest() is None
+    saver.clear()
+    assert set(files(store, 1)) >= {"rank1.bin", "optimizer.bin"}
+
+
+def test_scripts_in_a_checkpoint_are_not_stored(store: Store, tmp_path: Path) -> None:
+    folder = state(tmp_path, "1")
+    (folder / "zero_to_fp32.py").write_text("print()")
+    checkpoints(store, tmp_path).save(1, folder)
+    assert not [key for key in store.list("checkpoints") if key.endswith(".py")]
+
+
+def test_attempts_are_numbered_and_only_the_last_may_commit(store: Store, tmp_path: Path) -> None:
+    first = claim(store, KEY)
+    first.check()
+    second = claim(store, KEY)
+    assert (first.attempt, second.attempt) == (1, 2)
+    second.check()
+    with pytest.raises(Superseded, match=r"attempt 2 \(process \d+ on .+, since .+\) has taken over"):
+        first.check()
+    claim(store, "another stage")
+    second.check()
+
+
+def test_racing_claims_get_different_numbers(store: Store) -> None:
+    attempts: list[int] = []
+    threads = [threading.Thread(target=lambda: attempts.append(claim(store, KEY).attempt)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(attempts) == list(range(1, 9))
+
+
+def test_a_superseded_attempt_cannot_save_and_harms_nothing(store: Store, tmp_path: Path) -> None:
+    old = checkpoints(store, tmp_path)
+    old.save(1, state(tmp_path, "1"))
+    new = checkpoints(store, tmp_path)
+    with pytest.raises(Superseded):
+        old.save(2, state(tmp_path, "stale"))
+    found = new.latest()
+    assert found is not None and found[0] == 1
+
+
+def test_an_attempt_superseded_in_the_middle_of_a_save_cannot_change_its_successors_checkpoint(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = checkpoints(store, tmp_path)
+    plain = Store.put_file
+
+    def overtaken(self: Store, local: Path, key: str, *, link: bool = False) -> None:
+        monkeypatch.setattr(Store, "put_file", plain)
+        checkpoints(store, tmp_path).save(1, state(tmp_path, "new"))
+        plain(self, local, key, link=link)
+
+    monkeypatch.setattr(Store, "put_file", overtaken)
+    with pytest.raises(Superseded):
+        old.save(1, state(tmp_path, "old"))
+    found = checkpoints(store, tmp_path).latest()
+    assert found is not None and (found[1] / "rank1.bin").read_text() == "rank one  new"
+
+
+def test_clearing_keeps_the_attempts(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path)
+    saver.save(1, state(tmp_path, "1"))
+    saver.clear()
+    assert store.list(f"checkpoints/{KEY}") == [f"checkpoints/{KEY}/attempts/000001.json"]
+    assert claim(store, KEY).attempt == 2

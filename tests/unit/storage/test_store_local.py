@@ -1,0 +1,203 @@
+"""The local store: keys stay inside, objects appear whole, creation happens once, bad addresses are refused.
+
+Locks: key table, address table, credentials never echoed, put/get/list/delete, no temporary file left or listed,
+an interrupted write changes nothing, one winner among racing creators, linked writes, full disks in one sentence.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import ConfigError, InputError, RLHFError
+from rlhf_core.storage.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/etc/passwd", "../x", "a/../../b", "a/./b", "a//b", "a/", "a\0b", "a\nb", "a\\b", "a?versionId=1", ".tmp-x/b",
+     "x" * 300, "a/" * 500 + "b", "a\x7fb", "a\ud800"],
+)  # fmt: skip
+def test_a_key_that_leaves_the_store_or_cannot_be_a_name_is_refused(store: Store, key: str) -> None:
+    for action in (
+        lambda: store.put_bytes(key, b""),
+        lambda: store.read_bytes(key),
+        lambda: store.put_if_absent(key, b""),
+        lambda: store.delete_prefix(key),
+        lambda: store.uri(key),
+    ):
+        with pytest.raises(InputError):
+            action()
+
+
+@pytest.mark.parametrize("key", ["a", "a/b.c/d-e_f=1", "späße/数", "%2e%2e/x", "...", "a b"])
+def test_an_odd_but_harmless_key_is_kept_as_it_is(store: Store, key: str) -> None:
+    store.put_bytes(key, b"x")
+    assert store.list(key.split("/")[0]) == [key]
+    assert store.read_bytes(key) == b"x"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///prefix",
+        "s3://B_cket/x",
+        "s3://bucket/../x",
+        "gs://bucket/x",
+        "http://host/x",
+        "file://host/x",
+        "",
+        "  ",
+    ],
+)
+def test_an_address_that_cannot_be_a_store_is_a_config_error(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url"):
+        Store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("s3://user:hunter2@bucket/x", None),
+        ("s3://bucket/x", "http://user:hunter2@host:9000"),
+        ("file://u:hunter2@h/x", None),
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_echoed(url: str, endpoint: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Store(url, endpoint)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_an_endpoint_must_be_the_address_of_a_server() -> None:
+    with pytest.raises(ConfigError, match=r"store\.endpoint"):
+        Store("s3://bucket/x", "127.0.0.1:9000")
+
+
+def test_a_file_address_is_the_same_store_as_its_path(tmp_path: Path) -> None:
+    Store(f"file://{tmp_path}/s").put_bytes("a/b", b"1")
+    assert Store(tmp_path / "s").read_bytes("a/b") == b"1"
+    assert Store(tmp_path / "s").uri("a/b") == str(tmp_path / "s" / "a" / "b")
+
+
+def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"hello")
+    store.put_file(tmp_path / "x", "a/b/x")
+    store.put_bytes("a/y", b"12")
+    store.put_bytes("ab/z", b"")
+    assert store.sizes("a") == {"a/b/x": 5, "a/y": 2}
+    assert store.exists("a/b/x") and not store.exists("a/b") and not store.exists("a/q")
+    store.get_file("a/b/x", tmp_path / "sub" / "back")
+    assert (tmp_path / "sub" / "back").read_bytes() == b"hello"
+    store.delete(["a/y", "a/nothing"])
+    assert store.list("a") == ["a/b/x"]
+    store.delete_prefix("a")
+    assert store.list("a") == [] and store.list("ab") == ["ab/z"]
+
+
+def test_what_does_not_exist_is_none_or_file_not_found(store: Store, tmp_path: Path) -> None:
+    assert store.read_bytes("a/b") is None
+    assert store.list("a") == []
+    store.delete_prefix("a")
+    with pytest.raises(FileNotFoundError):
+        store.get_file("a/b", tmp_path / "x")
+    assert list(tmp_path.glob("*")) == []
+
+
+def test_an_interrupted_write_leaves_the_old_object_and_no_temporary_file(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_bytes("a/x", b"old")
+    (tmp_path / "new").write_bytes(b"new")
+
+    def half(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copyfile", half)
+    with pytest.raises(KeyboardInterrupt):
+        store.put_file(tmp_path / "new", "a/x")
+    assert store.read_bytes("a/x") == b"old"
+    assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["x"]
+
+
+def test_the_unfinished_write_of_a_killed_process_is_not_listed_and_goes_with_its_folder(
+    store: Store, tmp_path: Path
+) -> None:
+    store.put_bytes("a/x", b"1")
+    (tmp_path / "store" / "a" / ".tmp-123").write_bytes(b"half")
+    assert store.list("a") == ["a/x"]
+    store.delete_prefix("a")
+    assert not (tmp_path / "store" / "a").exists()
+
+
+def test_only_the_first_creator_of_a_key_succeeds(store: Store) -> None:
+    assert store.put_if_absent("a/x", b"1")
+    assert not store.put_if_absent("a/x", b"1")
+    assert not store.put_if_absent("a/x", b"2")
+    assert store.read_bytes("a/x") == b"1"
+
+
+def test_of_racing_creators_exactly_one_wins_and_its_data_stays(store: Store) -> None:
+    for turn in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda n, turn=turn: store.put_if_absent(f"r/{turn}", str(n).encode()), range(8)))
+        assert won.count(True) == 1
+        assert store.read_bytes(f"r/{turn}") == str(won.index(True)).encode()
+
+
+def test_creation_happens_once_where_the_file_system_has_no_hard_links(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    assert store.put_if_absent("a/x", b"1")
+    assert not store.put_if_absent("a/x", b"2")
+    assert store.read_bytes("a/x") == b"1"
+
+
+def test_a_plain_put_is_a_copy_and_a_linked_one_shares_the_file(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "x"
+    source.write_bytes(b"1")
+    store.put_file(source, "copy")
+    store.put_file(source, "link", link=True)
+    store.put_file(source, "link", link=True)
+    assert source.stat().st_nlink == 2
+    source.write_bytes(b"2")
+    assert store.read_bytes("copy") == b"1"
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["copy", "link"]
+
+
+def test_a_full_disk_is_one_sentence_with_the_path(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RLHFError, match="No space left on device; free some space") as caught:
+        store.put_bytes("a/x", b"1")
+    assert store.uri("a/x") in str(caught.value)
+    assert store.list("a") == []
+
+
+def test_check_accepts_a_usable_folder_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    store.check()
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_check_names_the_field_when_the_folder_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"store\.url=.*cannot be used"):
+        Store(tmp_path / "file" / "store").check()

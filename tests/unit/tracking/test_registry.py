@@ -1,0 +1,181 @@
+"""The registry: one version per policy, and a champion only by a better recorded evaluation. Real MLflow on SQLite.
+
+Locks: the gate's table of rules, aliases, no second version of a policy, lineage, the stage from its inputs to its file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import CorruptArtifact, RLHFError
+from rlhf_core.stages import register as register_stage
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.registry import Candidate, Evaluation, decide, register
+from rlhf_core.types import ArtifactRef, Lineage, Services
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+
+
+@pytest.fixture
+def mlflow(database: Path) -> Mlflow:
+    return Mlflow(f"sqlite:///{database}", "registry")
+
+
+E = Evaluation
+GATE: list[tuple[Evaluation, Evaluation | None, bool, str]] = [
+    (E(0.7), None, True, "first"),
+    (E(0.5), None, True, "first"),
+    (E(0.49), None, False, "min_win_rate"),
+    (E(0.49, gold_reward=9.0), E(0.9, gold_reward=1.0), False, "min_win_rate"),
+    (E(0.6, gold_reward=2.0), E(0.9, gold_reward=1.0), True, "gold_reward"),
+    (E(0.9, gold_reward=1.0), E(0.6, gold_reward=2.0), False, "gold_reward"),
+    (E(0.9, gold_reward=1.0), E(0.6, gold_reward=1.0), False, "gold_reward"),
+    (E(0.6, 2.0, 5.0, "rm1"), E(0.9, None, 4.0, "rm1"), True, "reward_model"),
+    (E(0.9, None, 4.0, "rm1"), E(0.6, None, 5.0, "rm1"), False, "reward_model"),
+    (E(0.9, None, 4.0, "rm1"), E(0.6, None, 5.0, "rm2"), True, "win_rate"),
+    (E(0.6, None, 9.0, "rm1"), E(0.9, None, 5.0, "rm2"), False, "win_rate"),
+    (E(0.8), E(0.7, 2.0, 5.0, "rm1"), True, "win_rate"),
+    (E(0.7), E(0.7), False, "win_rate"),
+]
+
+
+@pytest.mark.parametrize(("candidate", "champion", "wins", "rule"), GATE)
+def test_the_gate_takes_the_first_comparison_that_both_sides_can_make(
+    candidate: Evaluation, champion: Evaluation | None, wins: bool, rule: str
+) -> None:
+    decision = decide(candidate, champion, min_win_rate=0.5)
+    assert (decision.champion, decision.rule) == (wins, rule)
+    assert decision.reason
+
+
+def candidate(digest: str, gold: float, win_rate: float = 0.8, **tags: str) -> Candidate:
+    return Candidate(f"/store/{digest}/policy", digest, None, tags, Evaluation(win_rate, gold))
+
+
+def aliases(mlflow: Mlflow, model: str) -> dict[str, str | None]:
+    found = {alias: mlflow.by_alias(model, alias) for alias in ("candidate", "champion")}
+    return {alias: version.version if version else None for alias, version in found.items()}
+
+
+def test_the_better_policy_becomes_champion_and_the_newest_is_the_candidate(mlflow: Mlflow) -> None:
+    first = register(mlflow, "m1", candidate("a", 1.0), min_win_rate=0.5)
+    assert (first.version, first.created, first.previous) == ("1", True, None)
+    assert aliases(mlflow, "m1") == {"candidate": "1", "champion": "1"}
+    worse = register(mlflow, "m1", candidate("b", 0.5), min_win_rate=0.5)
+    assert (worse.version, worse.decision.champion, worse.previous) == ("2", False, "1")
+    assert aliases(mlflow, "m1") == {"candidate": "2", "champion": "1"}
+    better = register(mlflow, "m1", candidate("c", 2.0), min_win_rate=0.5)
+    assert aliases(mlflow, "m1") == {"candidate": "3", "champion": "3"}
+    assert better.previous == "1"
+    tags = {version.version: version.tags for version in mlflow.versions("m1")}
+    assert [tags[version]["rlhf.gate"] for version in ("1", "2", "3")] == ["first", "gold_reward", "gold_reward"]
+
+
+def test_a_policy_below_the_gate_is_registered_but_no_champion(mlflow: Mlflow) -> None:
+    done = register(mlflow, "m2", candidate("a", 1.0, win_rate=0.4), min_win_rate=0.5)
+    assert not done.decision.champion
+    assert aliases(mlflow, "m2") == {"candidate": "1", "champion": None}
+
+
+def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow) -> None:
+    register(mlflow, "m3", candidate("a", 1.0, note="old"), min_win_rate=0.5)
+    again = register(mlflow, "m3", candidate("a", 1.0, note="new"), min_win_rate=0.5)
+    assert (again.version, again.created, again.decision.rule) == ("1", False, "unchanged")
+    [version] = mlflow.versions("m3")
+    assert version.tags["note"] == "new"
+    assert aliases(mlflow, "m3") == {"candidate": "1", "champion": "1"}
+
+
+def test_a_crash_between_version_and_aliases_is_repaired_by_the_second_run(
+    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mlflow, "set_alias", killed)
+        with pytest.raises(KeyboardInterrupt):
+            register(mlflow, "m4", candidate("a", 1.0), min_win_rate=0.5)
+    done = register(mlflow, "m4", candidate("a", 1.0), min_win_rate=0.5)
+    assert (done.version, done.created) == ("1", False)
+    assert aliases(mlflow, "m4") == {"candidate": "1", "champion": "1"}
+
+
+def test_a_champion_without_a_recorded_evaluation_is_not_replaced(mlflow: Mlflow) -> None:
+    mlflow.ensure_model("m5", "")
+    foreign = mlflow.create_version("m5", source="/x", run_id=None, tags={}, description="")
+    mlflow.set_alias("m5", "champion", foreign.version)
+    done = register(mlflow, "m5", candidate("a", 9.0), min_win_rate=0.5)
+    assert (done.decision.rule, done.decision.champion) == ("unknown", False)
+    assert aliases(mlflow, "m5")["champion"] == foreign.version
+
+
+def test_a_registry_that_is_down_is_one_sentence_that_can_be_retried() -> None:
+    with pytest.raises(RLHFError, match="did not register the model 'm'"):
+        register(Mlflow("sqlite:////proc/nowhere/x.db", "e"), "m", candidate("a", 1.0), min_win_rate=0.5)
+
+
+def services(tmp_path: Path, evaluation: str) -> Services:
+    for name in ("ppo/policy", "evaluate", "out", "work"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "ppo" / "policy" / "model.safetensors").write_bytes(b"1")
+    (tmp_path / "evaluate" / "evaluation.json").write_text(evaluation)
+    unused: Any = None
+    refs = {
+        "data": ArtifactRef("data", "d" * 16, "1" * 64, "/s/data"),
+        "reward": ArtifactRef("reward", "r" * 16, "2" * 64, "/s/reward"),
+        "ppo": ArtifactRef("ppo", "p" * 16, "3" * 64, "/s/ppo", mlflow_run_id="not-in-this-tracker"),
+        "evaluate": ArtifactRef("evaluate", "e" * 16, "4" * 64, "/s/evaluate", {"win_rate/mean": 0.75, "kl": 3.0}),
+    }
+    return Services(
+        inputs={"ppo": tmp_path / "ppo", "evaluate": tmp_path / "evaluate"},
+        out=tmp_path / "out",
+        work=tmp_path / "work",
+        checkpoints=unused,
+        metrics=unused,
+        progress=unused,
+        lineage=Lineage(inputs=refs, parent_run_id=None),  # type: ignore[arg-type]
+    )
+
+
+EVALUATION = {
+    "win_rate": {"mean": 0.75, "low": 0.7, "high": 0.8},
+    "gold_reward": {"sft": {"mean": 0.5}, "ppo": {"mean": 0.9}},
+    "reward_model": None,
+    "kl": 3.0,
+    "judge": "gold",
+}
+
+
+def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, database: Path, mlflow: Mlflow) -> None:
+    config = PipelineConfig.model_validate(
+        {"run": {"home": str(tmp_path), "name": "stage"}, "tracking": {"uri": f"sqlite:///{database}"}}
+    )
+    result = register_stage.run(config, services(tmp_path, json.dumps(EVALUATION)))
+    facts = json.loads((tmp_path / "out" / "registration.json").read_text())
+    assert result.metrics == {"version": 1.0, "champion": 1.0}
+    assert (facts["model"], facts["version"], facts["champion"], facts["rule"]) == ("stage-policy", "1", True, "first")
+    assert facts["source"] == "/s/ppo/policy"
+    [version] = mlflow.versions("stage-policy")
+    assert version.tags["rlhf.data.digest"] == "1" * 64
+    assert version.tags["rlhf.ppo.key"] == "p" * 16
+    assert version.tags["eval.win_rate.mean"] == "0.75"
+    assert version.tags["rlhf.weights_sha256"] == result.params["weights_sha256"]
+    # printf 1 | sha256sum
+    assert version.tags["rlhf.weights_sha256"] == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+    assert Evaluation.from_json(version.tags["rlhf.evaluation"]) == Evaluation(0.75, gold_reward=0.9)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_the_stage_refuses_an_evaluation_without_a_win_rate(tmp_path: Path, content: str) -> None:
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
+    with pytest.raises((CorruptArtifact, RLHFError), match=r"evaluation\.json"):
+        register_stage.run(config, services(tmp_path, content))

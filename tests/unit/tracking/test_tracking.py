@@ -1,0 +1,359 @@
+"""Tracking tells everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that is down.
+
+Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic times,
+spool over outages, tables, figures and files, reused stages, statuses, addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.tracking import stage_run as stage_run_module
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking
+from rlhf_core.types import ArtifactRef
+
+Row = tuple[str, float, int]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One database for all tests: MLflow takes a second to make one."""
+    return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+
+
+@pytest.fixture
+def tracking(database: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Tracking:
+    return Tracking(Mlflow(f"sqlite:///{database}", request.node.name), tmp_path / "spool")
+
+
+@pytest.fixture
+def down(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The tracker refuses connections until `down.undo()`; the pause after a failure is none."""
+    import requests
+
+    def refuse(self: Mlflow) -> Any:
+        raise requests.exceptions.ConnectionError("connection refused")
+
+    monkeypatch.setattr(stage_run_module, "_FIRST_PAUSE", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mlflow, "_client", property(refuse))
+        yield patch
+
+
+def stage(tracking: Tracking, parent: str | None, key: str = "k1", **more: Any) -> StageRun:
+    return tracking.stage_run(parent, "ppo", key, **more)
+
+
+def rows(database: Path, run_id: str | None) -> list[Row]:
+    """(metric, value, step) of a run, as the database has them."""
+    with sqlite3.connect(database) as connection:
+        query = "select key, value, step from metrics where run_uuid = ? order by key, step, value"
+        return [tuple(row) for row in connection.execute(query, (run_id,))]
+
+
+def run_of(database: Path, run_id: str | None) -> dict[str, Any]:
+    from mlflow.tracking import MlflowClient
+
+    run = MlflowClient(f"sqlite:///{database}").get_run(run_id)
+    return {
+        "status": run.info.status,
+        "tags": run.data.tags,
+        "params": run.data.params,
+        "artifacts": run.info.artifact_uri,
+    }
+
+
+def test_whoever_continues_a_pipeline_writes_to_the_same_runs(tracking: Tracking, database: Path) -> None:
+    parent = tracking.parent_run("p1", "demo", {"a": "1"}, {"seed": 0, "none": None})
+    run = stage(tracking, parent, params={"ppo.steps": 3})
+    assert stage(tracking, parent, params={"ppo.steps": 3}).run_id == run.run_id
+    assert tracking.parent_run("p1", "demo", {"a": "2"}, {"seed": 0, "new": 1}) == parent
+    assert tracking.parent_run("p2", "demo") not in (parent, None)
+    assert stage(tracking, tracking.parent_run("p2", "demo")).run_id != run.run_id
+    assert stage(tracking, parent, "k2").run_id != run.run_id
+    top, nested = run_of(database, parent), run_of(database, run.run_id)
+    assert top["params"] == {"seed": "0", "new": "1"} and top["tags"]["a"] == "2"
+    assert nested["tags"]["mlflow.parentRunId"] == parent
+    assert nested["params"] == {"ppo.steps": "3"}
+
+
+def test_many_long_and_oddly_named_parameters_are_taken(tracking: Tracking, database: Path) -> None:
+    params = {f"a(b)[{n}]": "x" * 7000 for n in range(120)}
+    run = stage(tracking, None, params=params)
+    assert len(run_of(database, run.run_id)["params"]) == 120
+
+
+def test_points_reach_the_tracker_at_flush_and_not_before(tracking: Tracking, database: Path) -> None:
+    run = stage(tracking, None)
+    run.log_metrics({"loss/policy": 0.5, "odd (name)": 1.0}, 0)
+    run.log_metrics({"loss/policy": 0.25}, 1)
+    assert rows(database, run.run_id) == [] and run.unsent == 3
+    run.flush()
+    assert rows(database, run.run_id) == [("loss/policy", 0.5, 0), ("loss/policy", 0.25, 1), ("odd _name_", 1.0, 0)]
+    run.flush()
+    assert len(rows(database, run.run_id)) == 3 and run.unsent == 0
+
+
+def test_many_points_go_in_several_calls(tracking: Tracking, database: Path) -> None:
+    run = stage(tracking, None)
+    for step in range(250):
+        run.log_metrics({f"m{n}": float(step) for n in range(9)}, step)
+    run.flush()
+    assert len(rows(database, run.run_id)) == 2250
+
+
+def test_a_replay_after_a_crash_adds_no_second_row_even_where_the_value_differs(
+    tracking: Tracking, database: Path
+) -> None:
+    run = stage(tracking, None)
+    for step in range(4):
+        run.log_metrics({"loss": 1.0 / (1 + step), "timing/step": 0.1 * step}, step)
+    run.flush()
+    again = stage(tracking, None)
+    assert again.run_id == run.run_id
+    for step in range(2, 6):
+        again.log_metrics({"loss": 1.0 / (1 + step), "timing/step": 0.7}, step)
+    again.flush()
+    found = rows(database, run.run_id)
+    assert [(key, step) for key, _, step in found] == [(key, s) for key in ("loss", "timing/step") for s in range(6)]
+    assert found[6 + 5] == ("timing/step", 0.7, 5)
+
+
+def test_a_batch_that_was_sent_but_not_acknowledged_is_not_doubled(
+    tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_run_module, "_FIRST_PAUSE", 0.0)
+    run = stage(tracking, None)
+    run.log_metrics({"loss": 0.5, "nan": float("nan")}, 3)
+    plain = Mlflow.log_points
+
+    def lost_answer(self: Mlflow, *args: Any) -> None:
+        plain(self, *args)
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mlflow, "log_points", lost_answer)
+        run.flush()
+    assert run.unsent == 2
+    run.flush()
+    assert run.unsent == 0
+    assert [(key, step) for key, _, step in rows(database, run.run_id)] == [("loss", 3), ("nan", 3)]
+
+
+def test_times_follow_from_the_runs_start_and_the_step_alone(tracking: Tracking, database: Path) -> None:
+    run = stage(tracking, None)
+    run.log_metrics({"a": 1.0}, 7)
+    run.flush()
+    with sqlite3.connect(database) as connection:
+        [(start, stamp)] = connection.execute(
+            "select start_time, timestamp from runs join metrics using (run_uuid) where run_uuid = ?", (run.run_id,)
+        )
+    assert stamp == start + 7000
+
+
+def test_what_a_killed_process_had_not_sent_is_sent_by_the_next_attempt(tracking: Tracking, database: Path) -> None:
+    run = stage(tracking, None)
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    run.log_metrics({"loss": 2.0}, 1)
+    run.log_metrics({"loss": 3.0}, 2)
+    with (tracking.spool / "ppo-k1" / "points.jsonl").open("a") as file:
+        file.write('{"step": 3, "met')  # the kill came in the middle of a line
+    again = stage(tracking, None)
+    again.log_metrics({"loss": 2.5}, 1)
+    again.flush()
+    assert rows(database, run.run_id) == [("loss", 1.0, 0), ("loss", 2.5, 1), ("loss", 3.0, 2)]
+
+
+def test_a_tracker_that_is_down_loses_nothing_and_stops_nothing(
+    tracking: Tracking, database: Path, down: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = tracking.parent_run("p1", "demo")
+    assert parent is None
+    run = stage(tracking, parent, params={"a": 1})
+    (tmp_path / "card.md").write_text("data card")
+    for step in range(3):
+        run.log_metrics({"loss": float(step)}, step)
+        run.log_table("samples", [{"prompt": f"p{step}"}])
+        run.log_file(tmp_path / "card.md", "data")
+        run.flush()
+    assert run.run_id is None and run.unsent == 5
+    assert len([record for record in caplog.records if "does not answer" in record.message]) == 2, "one per object"
+    down.undo()
+    run.flush()
+    assert run.unsent == 0
+    assert [step for _, _, step in rows(database, run.run_id)] == [0, 1, 2]
+    assert run_of(database, run.run_id)["params"] == {"a": "1"}
+
+
+def test_what_is_unsent_at_the_end_is_said_kept_and_sent_when_the_stage_is_reused(
+    tracking: Tracking, database: Path, down: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = stage(tracking, None)
+    run.log_metrics({"loss": 1.0, "kl": 2.0}, 0)
+    run.finish("FINISHED")
+    assert "2 points and files could not be sent" in caplog.text
+    down.undo()
+    parent = tracking.parent_run("p1", "demo")
+    tracking.link_reused(parent, "ppo", ArtifactRef("ppo", "k1", "d", "/x", {"kl": 2.0}))
+    sent = stage(tracking, parent)
+    assert rows(database, sent.run_id) == [("kl", 2.0, 0), ("loss", 1.0, 0)]
+    assert not (tracking.spool / "ppo-k1" / "points.jsonl").exists()
+
+
+def test_after_a_failure_flush_does_not_try_again_at_once(
+    tracking: Tracking, down: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_run_module, "_FIRST_PAUSE", 60.0)
+    run = stage(tracking, None)
+    down.undo()
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    assert run.unsent == 1, "still in the pause"
+    run.finish("FINISHED")
+    assert run.unsent == 0, "the end always tries"
+
+
+def test_a_real_server_that_refuses_connections_costs_seconds(tmp_path: Path) -> None:
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": "http://127.0.0.1:9"}})
+    start = time.monotonic()
+    tracking = open_tracking(config)
+    run = stage(tracking, tracking.parent_run("p", "demo"))
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    assert run.run_id is None and run.unsent == 1
+    assert time.monotonic() - start < 30
+
+
+def test_tables_figures_and_files_are_seen_by_the_ui(tracking: Tracking, database: Path, tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    run = stage(tracking, None)
+    run.log_table("samples/step-1", [{"prompt": "a\u00df", "score": 0.5}, {"prompt": "b", "more": [1]}])
+    run.log_table("samples/step-1", [{"prompt": "c", "score": 1.0}])
+    run.log_figure("reward", Figure())
+    (tmp_path / "report.html").write_text("<p>")
+    run.log_file(tmp_path / "report.html", "report")
+    run.log_file(tmp_path / "report.html")
+    run.flush()
+    state = run_of(database, run.run_id)
+    root = Path(state["artifacts"].removeprefix("file://"))
+    assert {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()} == {
+        "tables/samples/step-1.json", "plots/reward.png", "report/report.html", "report.html",
+    }  # fmt: skip
+    table = json.loads((root / "tables/samples/step-1.json").read_text())
+    assert table == {"columns": ["prompt", "score"], "data": [["c", 1.0]]}, "replaced, as a replay would"
+    assert json.loads(state["tags"]["mlflow.loggedArtifacts"]) == [
+        {"path": "tables/samples/step-1.json", "type": "table"}
+    ]
+    assert (root / "plots/reward.png").read_bytes().startswith(b"\x89PNG")
+    assert run.unsent == 0
+
+
+def test_artifacts_of_the_embedded_default_lie_beside_its_database(tracking: Tracking, database: Path) -> None:
+    run = stage(tracking, None)
+    assert run_of(database, run.run_id)["artifacts"].startswith((database.parent / "mlartifacts").as_uri())
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+def test_a_run_ends_with_its_true_status_and_a_resumed_one_is_running_again(
+    tracking: Tracking, database: Path, status: str
+) -> None:
+    run = stage(tracking, None)
+    run.finish(status)
+    assert run_of(database, run.run_id)["status"] == status
+    stage(tracking, None)
+    assert run_of(database, run.run_id)["status"] == "RUNNING"
+
+
+def test_the_run_of_a_stage_whose_process_is_gone_can_be_ended(tracking: Tracking, database: Path) -> None:
+    parent = tracking.parent_run("p1", "demo")
+    run = stage(tracking, parent)
+    tracking.finish_stage(parent, "k1", "KILLED")
+    assert run_of(database, run.run_id)["status"] == "KILLED"
+    tracking.finish_stage(parent, "k1", "FAILED")
+    assert run_of(database, run.run_id)["status"] == "KILLED", "an ended run keeps its status"
+    tracking.finish(parent, "FINISHED")
+    assert run_of(database, parent)["status"] == "FINISHED"
+
+
+def test_a_reused_stage_shows_its_numbers_and_who_made_it(tracking: Tracking, database: Path) -> None:
+    first = tracking.parent_run("p1", "demo")
+    made = stage(tracking, first)
+    made.finish("FINISHED")
+    ref = ArtifactRef("ppo", "k1", "d" * 64, "/store/x", {"kl": 2.0}, mlflow_run_id=made.run_id)
+    tracking.link_reused(first, "ppo", ref)
+    second = tracking.parent_run("p2", "demo")
+    tracking.link_reused(second, "ppo", ref)
+    tracking.link_reused(second, "ppo", ref)
+    with sqlite3.connect(database) as connection:
+        query = "select run_uuid from tags where key = 'mlflow.parentRunId' and value = ?"
+        linked = [run_id for (run_id,) in connection.execute(query, (second,))]
+        assert [run_id for (run_id,) in connection.execute(query, (first,))] == [made.run_id]
+    assert len(linked) == 1
+    state = run_of(database, linked[0])
+    assert state["status"] == "FINISHED" and state["tags"]["rlhf.producer_run_id"] == made.run_id
+    assert rows(database, linked[0]) == [("kl", 2.0, 0)]
+
+
+def test_the_data_artifact_is_an_input_of_the_run_once(tracking: Tracking, database: Path) -> None:
+    inputs = {"data": ArtifactRef("data", "dk", "e" * 64, "/store/data")}
+    run = stage(tracking, None, inputs=inputs)
+    stage(tracking, None, inputs=inputs)
+    from mlflow.tracking import MlflowClient
+
+    found = MlflowClient(f"sqlite:///{database}").get_run(run.run_id).inputs.dataset_inputs
+    assert [(entry.dataset.name, entry.dataset.digest) for entry in found] == [("data-dk", "e" * 36)]
+
+
+def test_system_metrics_are_sampled_where_asked_for(
+    tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    tracking.system_metrics = True
+    run = stage(tracking, None)
+    deadline = time.monotonic() + 20
+    while not rows(database, run.run_id) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.finish("FINISHED")
+    assert any(key.startswith("system/cpu") for key, _, _ in rows(database, run.run_id))
+
+
+def test_an_artifact_name_stays_inside_the_run(tracking: Tracking, tmp_path: Path) -> None:
+    run = stage(tracking, None)
+    (tmp_path / "x").write_text("")
+    for action in (lambda: run.log_table("../../x", []), lambda: run.log_file(tmp_path / "x", "/etc")):
+        with pytest.raises(InputError, match="relative"):
+            action()
+    assert run.unsent == 0
+
+
+def test_the_address_is_the_config_then_the_environment_then_a_file_in_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = {"run": {"home": str(tmp_path)}}
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert open_tracking(PipelineConfig.model_validate(home)).uri == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hunter2@h:5000")
+    tracking = open_tracking(PipelineConfig.model_validate(home))
+    assert tracking.uri == "http://h:5000" == tracking.url(None)
+    config = PipelineConfig.model_validate({**home, "tracking": {"uri": f"sqlite:///{tmp_path}/other.db"}})
+    assert open_tracking(config).url("r") == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/other.db"
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "htp://x", "file:///x", "sqlite:///:memory:?x", "http://u:hunter2@h"])
+def test_an_address_that_cannot_be_a_tracker_is_a_config_error(tmp_path: Path, uri: str) -> None:
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": uri}})
+    with pytest.raises(ConfigError, match=r"tracking\.uri") as caught:
+        open_tracking(config)
+    assert "hunter2" not in str(caught.value)
