@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 import psutil
 
+_PR_SET_PDEATHSIG = 1
+_KILL_SECONDS = 5.0
+"""The kernel's share of a SIGKILL, on a loaded machine."""
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -55,14 +59,20 @@ def carriers(variable: str) -> Iterator[tuple[ProcessId, str]]:
                 yield ProcessId(process.pid, process.create_time()), value
 
 
-def stop(processes: Iterable[ProcessId], patience: float, first: int = signal.SIGTERM) -> None:
-    """Signal all with `first`, wait `patience` seconds at most, then SIGKILL those that are left."""
+def stop(processes: Iterable[ProcessId], patience: float) -> None:
+    """SIGTERM to all, `patience` seconds at most to end, then SIGKILL to those that are left."""
     left = list(processes)
     for process in left:
-        process.send(first)
+        process.send(signal.SIGTERM)
     if not wait_gone(left, patience):
-        for process in left:
-            process.send(signal.SIGKILL)
+        _kill(left)
+
+
+def _kill(processes: Iterable[ProcessId]) -> None:
+    left = list(processes)
+    for process in left:
+        process.send(signal.SIGKILL)
+    wait_gone(left, _KILL_SECONDS)
 
 
 def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
@@ -79,12 +89,7 @@ def stop_marked(variable: str, value: str, patience: float) -> None:
     """Wait for every process that carries `variable=value`, and SIGKILL those left after `patience` seconds."""
     marked = [process for process, mark in carriers(variable) if mark == value]
     if not wait_gone(marked, patience):
-        for process, mark in list(carriers(variable)):
-            if mark == value:
-                process.send(signal.SIGKILL)
-
-
-_PR_SET_PDEATHSIG = 1
+        _kill(process for process, mark in list(carriers(variable)) if mark == value)
 
 
 def die_with_parent(signum: int) -> Callable[[], None]:

@@ -91,13 +91,13 @@ def down(home: Path) -> str:
     supervisor = supervisor_of(home)
     runs = flow_processes(str(home))
     if supervisor is None and not _ours(home):
+        _forget(home)
         return f"nothing to stop: no servers of {home} are up"
     if supervisor is not None:
         supervisor.send(signal.SIGTERM)
         wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
     _sweep(home)
-    (home / "servers" / "state.json").unlink(missing_ok=True)
-    (home / "prefect" / "profiles.toml").unlink(missing_ok=True)
+    _forget(home)
     interrupted = f"; {len(runs)} flow run(s) were interrupted and go on after the next `rlhf up`" if runs else ""
     return f"stopped the servers of {home}{interrupted}"
 
@@ -118,3 +118,9 @@ def _ours(home: Path) -> list[ProcessId]:
 def _sweep(home: Path) -> None:
     """Stop what a killed supervisor left behind."""
     stop(_ours(home), 5.0)
+
+
+def _forget(home: Path) -> None:
+    """Prefect's commands must not look for a server that is gone."""
+    (home / "servers" / "state.json").unlink(missing_ok=True)
+    (home / "prefect" / "profiles.toml").unlink(missing_ok=True)

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, Literal, cast
 
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
@@ -172,14 +173,23 @@ def _list_s3(path: str, endpoint: str | None) -> list[str]:
 
 def _open(file: str, kind: Kind, endpoint: str | None) -> IO[bytes]:
     try:
-        if kind == "s3":
-            stream: IO[bytes] = _filesystem(endpoint).open(file, "rb")
-            return stream
-        return Path(file).expanduser().open("rb")
+        return _download(file, endpoint) if kind == "s3" else Path(file).open("rb")
     except OSError as error:
         raise DataError(
             f"cannot read {file}: {error.strerror or error}; check that it exists and may be read"
         ) from error
+
+
+def _download(file: str, endpoint: str | None) -> IO[bytes]:
+    """The object in a temporary file: one plain request, where parquet's seeks would need ranges, which not every
+    S3-compatible server answers."""
+    copy = NamedTemporaryFile()  # noqa: SIM115  # the caller closes it, which deletes it
+    try:
+        _filesystem(endpoint).get_file(file, copy.name)
+    except BaseException:
+        copy.close()
+        raise
+    return cast("IO[bytes]", copy)
 
 
 def _read_files(path: str, kind: Kind, endpoint: str | None) -> Iterator[Row | BadRow]:

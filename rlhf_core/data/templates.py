@@ -306,6 +306,8 @@ class Encoder:
         try:
             with _time_limit(_TEMPLATE_SECONDS):
                 text, _ = self._render([{"role": "user", "content": ask.content}], generate=True)
+                if ask.content not in text:
+                    raise EncodeError("it does not render the user's message")
                 _, response = self.response([ask], answer.content)
                 whole = self.conversation([ask, answer, ask, answer])
         except TimeoutError as error:
@@ -314,8 +316,6 @@ class Encoder:
             ) from error
         except EncodeError as error:
             raise ModelError(f"the chat template of {self.name} cannot be used: {error}; {fix}") from error
-        if not text.strip() or ask.content not in text:
-            raise ModelError(f"the chat template of {self.name} does not render the user's message; {fix}")
         if answer.content not in self._decode(list(response)) or not any(whole.mask):
             raise ModelError(f"the chat template of {self.name} does not render the assistant's message; {fix}")
 
@@ -337,12 +337,12 @@ def _bos_added(tokenizer: Any) -> int | None:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in Python code, compiled templates included, that runs longer. Needs no signal and no thread."""
-    deadline = time.monotonic() + seconds
+    """TimeoutError in Python code, compiled templates included, that computes longer. Needs no signal and no thread."""
+    deadline = time.thread_time() + seconds
     previous = sys.gettrace()
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             raise TimeoutError
         return trace
 

@@ -80,9 +80,24 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        _repack_embeddings(self.model)
 
     def shutdown(self) -> None:
         self.__dict__.pop("_group", None)
+
+
+def _repack_embeddings(model: torch.nn.Module) -> None:
+    """Pack embedding matrices again from the weights that now lie in them.
+
+    On the CPU vLLM multiplies with a packed copy. A head tied to the input embedding receives no tensor of its own, so
+    the reload updates the shared matrix but not the head's copy: logits would come from the old policy.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
 
 
 class _Hashing:

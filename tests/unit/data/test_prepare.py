@@ -182,13 +182,21 @@ def test_nothing_left_after_filtering_says_which_limit_to_raise(tmp_path: Path) 
     ("rows", "message"),
     [
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "1 of 1 rows left"),
-        ([{"prompt": "a", "chosen": f"b{i}", "rejected": "c"} for i in range(9)], "only 1 distinct prompt"),
+        (
+            [{"prompt": "a", "chosen": f"b{i}", "rejected": "c"} for i in range(9)],
+            r"data\.prompts: 1 of 9 rows left.*8 duplicate",
+        ),
         ([{"prompt": f"{i}", "completion": "b"} for i in range(9)], "`completion` row; a pair needs 'chosen'"),
     ],
 )
 def test_unusable_sets_are_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         prepared(files(tmp_path, rows), tmp_path / "out")
+
+
+def test_a_single_prompt_cannot_be_split() -> None:
+    with pytest.raises(DataError, match=r"data\.sft: only 1 distinct prompt left"):
+        held_out(0, {"sft": ["a", "a", "a"]}, 0.1)
 
 
 def test_an_empty_source_is_refused(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_a_template_without_marks_gives_the_mask_of_one_with_them(make_tokenizer
     with_marks = Encoder(chatml_tokenizer(make_tokenizer, marked), "chat")
     without = Encoder(chatml_tokenizer(make_tokenizer, CHATML), "chat")
     assert without.conversation(TALK) == with_marks.conversation(TALK)
-    assert sum(without.conversation(TALK).mask) > 10
+    marks = without.conversation(TALK).mask
+    assert 0 < sum(marks) < len(marks)
     assert without.response([ASK], "It is noon.")[1][-1] == without.eos_id
 
 
@@ -155,7 +156,7 @@ BROKEN = {
     "hello": "does not render the user's message",
     "{{ ''.__class__.__mro__ }}": "cannot be used.*SecurityError",
     "{% for i in range(10**9) %}x{% endfor %}": "cannot be used.*OverflowError",
-    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}": "needs over 2 s",
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}": "needs over",
     "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}": "assistant",
     "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}": "cannot be used.*marks",
     "{{ raise_exception('no') }}": "cannot be used.*no",
@@ -163,7 +164,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("template", BROKEN)
-def test_an_unusable_template_is_refused_with_a_fix(make_tokenizer: Callable[..., Any], template: str | None) -> None:
+def test_an_unusable_template_is_refused_with_a_fix(
+    make_tokenizer: Callable[..., Any], template: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.data.templates._TEMPLATE_SECONDS", 0.5)
     with pytest.raises(ModelError, match=BROKEN[template]) as caught:
         Encoder(make_tokenizer(template), "chat", "the/model")
     assert "the/model" in caught.value.message and "data.chat_template" in caught.value.message

@@ -1,0 +1,198 @@
+"""The command line with real Prefect, real child processes, real store and MLflow, around stages that only count.
+
+- a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its summary
+- typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
+- kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
+- Ctrl-C stops the stage's process, says how to continue and ends with 130
+- a stage's InputError ends the command with 2, without a second try and without a traceback
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.processes import ProcessId, carriers
+
+STAGES = '''
+import importlib.abc, importlib.machinery, json, os, signal, sys, time
+from pathlib import Path
+
+NAMES = {f"rlhf_core.stages.{name}" for name in ("data", "sft")}
+
+
+class Toys(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name in NAMES else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.run = lambda config, services: run(module.__name__.rpartition(".")[2], config, services)
+
+
+def run(stage, config, services):
+    """Counts to `ppo.steps` with a checkpoint each time; `TOY_FAULT` is "stage:step:what", once."""
+    from rlhf_core.errors import DataError
+    from rlhf_core.types import StageResult
+
+    folder = Path(os.environ["TOY_FOLDER"])
+    latest = services.checkpoints.latest()
+    start = int((latest[1] / "step").read_text()) if latest else 0
+    for step in range(start, config.ppo.steps):
+        where, at, what = os.environ.get("TOY_FAULT", "none:0:none").split(":")
+        if (where, int(at)) == (stage, step) and not (folder / what).exists():
+            (folder / what).write_text(str(os.getpid()))
+            if what == "input":
+                raise DataError("rows.jsonl:3: no prompt; add one")
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        services.metrics.log_metrics({"loss": 1.0 / (step + 1)}, step)
+        services.progress(stage, step + 1, config.ppo.steps, "steps")
+        checkpoint = services.work / str(step)
+        checkpoint.mkdir()
+        (checkpoint / "step").write_text(str(step + 1))
+        services.checkpoints.save(step + 1, checkpoint)
+    services.metrics.flush()
+    (services.out / "start.json").write_text(json.dumps({"start": start, "inputs": sorted(services.inputs)}))
+    return StageResult({"loss": 0.5, "start": start}, {"weights_sha256": "w"})
+
+
+sys.meta_path.insert(0, Toys())
+'''
+
+Command = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    """`rlhf run` of a two-stage pipeline whose home is `tmp_path / "home"`."""
+    toys = tmp_path / "toys"
+    toys.mkdir()
+    (toys / "sitecustomize.py").write_text(STAGES)
+    config = tmp_path / "toy.yaml"
+    config.write_text(
+        f"run: {{name: toy, home: {tmp_path / 'home'}, device: cpu, threads: 1, retry_delay: 0.1}}\n"
+        "ppo: {steps: 4}\ntracking: {system_metrics: false}\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment |= {"PYTHONPATH": str(toys), "TOY_FOLDER": str(tmp_path)}
+
+    def start(fault: str = "none:0:none", until: str = "sft") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "run", str(config), "--until", until],
+            env={**environment, "TOY_FAULT": fault},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return out, err
+
+
+def summary_of(out: str) -> dict[str, Any]:
+    last = out.splitlines()[-1]
+    assert last.startswith("summary: ")
+    content: dict[str, Any] = json.loads(Path(last.removeprefix("summary: ")).read_text())
+    return content
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120.0) -> ProcessId:
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.read_text()):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"{path.name} was not written"
+        time.sleep(0.1)
+    found = ProcessId.of(int(path.read_text()))
+    assert found is not None
+    return found
+
+
+def nothing_left(folder: Path, seconds: float = 10.0) -> bool:
+    """Whether all processes of this test's commands are gone: they carry its folder in their environment."""
+    deadline = time.monotonic() + seconds
+    while any(value == str(folder) for _, value in carriers("TOY_FOLDER")):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def task_states(home: Path) -> list[str]:
+    """State names of the task runs of the latest flow run, as Prefect has them."""
+    with sqlite3.connect(home / "prefect" / "prefect.db") as database:
+        (latest,) = database.execute("select id from flow_run order by created desc limit 1").fetchone()
+        rows = database.execute("select state_name from task_run where flow_run_id = ? order by start_time", (latest,))
+        return [name for (name,) in rows]
+
+
+def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    out, err = finish(command("sft:2:kill"))
+    first = summary_of(out)
+    assert "trying again from its last checkpoint" in err
+    assert {name: entry["reused"] for name, entry in first["stages"].items()} == {"data": False, "sft": False}
+    assert first["stages"]["data"]["metrics"]["start"] == 0
+    assert first["stages"]["sft"]["metrics"]["start"] == 2
+    assert "weights_sha256" not in first
+    artifact = Path(first["stages"]["sft"]["artifact"].removeprefix("file://"))
+    assert json.loads((artifact / "start.json").read_text()) == {"start": 2, "inputs": ["data"]}
+    assert task_states(home) == ["Completed", "Completed"]
+
+    logs = sorted((home / "logs").rglob("*-??.log"))
+    second = summary_of(finish(command())[0])
+    assert all(entry["reused"] for entry in second["stages"].values())
+    assert second["stages"]["sft"]["artifact"] == first["stages"]["sft"]["artifact"]
+    assert second["mlflow_run_id"] == first["mlflow_run_id"]
+    assert sorted((home / "logs").rglob("*-??.log")) == logs
+    assert task_states(home) == ["Skipped", "Skipped"]
+    assert nothing_left(tmp_path)
+
+
+def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(command: Command, tmp_path: Path) -> None:
+    process = command("data:3:hang", until="data")
+    stage = wait_for(tmp_path / "hang", process)
+    process.kill()
+    process.communicate(timeout=10)
+    assert nothing_left(tmp_path)
+    assert not stage.alive()
+    summary = summary_of(finish(command(until="data"))[0])
+    assert summary["stages"]["data"]["metrics"]["start"] == 3
+
+
+def test_ctrl_c_is_tidy(command: Command, tmp_path: Path) -> None:
+    process = command("data:1:hang", until="data")
+    stage = wait_for(tmp_path / "hang", process)
+    process.send_signal(signal.SIGINT)
+    _, err = finish(process, 130)
+    assert err.splitlines()[-1] == "interrupted; type the same command again to continue from there"
+    assert "Traceback" not in err
+    assert not stage.alive()
+    assert nothing_left(tmp_path)
+    (run,) = (tmp_path / "home" / "runs").glob("*/run.json")
+    assert json.loads(run.read_text())["state"] == "stopped"
+
+
+def test_an_input_error_of_a_stage_ends_with_2_and_is_not_tried_again(command: Command, tmp_path: Path) -> None:
+    out, err = finish(command("data:1:input", until="data"), 2)
+    assert err.splitlines()[-1] == "error: rows.jsonl:3: no prompt; add one"
+    assert "Traceback" not in err + out
+    assert len(list((tmp_path / "home" / "logs").rglob("data-??.log"))) == 1

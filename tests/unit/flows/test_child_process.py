@@ -1,0 +1,215 @@
+"""Behaviours of `run_child`, with real processes:
+
+- the child's artifact comes back, and its progress in order
+- an error comes back with its class and message
+- a child that dies, or exits without a result, or hangs, is a StageFailed that says how and quotes the log
+- nothing of it survives: not after success, timeout or interruption, not in another session, not the flow's SIGKILL
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flows.child as child_module
+from flows.child import run_child, telling_lines
+from flows.processes import ProcessId
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import DataError, StageFailed, Superseded
+from rlhf_core.stages.spec import StageSpec
+from rlhf_core.types import ArtifactRef
+
+PRELUDE = """
+import os, signal, subprocess, sys, time, types
+from pathlib import Path
+from rlhf_core.types import ArtifactRef
+
+REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
+
+def execute(spec, events):
+    folder = Path(os.environ["TOY_FOLDER"])
+"""
+
+Run = Callable[..., ArtifactRef]
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """Environment of a child whose stage is the given body of `execute(spec, events)`."""
+
+    def install(body: str) -> dict[str, str]:
+        lines = "".join(f"    {line}\n" for line in body.splitlines())
+        module = "module = types.ModuleType('rlhf_core.stages.run')\nmodule.execute = execute\nsys.modules[module.__name__] = module\n"
+        (tmp_path / "sitecustomize.py").write_text(f"{PRELUDE}{lines}\n{module}")
+        return {**os.environ, "PYTHONPATH": str(tmp_path), "TOY_FOLDER": str(tmp_path)}
+
+    return install
+
+
+@pytest.fixture
+def spec() -> StageSpec:
+    return StageSpec("data", "0" * 16, PipelineConfig())
+
+
+def run(
+    spec: StageSpec, tmp_path: Path, environment: dict[str, str], timeout: float = 30.0, on_event: Any = None
+) -> ArtifactRef:
+    return run_child(spec, tmp_path / "data-01.log", environment, timeout, on_event or (lambda event: None))
+
+
+def pid_of(path: Path, seconds: float = 20.0) -> ProcessId:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and (text := path.read_text()):
+            process = ProcessId.of(int(text))
+            assert process is not None
+            return process
+        time.sleep(0.05)
+    raise AssertionError(f"{path} was not written")
+
+
+def test_the_childs_artifact_and_progress_come_back_in_order(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    environment = toy(
+        "for done in range(4):\n"
+        "    events._sent.clear()\n"  # without the limit on the rate
+        "    events.progress('data', done, 4, 'rows', loss=float('nan') if done == 2 else done)\n"
+        "return REF"
+    )
+    events: list[dict[str, Any]] = []
+    ref = run(spec, tmp_path, environment, on_event=events.append)
+    assert ref == ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
+    assert [event["done"] for event in events] == [0, 1, 2, 3]
+    assert [event["metrics"] for event in events] == [{"loss": 0.0}, {"loss": 1.0}, {}, {"loss": 3.0}]
+
+
+def test_the_spec_reaches_the_child_unchanged(toy: Any, tmp_path: Path) -> None:
+    config = PipelineConfig.model_validate_json('{"ppo": {"steps": 7}, "register": {"model": "m"}}')
+    inputs = {"data": ArtifactRef("data", "1" * 16, "e" * 64, "/store/y")}
+    spec = StageSpec("sft", "2" * 16, config, inputs, "parent", "3" * 16)
+    environment = toy("(folder / 'seen').write_text(repr(spec))\nreturn REF")
+    run(spec, tmp_path, environment)
+    assert (tmp_path / "seen").read_text() == repr(spec)
+
+
+@pytest.mark.parametrize("error", [DataError("rows.jsonl:3: no prompt; add one"), Superseded("attempt 2 holds it")])
+def test_an_error_keeps_its_class_and_message(toy: Any, spec: StageSpec, tmp_path: Path, error: Exception) -> None:
+    environment = toy(f"from rlhf_core import errors\nraise errors.{type(error).__name__}({error.args[0]!r})")
+    with pytest.raises(type(error)) as caught:
+        run(spec, tmp_path, environment)
+    assert caught.value.args == error.args
+
+
+def test_an_unforeseen_exception_is_a_stage_failure_with_its_class_named(
+    toy: Any, spec: StageSpec, tmp_path: Path
+) -> None:
+    with pytest.raises(StageFailed, match="ZeroDivisionError: "):
+        run(spec, tmp_path, toy("return 1 // 0"))
+
+
+def test_a_killed_child_is_named_with_its_signal_and_its_last_words(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    environment = toy("print('CustomError: disk is full', file=sys.stderr)\nos.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(StageFailed, match=r"killed by SIGKILL.*data-01\.log.*CustomError: disk is full"):
+        run(spec, tmp_path, environment)
+
+
+def test_an_exit_without_a_result_is_a_failure_even_with_code_0(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="exit code 0 and no result"):
+        run(spec, tmp_path, toy("os._exit(0)"))
+
+
+def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
+    with pytest.raises(StageFailed, match=r"stopped after run\.stage_timeout = 2 seconds"):
+        run(spec, tmp_path, environment, timeout=2.0)
+    assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
+
+
+def test_a_child_that_ignores_sigterm_is_killed(toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(child_module, "TERM_SECONDS", 0.5)
+    environment = toy("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    began = time.monotonic()
+    with pytest.raises(StageFailed, match=r"killed by SIGKILL|stopped after"):
+        run(spec, tmp_path, environment, timeout=2.0)
+    assert time.monotonic() - began < 15
+
+
+def test_what_the_child_started_ends_with_it_in_whatever_session(
+    toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(child_module, "_LEFTOVER_SECONDS", 0.2)
+    environment = toy(
+        "for name, away in (('same', False), ('other', True)):\n"
+        "    process = subprocess.Popen(['sleep', '600'], start_new_session=away)\n"
+        "    (folder / name).write_text(str(process.pid))\n"
+        "return REF"
+    )
+    run(spec, tmp_path, environment)
+    for name in ("same", "other"):
+        process = ProcessId.of(int((tmp_path / name).read_text()))
+        assert process is None or not process.alive()
+
+
+def test_an_interruption_of_the_flow_stops_the_child(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    environment = toy(
+        "(folder / 'pid').write_text(str(os.getpid()))\nevents.progress('data', 1, 9, 'rows')\ntime.sleep(600)"
+    )
+
+    def interrupt(event: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, tmp_path, environment, on_event=interrupt)
+    assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
+
+
+def test_sigterm_lets_the_stage_clean_up_and_ends_with_143(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    environment = toy(
+        "(folder / 'pid').write_text(str(os.getpid()))\n"
+        "try:\n    time.sleep(600)\nfinally:\n    (folder / 'cleaned').touch()\n"
+    )
+    spec.write(tmp_path / "spec.json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_core.stages", str(tmp_path / "spec.json")],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    )
+    pid_of(tmp_path / "pid")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_the_child_dies_with_a_flow_that_is_killed(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
+    spec.write(tmp_path / "spec.json")
+    script = (
+        "import os, sys; from pathlib import Path; from flows.child import run_child; from rlhf_core.stages.spec import StageSpec;"
+        "run_child(StageSpec.read(Path(sys.argv[1])), Path(sys.argv[2]), os.environ, 600, print)"
+    )
+    flow = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "spec.json"), str(tmp_path / "a.log")], env=environment
+    )
+    child = pid_of(tmp_path / "pid")
+    flow.kill()
+    flow.wait(timeout=10)
+    deadline = time.monotonic() + 5
+    while child.alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.alive()
+
+
+def test_the_quoted_log_begins_at_the_last_exception_and_steers_no_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("ValueError: first\nnoise\nray.exceptions.ActorDiedError: gone \x1b[31m\nend\n")
+    assert telling_lines(log) == "ray.exceptions.ActorDiedError: gone \\x1b[31m | end"
+    log.write_text("one\ntwo\nthree\nfour\n")
+    assert telling_lines(log) == "two | three | four"
+    assert telling_lines(tmp_path / "none.log") == ""

@@ -1,0 +1,231 @@
+"""Behaviours of the command line and of what surrounds the processes:
+
+- help is quick and imports nothing heavy; every command has an example
+- bad input ends with exit code 2 and one message, no traceback, before Prefect is imported
+- overrides may stand before and after options; a word that is no override is refused
+- errors, signals and interruptions become their exit codes
+- stages get threads, no telemetry and nothing of Prefect in their environment
+- servers: a dead one is started again, later each time; a stale state file is recognised; a taken port is avoided
+- progress is logged seldom without a terminal, and says what is left
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import cli
+from flows.display import Lines
+from flows.embedded import free_port
+from flows.environment import stage_environment
+from flows.processes import ProcessId, stop, wait_gone
+from flows.servers import down, supervisor_of, up
+from flows.status import describe
+from flows.supervisor import Server
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import InputError, WorkerDied
+
+DEMO = "deployments/configs/demo.yaml"
+HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
+
+
+def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a fresh interpreter, which tells which heavy modules it imported."""
+    script = (
+        f"import sys\nfrom flows.cli import main\ncode = 1\n"
+        f"try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\nsys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", ["run", "up", "down", "status"])
+def test_each_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop_:
+        cli.main([command, "--help"])
+    assert stop_.value.code == 0
+    assert f"example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    began = time.monotonic()
+    done = rlhf("--help")
+    assert done.returncode == 0
+    assert "heavy: []" in done.stdout
+    assert time.monotonic() - began < 5  # well under 1 s on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", DEMO, "ppo.stepz=3"], ["ppo.stepz", "did you mean"]),
+        (["run", DEMO, "ppo.steps=0"], ["ppo.steps"]),
+        (["run", "no-such.yaml"], ["no-such.yaml"]),
+        (["run", DEMO, "model.path=./no/such/model"], ["./no/such/model"]),
+        (["run", DEMO, "--from", "ppo", "--until", "sft"], ["--from ppo comes after --until sft"]),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_message_before_anything_heavy(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = rlhf(*arguments, f"run.home={tmp_path}")
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert "heavy: []" in done.stdout
+
+
+def test_overrides_may_stand_anywhere_after_the_config() -> None:
+    arguments = cli._parse(["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"])
+    assert arguments.overrides == ["x.y=1", "z=[1, 2]"]
+    assert arguments.until == "sft"
+
+
+@pytest.mark.parametrize("extra", [["nonsense"], ["--nosuch"], ["--nosuch=1"]])
+def test_a_word_that_is_no_override_is_refused(extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop_:
+        cli.main(["run", "a.yaml", "--until", "sft", *extra])
+    assert stop_.value.code == 2
+    assert extra[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "word"),
+    [
+        (InputError("data.sft: no rows"), 2, "error: data.sft: no rows"),
+        (WorkerDied("engine 0 died"), 3, "same command again"),
+        (KeyboardInterrupt(), 130, "same command again"),
+        (cli.Stopped(signal.SIGTERM), 143, "SIGTERM"),
+        (RuntimeError("odd"), 3, "RuntimeError: odd"),
+    ],
+)
+def test_every_end_has_its_exit_code(
+    error: BaseException, code: int, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_status", fail)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert cli.main(["status"]) == code
+    assert word in capsys.readouterr().err
+
+
+def test_a_stage_gets_its_threads_and_nothing_of_prefect() -> None:
+    config = PipelineConfig.model_validate_json('{"run": {"threads": 3, "device": "cpu"}}')
+    child = stage_environment(
+        config, {"PATH": "/bin", "PREFECT__FLOW_RUN_ID": "x", "PREFECT_API_URL": "y", "OMP_NUM_THREADS": "9"}
+    )
+    assert not [name for name in child if name.startswith("PREFECT")]
+    assert (child["PATH"], child["OMP_NUM_THREADS"], child["MKL_NUM_THREADS"]) == ("/bin", "3", "3")
+    assert (child["DS_ACCELERATOR"], child["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
+    assert (child["PYTHONHASHSEED"], child["RAY_USAGE_STATS_ENABLED"], child["TOKENIZERS_PARALLELISM"]) == (
+        "0",
+        "0",
+        "false",
+    )
+
+
+def test_zero_threads_means_the_cores_this_process_may_use() -> None:
+    child = stage_environment(PipelineConfig(), {})
+    assert child["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+
+
+def test_a_dead_server_is_started_again_but_not_at_once_for_ever(tmp_path: Path) -> None:
+    server = Server("x", [sys.executable, "-c", "pass"], {}, tmp_path / "x.log")
+    server.keep_running()
+    pids = set()
+    for _ in range(2):
+        assert server.process is not None
+        pids.add(server.process.pid)
+        server.process.wait(timeout=20)
+        server.keep_running()
+    assert len(pids) == 2
+    assert server.restarts == 2
+    assert server.process is None  # the second restart waits
+    assert server.next_start > time.monotonic() + 1
+
+
+def test_a_stale_state_file_is_not_taken_for_a_running_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "servers").mkdir()
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    state = tmp_path / "servers" / "state.json"
+    state.write_text(json.dumps({"pid": me.pid, "started": me.started}))
+    assert supervisor_of(tmp_path) == me
+    state.write_text(json.dumps({"pid": me.pid, "started": me.started - 100}))  # the pid was used again
+    assert supervisor_of(tmp_path) is None
+    state.write_text("{")
+    assert supervisor_of(tmp_path) is None
+
+
+def test_up_refuses_a_second_supervisor_and_a_folder_without_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    (tmp_path / "servers").mkdir()
+    (tmp_path / "servers" / "state.json").write_text(json.dumps({"pid": me.pid, "started": me.started}))
+    with pytest.raises(InputError, match="are up already"):
+        up(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="project's folder"):
+        up(tmp_path)
+
+
+def test_down_and_status_without_servers_say_so(tmp_path: Path) -> None:
+    assert "nothing to stop" in down(tmp_path)
+    assert "servers: none" in describe(tmp_path)
+    assert "pipeline runs: none yet" in describe(tmp_path)
+
+
+def test_a_process_that_ignores_sigterm_is_killed_and_others_are_not_touched() -> None:
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    known = ProcessId.of(process.pid)
+    assert known is not None
+    stop([ProcessId(known.pid, known.started - 100)], patience=0.2)  # another process that had this pid
+    assert known.alive()
+    stop([known], patience=0.3)
+    assert process.wait(timeout=5) == -signal.SIGKILL
+    assert wait_gone([known], 1.0)
+    process.stdout.close()
+
+
+def test_a_taken_port_is_avoided() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) not in (port, 0)
+    assert free_port(port) == port
+
+
+def test_progress_lines_are_few_and_say_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flows.display")
+    lines = Lines(seconds=0.05)
+    for done in range(1, 101):
+        lines.event(
+            "ppo",
+            {"event": "progress", "task": "ppo", "done": done, "total": 100, "unit": "steps", "metrics": {"kl": 1.5}},
+        )
+        time.sleep(0.002)
+    messages = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(messages) <= 10
+    assert "s left  kl=1.5" in messages[0]
+    assert messages[-1] == "ppo: 100/100 steps  kl=1.5"

@@ -1,0 +1,200 @@
+"""Behaviours of one execution of the pipeline:
+
+- which stages it has, and which artifacts each is given
+- keys: another learning rate of PPO changes PPO and what follows, another timeout changes nothing
+- `--from` an earlier stage without artifacts is an InputError that names it; an empty range is one too
+- the same configuration is the same run; a changed reward file is another
+- each attempt has a log file of its own
+- the summary has the documented fields, and nothing that was not measured
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.parameters import check_range, overrides_of
+from flows.pipeline import Pipeline, StageRecord, outside_digests
+from flows.report import duration, results, run_markdown, stage_markdown, summarize
+from flows.retrain import finished_run
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import pipeline_key
+from rlhf_core.errors import InputError
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+from rlhf_core.types import STAGES, ArtifactRef, StageName
+
+
+def config(home: Path, **sections: Any) -> PipelineConfig:
+    tree = {**sections, "run": {"home": str(home), **sections.get("run", {})}}
+    return PipelineConfig.model_validate_json(json.dumps(tree))
+
+
+def pipeline(home: Path, start: StageName = "data", until: StageName = "register", **sections: Any) -> Pipeline:
+    return Pipeline(config(home, **sections), "demo.yaml", start, until)
+
+
+def ref(stage: StageName, **metrics: float) -> ArtifactRef:
+    return ArtifactRef(stage, "a" * 16, f"digest-{stage}", f"/store/{stage}", metrics)
+
+
+def keys(run: Pipeline) -> dict[StageName, str]:
+    inputs = {stage: ref(stage) for stage in STAGES}
+    return {stage: run.spec(stage, inputs).key for stage in STAGES}
+
+
+def test_a_changed_learning_rate_of_ppo_changes_only_its_own_key(tmp_path: Path) -> None:
+    before, after = keys(pipeline(tmp_path)), keys(pipeline(tmp_path, ppo={"policy": {"learning_rate": 3e-6}}))
+    # `evaluate` and `register` follow through the digest of their inputs, which are equal here.
+    assert [stage for stage in STAGES if before[stage] != after[stage]] in (["ppo"], ["ppo", "evaluate"])
+
+
+def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
+    other = {"run": {"retries": 7, "threads": 1}, "ppo": {"call_timeout": 5.0, "checkpoint_every": 3}}
+    assert keys(pipeline(tmp_path)) == keys(pipeline(tmp_path, **other))
+    assert pipeline(tmp_path).key == pipeline(tmp_path / "elsewhere", **other).key
+
+
+def test_another_seed_or_name_is_another_run(tmp_path: Path) -> None:
+    names = {pipeline(tmp_path, run=section).key for section in ({}, {"seed": 1}, {"name": "other"})}
+    assert len(names) == 3
+
+
+def test_without_a_reward_model_no_stage_is_given_one(tmp_path: Path) -> None:
+    run = pipeline(
+        tmp_path, reward={"enabled": False}, ppo={"rewards": [{"type": "length", "target": 9, "tolerance": 3}]}
+    )
+    assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "ppo", "evaluate", "register"]
+    inputs = {stage: ref(stage) for stage in STAGES}
+    assert set(run.spec("ppo", inputs).inputs) == {"data", "sft"}
+
+
+def test_until_ends_the_run_after_its_stage(tmp_path: Path) -> None:
+    run = pipeline(tmp_path, until="reward")
+    assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "reward"]
+
+
+def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: Path) -> None:
+    run = pipeline(tmp_path, start="sft")
+    spec = run.spec("data", {})
+    with pytest.raises(InputError, match=rf"--from sft needs the artifact of stage data \(key {spec.key}\)"):
+        run.find(spec)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "card.json").write_text("{}")
+    store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
+    made = store.publish("data", spec.key, tmp_path / "out", parents={}, metrics={"rows": 3.0}, config={})
+    assert run.find(spec) == made
+    assert run.find(run.spec("sft", {"data": made})) is None
+
+
+def test_a_range_without_stages_is_refused() -> None:
+    check_range("ppo", "ppo")
+    with pytest.raises(InputError, match="--from ppo comes after --until sft"):
+        check_range("ppo", "sft")
+
+
+def test_a_changed_reward_file_is_another_ppo_stage(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    rewards = [{"type": "python", "function": "mine:score", "file": str(file)}]
+    file.write_text("def score(inputs): return [0.0] * len(inputs)\n")
+    before = pipeline(tmp_path, ppo={"rewards": rewards})
+    file.write_text("def score(inputs): return [1.0] * len(inputs)\n")
+    after = pipeline(tmp_path, ppo={"rewards": rewards})
+    changed = [stage for stage in STAGES if keys(before)[stage] != keys(after)[stage]]
+    assert changed == ["ppo"]
+    assert before.key != after.key
+
+
+def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    first, second = run.log_file("ppo"), run.log_file("ppo")
+    assert (first.name, second.name) == ("ppo-01.log", "ppo-02.log")
+    assert first.exists()
+    assert second.exists()
+
+
+def test_parameters_of_the_form_become_overrides_and_the_explicit_ones_win() -> None:
+    given = {"seed": 3, "kl_coef": 0.0, "ppo_steps": None, "overrides": ("run.seed=4",)}
+    assert overrides_of(given) == ["run.seed=3", "ppo.kl.coef=0.0", "run.seed=4"]
+
+
+EVALUATION = {
+    f"{name}/{part}": value
+    for name, values in (
+        ("gold_reward/sft", (0.1, 0.0, 0.2)),
+        ("gold_reward/ppo", (1.1, 1.0, 1.2)),
+        ("win_rate", (0.8, 0.7, 0.9)),
+    )
+    for part, value in zip(("mean", "low", "high"), values, strict=True)
+} | {"kl": 3.5}
+
+
+def records(*stages: StageName) -> dict[StageName, StageRecord]:
+    metrics: dict[str, dict[str, float]] = {"reward": {"accuracy": 0.9, "margin": 1.0}, "evaluate": EVALUATION}
+    return {stage: StageRecord(ref(stage, **metrics.get(stage, {})), 2.5, stage == "data") for stage in stages}
+
+
+IDENTITY = {"mlflow_run_id": "m1", "run": "demo-seed0", "pipeline_key": "k", "where": {"logs": "/logs"}}
+
+
+def test_the_summary_has_the_documented_fields() -> None:
+    made = records(*STAGES)
+    made["ppo"] = StageRecord(
+        ArtifactRef("ppo", "b" * 16, "d", "/store/ppo", {}, None, {"weights_sha256": "abc"}), 60.0, False
+    )
+    summary = summarize(made, 123.456, IDENTITY)
+    assert summary["seconds"] == 123.46
+    assert summary["stages"]["data"]["reused"] is True
+    assert summary["stages"]["ppo"]["seconds"] == 60.0
+    assert summary["stages"]["ppo"]["artifact"] == "/store/ppo"
+    assert summary["reward"]["accuracy"] == 0.9
+    assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
+    assert summary["evaluate"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
+    assert summary["evaluate"]["kl"] == 3.5
+    assert summary["weights_sha256"] == "abc"
+    assert summary["mlflow_run_id"] == "m1"
+
+
+def test_a_summary_of_a_part_says_nothing_about_the_rest() -> None:
+    summary = summarize(records("data", "sft"), 3.0, IDENTITY)
+    assert set(summary["stages"]) == {"data", "sft"}
+    assert not {"reward", "evaluate", "weights_sha256"} & set(summary)
+    assert results(summary) == []
+
+
+def test_a_half_measured_interval_is_not_reported() -> None:
+    made = {"evaluate": StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)}
+    assert summarize(made, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}  # type: ignore[arg-type]
+
+
+def test_markdown_shows_every_stage_and_keeps_its_tables_whole() -> None:
+    made = records(*STAGES)
+    made["sft"] = StageRecord(ref("sft", **{"loss|x": 1.0}), 1.0, False)
+    assert "| loss\\|x | 1 |" in stage_markdown("sft", made["sft"], {"MLflow": "http://m"})
+    text = run_markdown(summarize(made, 100.0, IDENTITY))
+    assert all(f"| {stage} |" in text for stage in STAGES)
+    assert "| data | 2.5 s | reused |" in text
+    assert "win rate, PPO over SFT | 0.800  [0.700, 0.900]" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (99.4, "99.4 s"), (99.6, "1 min 40 s"), (185.4, "3 min 05 s"), (7620.0, "2 h 07 min")],
+)
+def test_durations_are_said_as_people_do(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    key = pipeline_key(settings, outside_digests(settings))
+    folder = tmp_path / "runs" / "demo-seed0-x"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"data": {}}}))
+    assert finished_run(tmp_path, key) is None  # stopped by --until
+    (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"register": {}}}))
+    assert finished_run(tmp_path, key) == "demo-seed0-x"
+    assert finished_run(tmp_path, "0" * 16) is None

@@ -1,0 +1,149 @@
+"""Behaviours of the reconciler:
+
+- a run with a process is left alone, whatever its state
+- a lost run is brought back only after two looks, PENDING and CANCELLING only after half a minute
+- a run is brought back a bounded number of times, then failed with a sentence
+- a cancelled run is never brought back
+- a server that is away changes nothing
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from flows import reconcile
+from flows.reconcile import LOOKS, MAX_ATTEMPTS, Reconciler, Sighting, decide, flow_runs_alive
+
+DAY = 24 * 3600.0
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "attempts", "missing", "action"),
+    [
+        ("RUNNING", 100.0, 1, 0, "leave"),
+        ("RUNNING", 100.0, 1, LOOKS - 1, "leave"),
+        ("RUNNING", 1.0, 1, LOOKS, "reschedule"),
+        ("RUNNING", 100.0, MAX_ATTEMPTS - 1, LOOKS, "reschedule"),
+        ("RUNNING", 100.0, MAX_ATTEMPTS, LOOKS, "give up"),
+        ("PENDING", 5.0, 0, 10, "leave"),
+        ("PENDING", 31.0, 0, LOOKS, "reschedule"),
+        ("PENDING", 31.0, MAX_ATTEMPTS, LOOKS, "give up"),
+        ("CRASHED", 1.0, 1, LOOKS, "reschedule"),
+        ("CRASHED", 1.0, 1, 0, "leave"),  # wrongly declared dead: its process lives
+        ("CRASHED", 1.0, MAX_ATTEMPTS, LOOKS, "give up"),
+        ("CRASHED", DAY + 1, 1, LOOKS, "leave"),
+        ("CANCELLING", 5.0, 1, LOOKS, "leave"),
+        ("CANCELLING", 31.0, 1, LOOKS, "cancel"),
+        ("COMPLETED", 100.0, 1, LOOKS, "leave"),
+        ("CANCELLED", 100.0, 1, LOOKS, "leave"),
+    ],
+)
+def test_what_is_done_with_a_run(state: str, age: float, attempts: int, missing: int, action: str) -> None:
+    assert decide(Sighting(state, age, attempts, missing)) == action
+
+
+class Server:
+    """The two calls of Prefect's API that the reconciler makes, with its own runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.sets: list[tuple[str, str]] = []
+        self.down = False
+        monkeypatch.setattr(reconcile, "post", self.post)
+
+    def add(self, name: str, state: str, run_count: int = 1, age: float = 60.0) -> None:
+        since = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
+        self.runs[name] = {
+            "id": name,
+            "name": name,
+            "run_count": run_count,
+            "state": {"type": state, "timestamp": since},
+        }
+
+    def post(self, url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
+        if self.down:
+            raise urllib.error.URLError("refused")
+        if url.endswith("/filter"):
+            wanted = body["flow_runs"]["state"]["type"]["any_"]
+            return [run for run in self.runs.values() if run["state"]["type"] in wanted]
+        name = url.split("/")[-2]
+        self.sets.append((name, body["state"]["name"]))
+        self.runs[name]["state"] = {"type": body["state"]["type"], "timestamp": datetime.now(UTC).isoformat()}
+        return {"status": "ACCEPT"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
+
+
+def test_a_lost_run_is_crashed_and_scheduled_in_the_second_look(server: Server) -> None:
+    server.add("lost", "RUNNING")
+    server.add("alive", "RUNNING")
+    watcher = Reconciler("http://x/api", alive=lambda: {"alive"})
+    watcher.look()
+    assert server.sets == []
+    watcher.look()
+    assert server.sets == [("lost", "Crashed"), ("lost", "AwaitingRetry")]
+
+
+def test_one_look_with_a_process_starts_the_count_again(server: Server) -> None:
+    server.add("run", "RUNNING")
+    alive: set[str] = set()
+    watcher = Reconciler("http://x/api", alive=lambda: alive)
+    watcher.look()
+    alive.add("run")
+    watcher.look()
+    alive.clear()
+    watcher.look()
+    assert server.sets == []
+
+
+def test_a_run_that_never_starts_is_given_up_in_the_end(server: Server) -> None:
+    watcher = Reconciler("http://x/api", alive=set)
+    for _ in range(MAX_ATTEMPTS):
+        server.add("stuck", "PENDING", run_count=0)  # a worker that takes it and loses it, each time
+        watcher.look()
+        watcher.look()
+    assert server.sets.count(("stuck", "AwaitingRetry")) == MAX_ATTEMPTS
+    server.add("stuck", "PENDING", run_count=0)
+    watcher.look()
+    watcher.look()
+    assert server.sets[-1] == ("stuck", "Failed")
+
+
+def test_a_server_that_is_away_changes_nothing(server: Server) -> None:
+    server.add("lost", "RUNNING")
+    watcher = Reconciler("http://x/api", alive=set)
+    watcher.look()
+    server.down = True
+    watcher.look()
+    server.down = False
+    watcher.look()
+    assert ("lost", "AwaitingRetry") in server.sets
+
+
+def test_a_flow_run_is_alive_while_a_process_carries_its_id() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "PREFECT__FLOW_RUN_ID": "test-run-7"}
+    )
+    try:
+        deadline = time.monotonic() + 5
+        while "test-run-7" not in flow_runs_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "test-run-7" in flow_runs_alive()
+        process.kill()
+        time.sleep(0.2)  # a zombie until it is waited for
+        assert "test-run-7" not in flow_runs_alive()
+    finally:
+        process.kill()
+        process.wait()
