@@ -55,7 +55,10 @@ class PPOController:
         decode: Callable[[Sequence[int]], str],
         composer: RewardComposer,
         services: Services,
+        *,
+        cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
+        """`cpu_seconds`: CPU time of all processes so far; given, each phase's share is measured too."""
         self._config = config
         self._ppo = config.ppo
         self._fleet = fleet
@@ -63,6 +66,7 @@ class PPOController:
         self._decode = decode
         self._composer = composer
         self._services = services
+        self._cpu_seconds = cpu_seconds
         self._seed = derive_seed(config.run.seed, "ppo")
         kl = self._ppo.kl
         self._kl: FixedKL | AdaptiveKL = (
@@ -79,7 +83,7 @@ class PPOController:
     def run(self) -> None:
         """To the last step, from the last checkpoint if there is one."""
         self._restore()
-        self._sync()
+        self.sync()
         while self.done < self._ppo.steps:
             metrics = self.iterate()
             self._log(metrics)
@@ -103,7 +107,7 @@ class PPOController:
         self._kl.update(experience.metrics["objective/kl"], len(rollouts))
         self.done = step
         with self._timed("sync"):
-            sync = self._sync()
+            sync = self.sync()
         failpoint("ppo.after_sync")
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(rollouts, prompts, experience, step)
@@ -264,7 +268,7 @@ class PPOController:
                 steps[rank].append(OptimizerStep(numbered, denominator, tokens))
         return group.submit_each("update", [(role, mine[r], steps[r]) for r in range(group.ranks)])
 
-    def _sync(self) -> Metrics:
+    def sync(self) -> Metrics:
         """Weights of `done` into all engines, acknowledged."""
         references = self._fleet.groups["policy"].submit("send_weights", self.done)
         report = self._fleet.wait(references, "the weight sync", self._ppo.weight_sync.timeout)[0]
@@ -350,9 +354,13 @@ class PPOController:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        cpu = self._cpu_seconds
+        before = cpu() if cpu is not None else 0.0
         started = time.monotonic()
         yield
         self._timing[f"timing/{name}"] = time.monotonic() - started
+        if cpu is not None:
+            self._timing[f"cpu/{name}"] = cpu() - before
 
 
 class _Spread:

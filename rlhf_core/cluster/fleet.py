@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.placement import Group, PlacementPlan, Role
+from rlhf_core.cluster.records import Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied
 from rlhf_core.seeds import derive_seed
@@ -192,6 +193,12 @@ class Fleet:
     def distinct_groups(self) -> list[WorkerGroup]:
         """Each group once, though it serves several roles."""
         return list({group.group.name: group for group in self.groups.values()}.values())
+
+    def usage(self) -> list[Usage]:
+        """Of every worker and engine."""
+        calls = [actor.usage.remote() for group in self.distinct_groups for actor in group.actors]
+        calls += [engine.usage.remote() for engine in self.engines]
+        return self.wait(calls, "usage")
 
     @property
     def sync_backend(self) -> str:

@@ -40,6 +40,10 @@ def test_the_reward_is_the_documented_sum() -> None:
     assert raw(good, finished=False) == pytest.approx(2.1)
     # Another animal -0.4, one rude word -0.6, kind 0.4, place 0.7, adjective 0.3, end 0.4, two sentences -0.3.
     assert raw("The small wolf sits in the garden. It is kind and nasty.") == pytest.approx(0.5)
+    # Words of a broken sentence earn nothing: three kind words 1.2, end 0.4, the broken sentence -0.5.
+    assert raw(
+        "small fox the in the garden. It is kind and dry. It is calm and dry. It is warm and dry."
+    ) == pytest.approx(1.1)
     # Empty: no end -0.6, three sentences missing -0.9.
     assert raw("") == pytest.approx(-1.5)
 

@@ -90,10 +90,10 @@ def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(make_toke
         " + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{ eos_token }}"
     )
     without = SENTENCEPIECE_TEMPLATE.replace(" + eos_token", "")
-    expected = Encoder(make_tokenizer(), "chat").conversation([ASK, ANSWER])
-    for template in (outside, without):
-        assert template != SENTENCEPIECE_TEMPLATE
-        assert Encoder(make_tokenizer(template), "chat").conversation([ASK, ANSWER]) == expected
+    assert SENTENCEPIECE_TEMPLATE not in (outside, without)
+    expected = Encoder(make_tokenizer(), "chat")
+    assert Encoder(make_tokenizer(outside), "chat").conversation(TALK) == expected.conversation(TALK)
+    assert Encoder(make_tokenizer(without), "chat").conversation([ASK, ANSWER]) == expected.conversation([ASK, ANSWER])
 
 
 @pytest.mark.parametrize("evil", ["</s>", "say </s> now", "<s></s><s>", "a\ue000<unk>b</s>", "<unk> </s"])

@@ -1,0 +1,168 @@
+"""One PPO iteration of the standard shape, on the real stack: `make bench`.
+
+Llama, hidden 256, intermediate 688, 4 layers, 4 heads, vocabulary 2048, untied embeddings, float32; 64 prompts of 64
+tokens, 64 new tokens, 4 minibatches, 1 epoch, a critic of the same size, a reference model, and a rule reward: the
+share of token ids below 1024. Seconds are medians over the counted iterations; CPU seconds are of all processes.
+
+Ends with `json: PATH`, a file with what the table shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.cluster.placement import Role, plan
+from rlhf_core.cluster.worker import process_usage
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.types import PromptExample, Services
+
+VOCABULARY, PROMPT, RESPONSE, PROMPTS = 2048, 64, 64, 64
+PHASES = ("rollout", "scoring", "training", "sync")
+
+
+class _Nowhere:
+    """Checkpoints, metrics and progress of a benchmark: none."""
+
+    def latest(self) -> None:
+        return None
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_args, **_kwargs: None
+
+
+def make_model(folder: Path) -> None:
+    """Random weights and no EOS, so every response has its full length."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"eos_token_id": []}))
+
+
+def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
+    """The measured iterations' medians."""
+    config = config_from_tree(
+        {
+            "run": {"device": "cpu", "name": "bench"},
+            "model": {"path": str(work / "model")},
+            "data": {"max_prompt_tokens": PROMPT},
+            "ppo": {
+                "steps": warm_up + iterations,
+                "prompts_per_step": PROMPTS,
+                "max_new_tokens": RESPONSE,
+                "minibatches": 4,
+                "policy": {"learning_rate": 1e-5},
+                "critic": {"learning_rate": 1e-5},
+                "rewards": [{"type": "token_share", "below": VOCABULARY // 2}],
+            },
+        },
+        "bench",
+    )
+    make_model(work / "model")
+    rng = random.Random(0)
+    prompts = [
+        PromptExample(f"p{i}", "", tuple(rng.randrange(2, VOCABULARY) for _ in range(PROMPT))) for i in range(PROMPTS)
+    ]
+    roles: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
+    folders: dict[Role, Path] = dict.fromkeys(roles, work / "model")
+    nowhere: Any = _Nowhere()
+    services = Services({}, work, work, nowhere, nowhere, nowhere.progress)
+    placement = plan(config.ppo, critic=True, reward_model=False, device="cpu")
+    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
+
+        def cpu_seconds() -> float:
+            return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())
+
+        controller = PPOController(
+            config, fleet, prompts, lambda ids: "", composer, services, cpu_seconds=cpu_seconds
+        )
+        controller.sync()
+        rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]
+        peaks = [usage.peak_bytes for usage in fleet.usage()]
+    return _summary(rows, peaks)
+
+
+def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
+    def median(values: list[float]) -> float:
+        return round(statistics.median(values), 4)
+
+    seconds = {phase: median([row[f"timing/{phase}"] for row in rows]) for phase in PHASES}
+    cpu = {phase: median([row[f"cpu/{phase}"] for row in rows]) for phase in PHASES}
+    whole = median([row["timing/step"] for row in rows])
+    tokens = PROMPTS * RESPONSE
+    return {
+        "ppo_iteration": {
+            "seconds": whole,
+            "cpu_seconds": median([sum(row[f"cpu/{phase}"] for phase in PHASES) for row in rows]),
+            "fastest_seconds": round(min(row["timing/step"] for row in rows), 4),
+            "iterations": len(rows),
+            "parts": {phase: {"seconds": seconds[phase], "cpu_seconds": cpu[phase]} for phase in PHASES},
+            "rollout_tokens_per_s": round(tokens / seconds["rollout"], 1),
+            "tokens_per_s": round(tokens / whole, 1),
+            "peak_memory_bytes": {"largest_process": max(peaks), "all_workers": sum(peaks)},
+            "sync_gb_per_s": median([row["sync/gb_per_s"] for row in rows]),
+        }
+    }
+
+
+def _table(result: dict[str, Any]) -> Table:
+    iteration = result["ppo_iteration"]
+    table = Table(title=f"PPO iteration, median of {iteration['iterations']}")
+    for column in ("part", "seconds", "CPU seconds"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for phase, part in iteration["parts"].items():
+        table.add_row(phase, f"{part['seconds']:.3f}", f"{part['cpu_seconds']:.3f}")
+    table.add_row("whole", f"{iteration['seconds']:.3f}", f"{iteration['cpu_seconds']:.3f}", style="bold")
+    gib = {name: value / 2**30 for name, value in iteration["peak_memory_bytes"].items()}
+    table.caption = (
+        f"{iteration['rollout_tokens_per_s']:.0f} tokens/s in the rollout, {iteration['tokens_per_s']:.0f} over the whole; "
+        f"peak memory {gib['largest_process']:.2f} GiB in one process, {gib['all_workers']:.2f} GiB in all workers"
+    )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=7, help="counted iterations (default 7)")
+    parser.add_argument("--warm-up", type=int, default=2, help="iterations before them (default 2)")
+    parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/ppo_iteration.json"), help="the JSON file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(args.iterations, args.warm_up, Path(folder))
+    Console().print(_table(result))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"json: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
