@@ -14,6 +14,8 @@ else
 export UV_TORCH_BACKEND ?= cpu
 endif
 export UV_LINK_MODE ?= copy
+# Every stage is a fresh process: without bytecode each would compile the whole stack again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup run test test-unit test-slow lint format bench up down status lock clean help
 

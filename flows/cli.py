@@ -133,7 +133,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     server = EmbeddedPrefect(home)
     import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
+    from flows.pipeline import warm_up
 
+    warm_up(config)
     server.wait()
     return _run_flow(arguments, home, console)
 
@@ -195,6 +197,7 @@ def _set_up_logging(home: Path) -> Console:
     from rich.logging import RichHandler
 
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     console = Console(stderr=True)
     (home / "logs").mkdir(parents=True, exist_ok=True)
     file = RotatingFileHandler(home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")

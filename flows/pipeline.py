@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,14 @@ def open_pipeline(
     finally:
         run.save_state(state)
         run.tracking.finish(run.parent_run_id, status)
+
+
+def warm_up(config: PipelineConfig) -> None:
+    """Import MLflow and open its database, which takes seconds, while something else starts."""
+    tracking = open_tracking(config)
+    if tracking.uri.startswith("sqlite:"):
+        with suppress(Exception):  # whatever it is, the run itself will say it
+            _ = tracking.mlflow.experiment_id
 
 
 def outside_digests(config: PipelineConfig) -> dict[str, str]:

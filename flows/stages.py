@@ -131,7 +131,7 @@ def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent) -> 
         run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
         tries_left = settings.run.retries + 1 - runtime.task_run.run_count
         if tries_left > 0 and not isinstance(error, NEVER_RETRIED):
-            log.warning("%s: %s; trying again from its last checkpoint, %d tries left", spec.stage, error, tries_left)
+            log.warning("%s; trying again from the last checkpoint, %d tries left", error, tries_left)
         raise
     except BaseException:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "KILLED")

@@ -96,10 +96,10 @@ class PPOController:
         step = self.done + 1
         self._timing = {}
         with self._timed("rollout"):
-            rollouts, prompts = self._rollout(step)
+            rollouts, prompts = self.rollout(step)
         failpoint("ppo.after_rollout")
         with self._timed("scoring"):
-            experience, by_source = self._score(rollouts, prompts)
+            experience, by_source = self.score(rollouts, prompts)
         self._guard(experience, step)
         with self._timed("training"):
             update = self._update(rollouts, experience, step)
@@ -125,7 +125,7 @@ class PPOController:
 
     # -- steps of the loop --------------------------------------------------------------------------------------
 
-    def _rollout(self, step: int) -> tuple[list[Rollout], list[PromptExample]]:
+    def rollout(self, step: int) -> tuple[list[Rollout], list[PromptExample]]:
         """`samples_per_prompt` responses to this step's prompts, in the order of prompts; the prompts repeated alike."""
         ppo, fleet = self._ppo, self._fleet
         indices = prompts_of_step(len(self._prompts), ppo.prompts_per_step, self._seed, step)
@@ -154,9 +154,7 @@ class PPOController:
             raise WeightSyncError(f"step {step} was sampled from policy version {sorted(stale)}, not {self.done}")
         return ordered, [p for p in prompts for _ in range(ppo.samples_per_prompt)]
 
-    def _score(
-        self, rollouts: list[Rollout], prompts: list[PromptExample]
-    ) -> tuple[Experience, dict[str, list[float]]]:
+    def score(self, rollouts: list[Rollout], prompts: list[PromptExample]) -> tuple[Experience, dict[str, list[float]]]:
         """All four models at once, then the rules, then experience."""
         fleet = self._fleet
         sequences = [(r.prompt_ids, r.response_ids) for r in rollouts]
@@ -192,7 +190,12 @@ class PPOController:
         return experience, rewards.by_source
 
     def _spread(
-        self, role: Role, method: str, sequences: Sequence[Any], before: tuple[Any, ...] = (), after: tuple[Any, ...] = ()
+        self,
+        role: Role,
+        method: str,
+        sequences: Sequence[Any],
+        before: tuple[Any, ...] = (),
+        after: tuple[Any, ...] = (),
     ) -> _Spread:
         """Cut a list over the ranks of a role's group and start the call."""
         group = self._fleet.groups[role]

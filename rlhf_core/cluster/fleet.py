@@ -35,9 +35,7 @@ class WorkerGroup:
 
     def submit_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Each rank its own arguments."""
-        return [
-            getattr(actor, method).remote(*args) for actor, args in zip(self.actors, args_by_rank, strict=True)
-        ]
+        return [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, args_by_rank, strict=True)]
 
 
 class Fleet:
@@ -134,7 +132,9 @@ class Fleet:
     def _load(self) -> None:
         loading = []
         for worker_group in self.distinct_groups:
-            address, port = self.wait([worker_group.actors[0].address.remote()], f"{worker_group.group.name} to start")[0]
+            address, port = self.wait([worker_group.actors[0].address.remote()], f"{worker_group.group.name} to start")[
+                0
+            ]
             loading += worker_group.submit_each(
                 "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
             )

@@ -1,7 +1,7 @@
 """Which processes PPO runs, as plain data: no Ray here.
 
-    group      ranks x roles in one process each; the ranks of a group are one torch.distributed world
-    engines    one process each, `tensor_parallel` GPUs each
+group      ranks x roles in one process each; the ranks of a group are one torch.distributed world
+engines    one process each, `tensor_parallel` GPUs each
 """
 
 from __future__ import annotations

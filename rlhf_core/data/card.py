@@ -20,7 +20,8 @@ from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3
 _SAMPLE_CHARS = 600
-_SAMPLE_TOKENS = 160
+_RUN_HEAD, _RUN_TAIL = 80, 12
+"""Tokens shown of a run."""
 _PERCENTILES = (0, 50, 90, 99, 100)
 
 Splits = Mapping[SetName, Mapping[Split, Sequence[Made]]]
@@ -126,13 +127,15 @@ def _sample(item: Made, tokenizer: Any) -> dict[str, Any]:
 
 
 def _token_view(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[list[Any]]:
-    """Runs of equal mask: [mask, [token, ...]]."""
+    """Runs of equal mask: [mask, [token, ...]]; of a long run the beginning and the end, where EOS stands."""
     runs: list[list[Any]] = []
-    tokens = tokenizer.convert_ids_to_tokens(list(ids[:_SAMPLE_TOKENS]))
-    for token, marked in zip(tokens, mask, strict=False):
+    for token, marked in zip(tokenizer.convert_ids_to_tokens(list(ids)), mask, strict=True):
         if not runs or runs[-1][0] != marked:
             runs.append([marked, []])
         runs[-1][1].append(token)
+    for run in runs:
+        if len(run[1]) > _RUN_HEAD + _RUN_TAIL:
+            run[1] = [*run[1][:_RUN_HEAD], "…", *run[1][-_RUN_TAIL:]]
     return runs
 
 

@@ -7,6 +7,7 @@ causal attention.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def register() -> None:
             sdpa_attention_forward(
                 module, query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], None, **{**kwargs, "is_causal": True}
             )[0]
-            for a, b in zip(borders[:-1], borders[1:], strict=True)
+            for a, b in itertools.pairwise(borders)
         ]
         return torch.cat(parts, dim=1), None
 

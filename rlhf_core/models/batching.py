@@ -32,9 +32,7 @@ class TokenSequence:
     @staticmethod
     def of(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TokenSequence:
         """Targets are the response tokens."""
-        return TokenSequence(
-            tuple(prompt_ids) + tuple(response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids)
-        )
+        return TokenSequence(tuple(prompt_ids) + tuple(response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
 
     def __len__(self) -> int:
         return len(self.input_ids)

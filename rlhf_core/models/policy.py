@@ -65,7 +65,9 @@ def load_policy(folder: Path | str, *, dtype: str, attention: str, device: str, 
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"model.path: cannot load a causal language model from {folder}: {error}") from error
     if not hasattr(lm, "lm_head") or not hasattr(lm, "model"):
-        raise ModelError(f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture")
+        raise ModelError(
+            f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
+        )
     return Policy(without_dropout(lm).to(device))
 
 

@@ -85,9 +85,7 @@ def make_experience(
     if ppo.whiten_advantages:
         advantages_BT = masked_whiten(advantages_BT, mask_BT)
     weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, ppo.importance)
-    return Experience(
-        mask_BT, old_BT, values_BT, advantages_BT, returns_BT, weights_BT, kl_B, scores_B, metrics
-    )
+    return Experience(mask_BT, old_BT, values_BT, advantages_BT, returns_BT, weights_BT, kl_B, scores_B, metrics)
 
 
 def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:

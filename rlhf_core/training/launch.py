@@ -28,7 +28,9 @@ def run_ranks(work: Callable[..., Any], ranks: int, device: str, *args: Any, ran
     port = free_port()
     context = multiprocessing.get_context("spawn")
     others = [
-        context.Process(target=_other_rank, args=(work, Rank(r, ranks, r, "127.0.0.1", port, device), args), daemon=True)
+        context.Process(
+            target=_other_rank, args=(work, Rank(r, ranks, r, "127.0.0.1", port, device), args), daemon=True
+        )
         for r in range(1, ranks)
     ]
     for process in others:

@@ -8,7 +8,7 @@ Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` respo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ def update_policy(
     engine: TrainingEngine, samples: Sequence[Sample], steps: Sequence[Step], ppo: PPOConfig, pad_id: int
 ) -> dict[str, float]:
     """Clipped surrogate, with the entropy bonus if configured. Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`."""
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: Step) -> Iterator[torch.Tensor]:
         for group in step.micro_batches:
@@ -102,7 +102,7 @@ def update_critic(
     engine: TrainingEngine, samples: Sequence[Sample], steps: Sequence[Step], ppo: PPOConfig, pad_id: int
 ) -> dict[str, float]:
     """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`."""
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: Step) -> Iterator[torch.Tensor]:
         for group in step.micro_batches:

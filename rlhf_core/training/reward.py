@@ -114,9 +114,7 @@ def evaluate_reward(
     return metrics, ScoreStatistics(scores.mean().item(), std), scores
 
 
-def _forward(
-    engine: TrainingEngine, pairs: Sequence[PairExample], pad_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(engine: TrainingEngine, pairs: Sequence[PairExample], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     sequences = [TokenSequence.of(p.prompt_ids, p.chosen_ids) for p in pairs]
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
     scores = engine(collate(sequences, pad_id=pad_id).to(engine.rank.torch_device), "last")

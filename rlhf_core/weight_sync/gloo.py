@@ -9,9 +9,13 @@ The group is its own: it shares nothing with the ranks' training group, and ever
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed as _dist
+
+dist: Any = _dist
+"""torch's stubs know neither the stores nor the operations of a process group of one's own."""
 
 
 class GlooGroup:
@@ -22,7 +26,7 @@ class GlooGroup:
         self._store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
 
-    def send(self, buffer: torch.Tensor) -> dist.Work:
+    def send(self, buffer: torch.Tensor) -> Any:
         """Start broadcasting (bytes,) uint8 from rank 0; `wait()` on what it returns before reusing the buffer."""
         return self._group.broadcast(buffer, 0)
 

@@ -24,7 +24,7 @@ from rlhf_core.weight_sync.gloo import GlooGroup
 
 
 @dataclass
-class GlooInitInfo(WeightTransferInitInfo):
+class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped here
     """Where the sender waits. The receivers' ranks follow `rank_offset` in the order of engines and their workers."""
 
     address: str
@@ -36,7 +36,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
+class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vllm is untyped here
     """What comes, in order."""
 
     names: list[str]
@@ -44,7 +44,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: ignore[misc]  # vllm is untyped here
     """Receives packed buckets and loads them layer by layer."""
 
     init_info_cls = GlooInitInfo
@@ -123,6 +123,8 @@ def _checksummed(base: Any) -> Any:
     """vLLM's backend `base` with `checksums` of what arrived."""
 
     class Checksummed(base):  # type: ignore[misc]
+        model: Any
+
         def start_weight_update(self) -> None:
             self.checksums: dict[str, str] = {}
             super().start_weight_update()

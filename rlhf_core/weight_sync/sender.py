@@ -1,6 +1,6 @@
 """The trainers' side of weight sync. Every policy rank calls `send`: gathering is a collective; rank 0 also transmits.
 
-    start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
+start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
 """
 
 from __future__ import annotations

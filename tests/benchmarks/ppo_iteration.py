@@ -102,9 +102,7 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
         def cpu_seconds() -> float:
             return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())
 
-        controller = PPOController(
-            config, fleet, prompts, lambda ids: "", composer, services, cpu_seconds=cpu_seconds
-        )
+        controller = PPOController(config, fleet, prompts, lambda ids: "", composer, services, cpu_seconds=cpu_seconds)
         controller.sync()
         rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]
         peaks = [usage.peak_bytes for usage in fleet.usage()]

@@ -16,6 +16,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,22 @@ sys.meta_path.insert(0, Toys())
 Command = Callable[..., "subprocess.Popen[str]"]
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all: making the databases takes longest."""
+    return tmp_path_factory.mktemp("home")
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Command:
-    """`rlhf run` of a two-stage pipeline whose home is `tmp_path / "home"`."""
+def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
+    """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases and store."""
     toys = tmp_path / "toys"
     toys.mkdir()
+    name = request.node.name[:40].replace("_", "-")
     (toys / "sitecustomize.py").write_text(STAGES)
     config = tmp_path / "toy.yaml"
     config.write_text(
-        f"run: {{name: toy, home: {tmp_path / 'home'}, device: cpu, threads: 1, retry_delay: 0.1}}\n"
+        f"run: {{name: {name}, seed: {zlib.crc32(name.encode()) % 10**6}, home: {home}, device: cpu, threads: 1, retry_delay: 0.1}}\n"
         "ppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
@@ -144,11 +152,10 @@ def task_states(home: Path) -> list[str]:
         return [name for (name,) in rows]
 
 
-def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command, tmp_path: Path) -> None:
-    home = tmp_path / "home"
+def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command, home: Path, tmp_path: Path) -> None:
     out, err = finish(command("sft:2:kill"))
     first = summary_of(out)
-    assert "trying again from its last checkpoint" in err
+    assert "trying again from the last checkpoint" in err
     assert {name: entry["reused"] for name, entry in first["stages"].items()} == {"data": False, "sft": False}
     assert first["stages"]["data"]["metrics"]["start"] == 0
     assert first["stages"]["sft"]["metrics"]["start"] == 2
@@ -178,7 +185,7 @@ def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(com
     assert summary["stages"]["data"]["metrics"]["start"] == 3
 
 
-def test_ctrl_c_is_tidy(command: Command, tmp_path: Path) -> None:
+def test_ctrl_c_is_tidy(command: Command, home: Path, tmp_path: Path) -> None:
     process = command("data:1:hang", until="data")
     stage = wait_for(tmp_path / "hang", process)
     process.send_signal(signal.SIGINT)
@@ -187,12 +194,12 @@ def test_ctrl_c_is_tidy(command: Command, tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert not stage.alive()
     assert nothing_left(tmp_path)
-    (run,) = (tmp_path / "home" / "runs").glob("*/run.json")
+    (run,) = (home / "runs").glob("test-ctrl-c*/run.json")
     assert json.loads(run.read_text())["state"] == "stopped"
 
 
-def test_an_input_error_of_a_stage_ends_with_2_and_is_not_tried_again(command: Command, tmp_path: Path) -> None:
+def test_an_input_error_of_a_stage_ends_with_2_and_is_not_tried_again(command: Command, home: Path) -> None:
     out, err = finish(command("data:1:input", until="data"), 2)
     assert err.splitlines()[-1] == "error: rows.jsonl:3: no prompt; add one"
     assert "Traceback" not in err + out
-    assert len(list((tmp_path / "home" / "logs").rglob("data-??.log"))) == 1
+    assert len(list((home / "logs").glob("test-an-input*/data-??.log"))) == 1

@@ -22,13 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.card import card_markdown
+from rlhf_core.data.card import card_markdown, overlap
 from rlhf_core.data.collect import held_out, split_key
-from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
+from rlhf_core.data.dataset import Split, load_pairs, load_prompts, load_sft
+from rlhf_core.data.examples import Made
 from rlhf_core.data.prepare import prepare
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.stages.data import run
-from rlhf_core.types import Services
+from rlhf_core.types import Services, SFTExample
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
 
@@ -262,6 +263,25 @@ def test_a_demonstration_that_begins_with_a_held_out_prompt_is_counted(tmp_path:
     )
     assert card["overlap"]["exact"] == 0
     assert card["overlap"]["near"] > 0
+
+
+def test_a_leak_between_the_splits_would_be_counted() -> None:
+    def made(key: str, text: str) -> Made:
+        return Made(SFTExample((1,), (1,)), key, text)
+
+    empty: dict[Split, list[Made]] = {"train": [], "eval": []}
+    splits: Any = {"sft": {"train": [made("a", "a"), made("b", "b")], "eval": []}, "preference": empty}
+    splits["prompts"] = {"train": [made("c", "c")], "eval": [made("a", "a")]}
+    assert overlap(splits) == {"exact": 1, "near": 1}
+
+
+def test_the_card_shows_which_tokens_are_learned_up_to_eos(demo_out: Path) -> None:
+    card = json.loads((demo_out / "data_card.json").read_text())
+    for sample in card["samples"]["preference"]:
+        for prompt, response in sample["tokens"]:
+            assert prompt[0] == 0 and prompt[1][0] == "<bos>" and prompt[1][-1] == "<|assistant|>"
+            assert response[0] == 1 and response[1][-1] == "<eos>"
+    assert "|<eos>⟧" in (demo_out / "data_card.md").read_text()
 
 
 def test_the_card_cannot_become_markup(tmp_path: Path) -> None:

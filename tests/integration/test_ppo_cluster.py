@@ -1,0 +1,110 @@
+"""PPO over several ranks and engines: Ray, vLLM and DeepSpeed for real.
+
+- two policy ranks under ZeRO-3 and two engines: after each sync, engines and trainer give the same tokens the same
+  log-probabilities, to 1e-4 in float32
+- every rollout carries the version that was acknowledged last
+- a tensor altered on the way to the engines stops the run with a message that names it
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.cluster.placement import plan
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.types import PromptExample, Services
+
+TENSORS = 2 * 9 + 2
+"""Two decoder layers of nine tensors, the tied embedding and the last norm."""
+
+
+class _Nothing:
+    def latest(self) -> None:
+        return None
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_args, **_kwargs: None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=101,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
+    monkeypatch.setenv("RLHF_FAIL", f"weight_sync.send:{2 * TENSORS + 5}:alter")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = config_from_tree(
+        {
+            "run": {"device": "cpu", "threads": 2},
+            "model": {"path": str(model)},
+            "data": {"max_prompt_tokens": 16},
+            "ppo": {
+                "steps": 3,
+                "prompts_per_step": 12,
+                "samples_per_prompt": 2,
+                "max_new_tokens": 12,
+                "minibatches": 3,
+                "micro_batch_tokens": 128,
+                "policy": {"learning_rate": 5e-3, "schedule": "constant"},
+                "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
+                "engine": {"count": 2},
+                "rewards": [{"type": "token_share", "below": 50}],
+            },
+        },
+        "test",
+    )
+    rng = random.Random(0)
+    prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, 101) for _ in range(4 + i % 7)))) for i in range(20)]
+    nothing: Any = _Nothing()
+    services = Services({}, tmp_path, tmp_path, nothing, nothing, nothing.progress)
+    placement = plan(config.ppo, critic=True, reward_model=False, device="cpu")
+    folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), model)
+    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
+        controller = PPOController(config, fleet, prompts, str, composer, services)
+        controller.sync()
+        first = controller.iterate()
+        assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5)
+        assert first["rollout/logprob_gap_max"] < 1e-4
+        assert first["sync/version"] == 1.0
+        # Step 2 samples from synced weights that differ from the first: agreement here is the sync's work.
+        rollouts, prompts_used = controller.rollout(2)
+        assert {r.policy_version for r in rollouts} == {1}
+        assert len(rollouts) == 24
+        experience, _ = controller.score(rollouts, prompts_used)
+        assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
+        assert abs(experience.metrics["objective/kl"]) > 1e-3
+        with pytest.raises(
+            WeightSyncError, match=r"received other weights than version 2 sent: 1 of 20 tensors differ"
+        ):
+            controller.iterate()

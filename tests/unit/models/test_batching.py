@@ -1,0 +1,113 @@
+"""Batching: layouts that agree, plans that cover.
+
+- padded and packed layouts give the same log-probabilities, and no sequence sees another
+- micro-batches keep their token budget, padding included, and hold every index once
+- every rank gets the same number of micro-batches, whatever the number of sequences
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.models.attention import implementation
+from rlhf_core.models.batching import TokenSequence, collate, micro_batches, plan_ranks
+from rlhf_core.models.policy import Policy
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        max_position_embeddings=64,
+        attn_implementation=implementation("sdpa"),
+    )
+    return Policy(LlamaForCausalLM(config)).double().eval()
+
+
+def _sequences(count: int, seed: int = 0) -> list[TokenSequence]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        TokenSequence.of(
+            torch.randint(1, 50, (3 + i % 4,), generator=g).tolist(),
+            torch.randint(1, 50, (2 + (5 * i) % 7,), generator=g).tolist(),
+        )
+        for i in range(count)
+    ]
+
+
+@torch.no_grad()
+def test_padded_and_packed_rows_give_the_log_probabilities_of_each_sequence_alone(policy: Policy) -> None:
+    sequences = _sequences(6)
+    alone = torch.cat([policy(collate([s], pad_id=0)).logprobs_N for s in sequences])
+    padded = policy(collate(sequences, pad_id=0)).logprobs_N
+    packed = policy(collate(sequences, pad_id=0, pack=True)).logprobs_N
+    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_packed_neighbour_changes_nothing(policy: Policy) -> None:
+    first, *others = _sequences(4)
+    one = collate([first, others[0]], pad_id=0, pack=True)
+    two = collate([first, others[1], others[2]], pad_id=0, pack=True)
+    torch.testing.assert_close(one.split(policy(one).logprobs_N)[0], two.split(policy(two).logprobs_N)[0])
+
+
+def test_labels_are_the_next_tokens_and_the_last_position_is_the_last_real_one() -> None:
+    batch = collate([TokenSequence.of((5, 6), (7, 8)), TokenSequence.of((9,), (4,))], pad_id=0)
+    # Row 0 is 5 6 7 8, row 1 is 9 4 0 0: targets 7 and 8 are predicted at 1 and 2, target 4 at 4.
+    assert batch.select_N.tolist() == [1, 2, 4]
+    assert batch.labels_N.tolist() == [7, 8, 4]
+    assert batch.last_S.tolist() == [3, 5]
+    assert batch.counts == (2, 1)
+
+
+def test_a_masked_first_token_is_never_a_target() -> None:
+    batch = collate([TokenSequence((3, 4), (1, 1))], pad_id=0)
+    assert batch.labels_N.tolist() == [4]
+
+
+def test_an_empty_micro_batch_is_a_dummy_without_targets() -> None:
+    batch = collate([], pad_id=0)
+    assert batch.input_ids_BL.shape == (1, 1)
+    assert batch.labels_N.numel() == 0
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 100), st.booleans())
+def test_micro_batches_hold_every_index_once_within_the_budget(lengths: list[int], budget: int, pack: bool) -> None:
+    groups = micro_batches(lengths, budget, pack=pack)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        cost = sum(lengths[i] for i in group) if pack else len(group) * max(lengths[i] for i in group)
+        assert cost <= budget or len(group) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 100))
+def test_every_rank_gets_as_many_micro_batches_and_every_index_comes_once(
+    lengths: list[int], ranks: int, budget: int
+) -> None:
+    plan = plan_ranks(lengths, ranks, budget)
+    assert len(plan) == ranks
+    assert len({len(micros) for micros in plan}) == 1
+    assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(len(lengths)))
+
+
+def test_nine_sequences_on_eight_ranks_leave_no_rank_without_work() -> None:
+    plan = plan_ranks([10] * 9, 8, 1000)
+    assert all(any(micro for micro in micros) for micros in plan)

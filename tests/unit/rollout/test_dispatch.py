@@ -1,0 +1,33 @@
+"""Dispatch: which prompts a step uses and which engine samples them.
+
+- steps walk over one permutation after the other: every prompt once before any comes again
+- prompts go to the least loaded engine, every prompt to exactly one, the same way each time
+"""
+
+from __future__ import annotations
+
+from rlhf_core.rollout.dispatch import assign, prompts_of_step
+
+
+def test_every_prompt_comes_once_before_any_comes_again() -> None:
+    # 6 prompts, 4 per step: three steps are two passes.
+    drawn = [i for step in (1, 2, 3) for i in prompts_of_step(6, 4, 0, step)]
+    assert sorted(drawn[:6]) == list(range(6))
+    assert sorted(drawn[6:]) == list(range(6))
+    assert drawn[:6] != drawn[6:]
+
+
+def test_a_step_is_a_function_of_seed_and_step_alone() -> None:
+    late = prompts_of_step(50, 8, 3, 9)
+    prompts_of_step(50, 8, 4, 1)
+    assert prompts_of_step(50, 8, 3, 9) == late
+    assert prompts_of_step(50, 8, 4, 9) != late
+
+
+def test_the_least_loaded_engine_gets_the_next_longest_prompt() -> None:
+    # 9 to engine 0, 5 to engine 1, 4 to engine 1 (5 < 9), 1 to engine 0 (9 = 9, the first).
+    assert assign([1, 9, 5, 4], 2) == [[0, 1], [2, 3]]
+
+
+def test_one_engine_gets_all_prompts_in_order() -> None:
+    assert assign([3, 1, 2], 1) == [[0, 1, 2]]
