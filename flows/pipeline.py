@@ -18,6 +18,7 @@ from typing import Any
 
 from flows.files import write_json
 from flows.parameters import check_range
+from flows.processes import ProcessId
 from flows.report import summarize
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key
@@ -58,7 +59,8 @@ class Pipeline:
         self.config_path = config_path
         self.start = start
         self.until = until
-        self.started = time.monotonic()
+        me = ProcessId.of(os.getpid())
+        self.started = me.started if me is not None else time.time()
         self.sources = outside_digests(config)
         self.key = pipeline_key(config, self.sources)
         self.home = Path(config.run.home).resolve()
@@ -154,7 +156,7 @@ class Pipeline:
             "pipeline_key": self.key,
             "where": self.where(self.parent_run_id),
         }
-        return summarize(self.records, time.monotonic() - self.started, identity)
+        return summarize(self.records, time.time() - self.started, identity)
 
     @property
     def summary_file(self) -> Path:

@@ -17,7 +17,7 @@ _INTERVAL = ("mean", "low", "high")
 def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `summary.json`. What a stage did not measure is left out, never made up.
 
-    seconds                                     of the whole command
+    seconds                                     of the whole command, from the start of its process
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
     reward.accuracy                             held-out accuracy of the reward model
     evaluate.gold_reward.{sft,ppo}.{mean,low,high}   where a true reward exists

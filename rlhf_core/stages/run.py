@@ -43,7 +43,7 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
         spec.key,
         params=_params(spec),
         tags={"rlhf.attempt": str(fence.attempt)},
-        inputs=dict(spec.inputs),
+        inputs={str(name): ref for name, ref in spec.inputs.items()},
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
