@@ -126,6 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_range(arguments.start, arguments.until)
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
+    log.info("%s, seed %d: starting", config.run.name, config.run.seed)
     if os.environ.get("PREFECT_API_URL"):
         return _run_flow(arguments, home, console)
 

@@ -148,6 +148,14 @@ class Pipeline:
             places["report"] = f"{self.records['evaluate'].ref.uri}/report.html"
         return places
 
+    def results(self) -> dict[str, float]:
+        """Headline numbers of all stages, by `stage/name`."""
+        return {
+            name if name.startswith(f"{stage}/") else f"{stage}/{name}": value
+            for stage, record in self.records.items()
+            for name, value in record.ref.metrics.items()
+        }
+
     def summary(self) -> dict[str, Any]:
         """The documented content of `summary.json`."""
         identity = {
@@ -189,6 +197,7 @@ def open_pipeline(
         yield run
         state, status = "finished", "FINISHED"
         write_json(run.summary_file, run.summary())
+        run.tracking.log_results(run.key, run.results())
     except Exception:
         state, status = "failed", "FAILED"
         raise

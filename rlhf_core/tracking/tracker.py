@@ -130,6 +130,18 @@ class Tracking:
             self.stage_run(parent_id, stage, ref.key).finish("FINISHED")
         self._try(lambda: self._link(parent_id, stage, ref))
 
+    def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
+        """Headline numbers of a finished pipeline on its own run, for comparing pipelines; the same twice adds nothing."""
+
+        def log_all() -> None:
+            state = self.mlflow.find_run({PIPELINE_KEY: pipeline_key})
+            if state is not None:
+                time = state.start + MS_PER_STEP
+                points = [Point(clean_name(name), value, 0, time) for name, value in metrics.items()]
+                self.mlflow.log_points(state.run_id, points)
+
+        self._try(log_all)
+
     def finish(self, run_id: str | None, status: Status) -> None:
         """End a run."""
         if run_id is not None:

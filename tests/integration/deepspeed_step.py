@@ -14,7 +14,7 @@ from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
 from rlhf_core.models.policy import Policy
-from rlhf_core.training.distributed import Rank, join
+from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
 
 SETTINGS = [(stage, budget, pack) for stage in (0, 2, 3) for budget, pack in ((1000, False), (60, False), (30, True))]
@@ -73,6 +73,8 @@ def main() -> None:
         if rank.rank == 0:
             name = f"ranks{rank.world_size}-zero{stage}-{budget}-{'packed' if pack else 'padded'}.pt"
             torch.save(weights, Path(sys.argv[1]) / name)
+    torch.distributed.barrier()
+    leave()
 
 
 if __name__ == "__main__":

@@ -152,6 +152,12 @@ def task_states(home: Path) -> list[str]:
         return [name for (name,) in rows]
 
 
+def metrics_of(home: Path, run: str) -> list[tuple[str, float]]:
+    """All rows of an MLflow run's metrics."""
+    with sqlite3.connect(home / "mlflow.db") as database:
+        return list(database.execute("select key, value from metrics where run_uuid = ? order by key", (run,)))
+
+
 def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command, home: Path, tmp_path: Path) -> None:
     out, err = finish(command("sft:2:kill"))
     first = summary_of(out)
@@ -171,6 +177,12 @@ def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command
     assert second["mlflow_run_id"] == first["mlflow_run_id"]
     assert sorted((home / "logs").rglob("*-??.log")) == logs
     assert task_states(home) == ["Skipped", "Skipped"]
+    assert metrics_of(home, second["mlflow_run_id"]) == [
+        ("data/loss", 0.5),
+        ("data/start", 0.0),
+        ("sft/loss", 0.5),
+        ("sft/start", 2.0),
+    ]
     assert nothing_left(tmp_path)
 
 
