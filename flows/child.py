@@ -3,8 +3,8 @@
 run_child      starts `python -m rlhf_core.stages SPEC` in a session of its own, output into a log file
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
-finally        SIGTERM to the group, up to 20 s, SIGKILL to the group, then to whatever else carries its mark;
-               also when the flow is cancelled (Prefect's TerminationSignal) or interrupted (Ctrl-C)
+finally        SIGTERM to the child's guard (rlhf_core/stages/guard.py), which stops the stage within 20 s and leaves
+               nothing of it; also when the flow is cancelled (Prefect's TerminationSignal) or interrupted (Ctrl-C)
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flows.processes import stop_marked
 from rlhf_core.errors import RLHFError, StageFailed, from_record
-from rlhf_core.stages.events import FD_VARIABLE, PARENT_VARIABLE, parse
+from rlhf_core.stages.events import FD_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 
 OnEvent = Callable[[dict[str, Any]], None]
 
-MARK = "RLHF_STAGE_MARK"
 TERM_SECONDS = 20.0
 """How long a stage may take to stop after SIGTERM."""
 EXIT_SECONDS = 30.0
 """How long a stage may take to exit after it sent its result, which is committed by then."""
-_LEFTOVER_SECONDS = 5.0
-"""Ray's daemons end by themselves within 2 s of their driver."""
+_GUARD_SECONDS = 10.0
+"""What the guard may need beyond that."""
 _POLL_SECONDS = 0.25
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Failed|Interrupt)\b.*:|^Fatal Python error")
 
@@ -50,14 +47,13 @@ def run_child(
     """
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)
-    mark = uuid.uuid4().hex
     started = time.monotonic()
-    child, reader = _start(spec_file, log_file, {**environment, MARK: mark})
+    child, reader = _start(spec_file, log_file, environment)
     with reader:
         try:
             outcome = _follow(child, reader, timeout, on_event)
         finally:
-            _end(child, mark)
+            _end(child)
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
@@ -76,7 +72,12 @@ def _start(spec_file: Path, log_file: Path, environment: Mapping[str, str]) -> t
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, FD_VARIABLE: str(write_fd), PARENT_VARIABLE: str(os.getpid())},
+                env={
+                    **environment,
+                    FD_VARIABLE: str(write_fd),
+                    PARENT_VARIABLE: str(os.getpid()),
+                    STOP_VARIABLE: str(TERM_SECONDS),
+                },
                 pass_fds=(write_fd,),
                 start_new_session=True,
             )
@@ -143,31 +144,27 @@ def _has_exited(pid: int) -> bool:
         return True
 
 
-def _end(child: subprocess.Popen[bytes], mark: str) -> None:
-    """Stop the child and all that it started, whatever interrupts this."""
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Have the guard stop the stage and all that it started; end both by force if it does not, whatever interrupts this."""
     try:
         if not _has_exited(child.pid):
-            _signal_group(child.pid, signal.SIGTERM)
-            deadline = time.monotonic() + TERM_SECONDS
+            child.terminate()
+            deadline = time.monotonic() + TERM_SECONDS + _GUARD_SECONDS
             while not _has_exited(child.pid) and time.monotonic() < deadline:
                 time.sleep(0.05)
     finally:
-        _signal_group(child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait(timeout=EXIT_SECONDS)
-        stop_marked(MARK, mark, patience=_LEFTOVER_SECONDS)
-
-
-def _signal_group(pid: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signum)
 
 
 def _obituary(stage: str, code: int, log_file: Path, timeout: float, seconds: float) -> str:
     if seconds >= timeout:
         cause = f"was stopped after run.stage_timeout = {timeout:g} seconds"
-    elif code < 0:
-        hint = "; the kernel may have run out of memory" if code == -signal.SIGKILL else ""
-        cause = f"was killed by {signal.Signals(-code).name}{hint}"
+    elif code < 0 or code > 128:
+        signum = signal.Signals(-code if code < 0 else code - 128)
+        hint = "; the kernel may have run out of memory" if signum == signal.SIGKILL else ""
+        cause = f"was killed by {signum.name}{hint}"
     else:
         cause = f"ended with exit code {code} and no result"
     quote = telling_lines(log_file)

@@ -85,13 +85,6 @@ def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
     return not left
 
 
-def stop_marked(variable: str, value: str, patience: float) -> None:
-    """Wait for every process that carries `variable=value`, and SIGKILL those left after `patience` seconds."""
-    marked = [process for process, mark in carriers(variable) if mark == value]
-    if not wait_gone(marked, patience):
-        _kill(process for process, mark in list(carriers(variable)) if mark == value)
-
-
 def die_with_parent(signum: int) -> Callable[[], None]:
     """A `preexec_fn` by which the kernel sends `signum` to the new process when this one dies.
 

@@ -1,10 +1,10 @@
 """Entry point of a stage's child process: `python -m rlhf_core.stages SPEC.json`.
 
-    flow process                                child (own session)                     grandchildren
-    ------------                                -------------------                     -------------
-    writes SPEC.json, opens a pipe   ------->   dies with its parent (PR_SET_PDEATHSIG)
-    reads JSON lines                 <-------   progress ... result | error             Ray, vLLM, training ranks
-    SIGTERM, then SIGKILL of group   ------->   ends its MLflow run, exits 143
+    flow process                        guard (own session)       stage                     its processes
+    ------------                        -------------------       -----                     -------------
+    writes SPEC.json, opens a pipe ->   forks               ->    runs                 ->   Ray, vLLM, training ranks
+    reads JSON lines               <------------------------      progress ... result
+    SIGTERM, or dies               ->   SIGINT, SIGKILL     ->    ends its MLflow run  ->   none is left (guard.py)
 
 Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
 The flow sets the environment (threads, telemetry) before this interpreter starts: see `flows/environment.py`.
@@ -12,7 +12,6 @@ The flow sets the environment (threads, telemetry) before this interpreter start
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -22,17 +21,16 @@ from types import FrameType
 from typing import NoReturn
 
 from rlhf_core.errors import RLHFError, to_record
-from rlhf_core.stages.events import PARENT_VARIABLE, Events
+from rlhf_core.stages.events import PARENT_VARIABLE, STOP_VARIABLE, Events
+from rlhf_core.stages.guard import go_on_under_guard
 
 EXIT_STOPPED = 128 + signal.SIGTERM
-_PR_SET_PDEATHSIG = 1
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main() -> int:
     """Run the stage of the spec named on the command line; the exit code."""
-    _die_with_parent()
-    events = Events.from_environment()
+    events = _settle()
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
@@ -51,24 +49,22 @@ def main() -> int:
         events.send("error", **to_record(error))
         return RLHFError.exit_code
     except BaseException:
-        # Ray replaces the SIGTERM handler by one with an exit code of its own, so any request to exit means "stop".
+        # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
         log.warning("stopped by a signal")
         return EXIT_STOPPED
     events.send("result", artifact=ref.to_json())
     return 0
 
 
-def _die_with_parent() -> None:
-    """The kernel kills this process when the flow dies, even by SIGKILL.
-
-    SIGKILL and not SIGTERM: nobody would be left to enforce it on a process stuck in native code.
-    """
-    parent = os.environ.pop(PARENT_VARIABLE, "")
-    if not parent.isdigit() or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):
+def _settle() -> Events:
+    """Take what the flow left in the environment out of it, and go on under guard if there is a flow."""
+    flow, seconds = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
+    if not flow.isdigit() or not sys.platform.startswith("linux"):
+        return Events.from_environment()
+    if os.getppid() != int(flow):
         sys.exit(EXIT_STOPPED)
+    go_on_under_guard(int(flow), float(seconds))
+    return Events.from_environment()
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -21,7 +21,7 @@ import pytest
 
 import flows.child as child_module
 from flows.child import run_child, telling_lines
-from flows.processes import ProcessId
+from flows.processes import ProcessId, wait_gone
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError, StageFailed, Superseded
 from rlhf_core.stages.spec import StageSpec
@@ -132,19 +132,16 @@ def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: P
     assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
 
 
-def test_a_child_that_ignores_sigterm_is_killed(toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_child_that_does_not_stop_is_killed(toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(child_module, "TERM_SECONDS", 0.5)
-    environment = toy("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    environment = toy("signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
     began = time.monotonic()
     with pytest.raises(StageFailed, match=r"killed by SIGKILL|stopped after"):
         run(spec, tmp_path, environment, timeout=2.0)
     assert time.monotonic() - began < 15
 
 
-def test_what_the_child_started_ends_with_it_in_whatever_session(
-    toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(child_module, "_LEFTOVER_SECONDS", 0.2)
+def test_what_the_child_started_ends_with_it_in_whatever_session(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy(
         "for name, away in (('same', False), ('other', True)):\n"
         "    process = subprocess.Popen(['sleep', '600'], start_new_session=away)\n"
@@ -187,8 +184,15 @@ def test_sigterm_lets_the_stage_clean_up_and_ends_with_143(toy: Any, spec: Stage
     assert (tmp_path / "cleaned").exists()
 
 
-def test_the_child_dies_with_a_flow_that_is_killed(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
-    environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
+def test_the_child_and_what_it_started_die_with_a_flow_that_is_killed(
+    toy: Any, spec: StageSpec, tmp_path: Path
+) -> None:
+    environment = toy(
+        "away = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "(folder / 'away').write_text(str(away.pid))\n"
+        "(folder / 'pid').write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
     spec.write(tmp_path / "spec.json")
     script = (
         "import os, sys; from pathlib import Path; from flows.child import run_child; from rlhf_core.stages.spec import StageSpec;"
@@ -197,13 +201,10 @@ def test_the_child_dies_with_a_flow_that_is_killed(toy: Any, spec: StageSpec, tm
     flow = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "spec.json"), str(tmp_path / "a.log")], env=environment
     )
-    child = pid_of(tmp_path / "pid")
+    stage, away = pid_of(tmp_path / "pid"), pid_of(tmp_path / "away")
     flow.kill()
     flow.wait(timeout=10)
-    deadline = time.monotonic() + 5
-    while child.alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not child.alive()
+    assert wait_gone([stage, away], 5.0)
 
 
 def test_the_quoted_log_begins_at_the_last_exception_and_steers_no_terminal(tmp_path: Path) -> None:

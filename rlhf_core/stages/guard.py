@@ -1,0 +1,104 @@
+"""A small process between the flow and its stage, which leaves nothing of the stage behind.
+
+    flow --(SIGTERM, or its death)--> guard --(SIGINT)--> stage --> Ray's daemons, actors, training ranks
+
+The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in whatever
+session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide their environment.
+
+    stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
+    SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
+    flow dies            SIGKILL of all at once: there is nobody left to continue for
+    guard dies           the kernel kills the stage
+
+SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the spot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import psutil
+
+LEFTOVER_SECONDS = 5.0
+"""What a stage started may outlive it so long; Ray's daemons take 2 s after an orderly end."""
+_KILL_SECONDS = 5.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_WATCHED = {signal.SIGCHLD, *_REQUESTS}
+
+
+def go_on_under_guard(flow: int, stop_seconds: float) -> None:
+    """Fork: the child returns and is the stage, the original process stays behind as its guard and never returns.
+
+    `flow`: pid of the process that must stay alive. Call it before any thread exists. The guard's exit code is that of
+    the stage, or 128 + n if signal n ended it.
+    """
+    guard = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    stage = os.fork()
+    if stage:
+        os.closerange(3, 256)  # the pipe of the events is the stage's: its end must mean the stage's end
+        os._exit(_watch(stage, flow, stop_seconds))
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != guard:
+        os._exit(128 + signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+
+
+def _watch(stage: int, flow: int, stop_seconds: float) -> int:
+    deadline = float("inf")
+    code: int | None = None
+    flow_lives = True
+    while code is None and flow_lives and time.monotonic() < deadline:
+        # A missed wake-up costs a second: the parent-death signal, for one, can come before the mask is set.
+        signum = signal.sigtimedwait(_WATCHED, 1.0)
+        code = _reap(stage)
+        flow_lives = os.getppid() == flow
+        if signum is not None and signum.si_signo in _REQUESTS and deadline == float("inf"):
+            deadline = time.monotonic() + stop_seconds
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stage, signal.SIGINT)
+    stopping = deadline < float("inf") or not flow_lives
+    killed = _clear(0.0 if code is None else 2.0 if stopping else LEFTOVER_SECONDS, stage)
+    if killed and not stopping:
+        sys.stderr.write(f"processes that outlived the stage were killed: {', '.join(killed)}\n")
+    return 128 + signal.SIGKILL if code is None else code
+
+
+def _reap(stage: int) -> int | None:
+    """Collect all ended children; the exit code of the stage if it is among them."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == stage:
+                code = os.waitstatus_to_exitcode(status)
+    return code if code is None or code >= 0 else 128 - code
+
+
+def _clear(patience: float, stage: int) -> list[str]:
+    """Wait for the descendants, then SIGKILL them; the names of those killed, the stage itself left out."""
+    killed: dict[int, str] = {}
+    kill_from = time.monotonic() + patience
+    while time.monotonic() < kill_from + _KILL_SECONDS:
+        _reap(stage)
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            break
+        if time.monotonic() >= kill_from:
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    killed[process.pid] = process.name()
+                    process.kill()
+        time.sleep(0.05)
+    return [name for pid, name in killed.items() if pid != stage]

@@ -1,0 +1,154 @@
+"""The whole pipeline on the real stack, as `rlhf run` runs it.
+
+- against a real S3-compatible server every stage ends well and leaves what the summary, MLflow and the store promise
+- typed again, every stage is reused and nothing changes
+- the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
+- killed in the middle of PPO, it continues from its checkpoint and ends in the same bits, on another store
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import load_config
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+
+ASSETS = Path(__file__).parents[1] / "assets"
+TRAJECTORY = ASSETS / "trajectory.json"
+PINNED = (
+    "objective/scores",
+    "objective/kl",
+    "objective/rlhf_reward",
+    "objective/kl_coef",
+    "policy/entropy",
+    "policy/grad_norm",
+    "loss/policy",
+    "loss/value",
+    "value/grad_norm",
+    "rollout/length",
+)
+
+
+def _run(home: Path, *overrides: str, **env: str) -> tuple[dict[str, Any], str, float]:
+    """`rlhf run` on the tiny configuration; (summary, output, seconds)."""
+    command = [sys.executable, "-m", "flows.cli", "run", str(ASSETS / "tiny.yaml"), f"run.home={home}", *overrides]
+    started = time.monotonic()
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("summary: ")
+    return json.loads(Path(last.removeprefix("summary: ")).read_text()), done.stdout, time.monotonic() - started
+
+
+class Golden:
+    """One uninterrupted run on S3."""
+
+    def __init__(self, home: Path, url: str) -> None:
+        self.home = home
+        self.url = url
+        self.summary, self.output, self.seconds = _run(home, f"store.url={url}")
+
+    def fetch(self, stage: str) -> Path:
+        """The verified artifact folder of a stage."""
+        config = load_config(ASSETS / "tiny.yaml", [f"run.home={self.home}", f"store.url={self.url}"])
+        store = ArtifactStore(Store(config.store_url, config.store.endpoint), cache=self.home / "cache")
+        address: str = self.summary["stages"][stage]["artifact"]
+        key = address.split(f"artifacts/{stage}/")[1].split("/")[0]
+        ref = store.find(stage, key)  # type: ignore[arg-type]
+        assert ref is not None
+        return store.fetch(ref)
+
+
+@pytest.fixture(scope="module")
+def golden(s3_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return Golden(tmp_path_factory.mktemp("golden"), f"{s3_server.url}/pipeline")
+
+
+def test_every_stage_runs_on_s3_and_the_summary_has_its_numbers(golden: Golden) -> None:
+    summary = golden.summary
+    stages = summary["stages"]
+    assert list(stages) == ["data", "sft", "reward", "ppo", "evaluate", "register"]
+    assert all(not stage["reused"] and stage["seconds"] > 0 for stage in stages.values())
+    assert all(stage["artifact"].startswith(golden.url) for stage in stages.values())
+    assert 0.5 <= summary["reward"]["accuracy"] <= 1
+    for model in ("sft", "ppo"):
+        interval = summary["evaluate"]["gold_reward"][model]
+        assert interval["low"] <= interval["mean"] <= interval["high"]
+    assert 0 <= summary["evaluate"]["win_rate"]["mean"] <= 1
+    assert len(summary["weights_sha256"]) == 64
+
+
+def test_the_policy_of_the_store_opens_with_transformers_and_differs_from_the_sft_model(golden: Golden) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy, sft = golden.fetch("ppo") / "policy", golden.fetch("sft") / "model"
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    start = AutoModelForCausalLM.from_pretrained(sft)
+    assert len(AutoTokenizer.from_pretrained(policy)) <= model.config.vocab_size
+    changed = [not a.equal(b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(changed)
+
+
+def test_mlflow_has_the_parent_the_stages_their_curves_and_the_registered_policy(golden: Golden) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{golden.home}/mlflow.db")
+    parent = client.get_run(golden.summary["mlflow_run_id"])
+    assert parent.info.status == "FINISHED"
+    runs = client.search_runs(
+        [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'", max_results=50
+    )
+    by_stage = {run.data.tags["rlhf.stage"]: run for run in runs}
+    assert set(by_stage) == {"data", "sft", "reward", "ppo", "evaluate", "register"}
+    ppo = by_stage["ppo"].info.run_id
+    assert [m.step for m in client.get_metric_history(ppo, "objective/kl")] == [1, 2, 3, 4]
+    assert client.list_artifacts(ppo, "tables/samples")
+    evaluate = {item.path for item in client.list_artifacts(by_stage["evaluate"].info.run_id)}
+    assert any(path.endswith("report.html") for path in evaluate), evaluate
+    version = client.get_model_version_by_alias("tiny-policy", "candidate")
+    assert version.source.startswith(golden.url)
+
+
+def test_the_trajectory_is_the_pinned_one(golden: Golden) -> None:
+    lines = (golden.fetch("ppo") / "metrics.jsonl").read_text().splitlines()
+    got = [{name: json.loads(line)[name] for name in PINNED} for line in lines]
+    if os.environ.get("RLHF_PIN"):
+        TRAJECTORY.write_text(json.dumps(got, indent=1) + "\n")
+    pinned = json.loads(TRAJECTORY.read_text())
+    assert len(got) == len(pinned) == 4
+    for step, (now, then) in enumerate(zip(got, pinned, strict=True), start=1):
+        for name in PINNED:
+            # Other CPUs round otherwise; a sampled token that flips for it would show far above this.
+            assert now[name] == pytest.approx(then[name], rel=1e-3, abs=1e-4), f"step {step}: {name}"
+
+
+def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -> None:
+    summary, _, seconds = _run(golden.home, f"store.url={golden.url}")
+    assert all(stage["reused"] for stage in summary["stages"].values())
+    assert summary["weights_sha256"] == golden.summary["weights_sha256"]
+    assert summary["mlflow_run_id"] == golden.summary["mlflow_run_id"]
+    # The aim is 20 s on an idle machine; a shared one may be half as fast.
+    assert seconds < 40
+
+
+def test_killed_in_the_middle_of_ppo_it_continues_and_ends_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
+    # The third update of a process: step 3 of the first attempt, after the checkpoint of step 2. The second attempt
+    # does steps 3 and 4 only and never comes to a third.
+    summary, output, _ = _run(tmp_path, RLHF_FAIL="ppo.after_update:3:kill")
+    assert "ppo" in output
+    assert summary["weights_sha256"] == golden.summary["weights_sha256"]
+    assert summary["evaluate"] == golden.summary["evaluate"]
+    attempts = sorted((tmp_path / "logs").rglob("ppo-*.log"))
+    assert len(attempts) == 2, attempts
+    assert "ppo continues after step 2" in attempts[1].read_text()
