@@ -72,7 +72,7 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
     """The measured iterations' medians."""
     config = config_from_tree(
         {
-            "run": {"device": "cpu", "name": "bench"},
+            "run": {"device": "cpu", "name": "bench", "threads": 2},
             "model": {"path": str(work / "model")},
             "data": {"max_prompt_tokens": PROMPT},
             "ppo": {
@@ -80,6 +80,7 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
                 "prompts_per_step": PROMPTS,
                 "max_new_tokens": RESPONSE,
                 "minibatches": 4,
+                "engine": {"count": 2},
                 "policy": {"learning_rate": 1e-5},
                 "critic": {"learning_rate": 1e-5},
                 "rewards": [{"type": "token_share", "below": VOCABULARY // 2}],
