@@ -51,6 +51,7 @@ class Fleet:
         self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
         self._pad_id = pad_id
         self._timeout = config.ppo.engine.start_timeout
+        self._local = "RAY_ADDRESS" not in os.environ
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: list[Any] = []
 
@@ -76,7 +77,7 @@ class Fleet:
         # Ray would replace a worker's environment by its own guess of thread counts.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        if "RAY_ADDRESS" in os.environ:
+        if not self._local:
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
             return
         ray.init(
@@ -132,16 +133,16 @@ class Fleet:
     def _load(self) -> None:
         loading = []
         for worker_group in self.distinct_groups:
-            address, port = self.wait([worker_group.actors[0].address.remote()], f"{worker_group.group.name} to start")[
-                0
-            ]
+            address, port = self.wait(
+                [worker_group.actors[0].address.remote(self._local)], f"{worker_group.group.name} to start"
+            )[0]
             loading += worker_group.submit_each(
                 "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
             )
         loading += [engine.warm_up.remote() for engine in self.engines]
         self.wait(loading, "all models to load", self._timeout)
         policy = self.groups["policy"]
-        address = self.wait([policy.actors[0].address.remote()], "the policy's address")[0][0]
+        address = self.wait([policy.actors[0].address.remote(self._local)], "the policy's address")[0][0]
         receivers = self._plan.engines * self._config.ppo.engine.tensor_parallel
         self.wait(
             policy.submit("connect_engines", self.sync_backend, address, self.engines, receivers),

@@ -8,7 +8,6 @@ call the engines during a weight sync.
 
 from __future__ import annotations
 
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,11 @@ class ModelWorker:
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
 
-    def address(self) -> tuple[str, int]:
-        """(address, free port) where rank 0 of the group can be met."""
+    def address(self, local: bool) -> tuple[str, int]:
+        """(address, free port) where rank 0 of the group can be met; loopback if all of Ray is on this host."""
         import ray
 
-        address = ray.util.get_node_ip_address()
-        local = "RAY_ADDRESS" not in os.environ
-        return ("127.0.0.1" if local else address, free_port())
+        return ("127.0.0.1" if local else ray.util.get_node_ip_address(), free_port())
 
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> None:
         """Join the group and load the models."""

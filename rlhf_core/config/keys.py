@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,22 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
     "register": ("register",),
 }
 
-_NOT_RESULTS = {"checkpoint_every", "timeout", "start_timeout", "call_timeout", "samples_every"}
+_NOT_RESULTS = {
+    "bucket_mib",
+    "call_timeout",
+    "canary",
+    "canary_tolerance",
+    "checkpoint_every",
+    "eval_every",
+    "gpu_memory_utilization",
+    "kv_cache_gib",
+    "logprob_gap_limit",
+    "max_kl",
+    "min_accuracy",
+    "samples_every",
+    "start_timeout",
+    "timeout",
+}
 """Fields that change when things happen, not what comes out."""
 
 
@@ -62,6 +78,8 @@ def stage_key(
     }
     if stage == "register":
         payload["model"] = config.registered_model
+        # A version lives in one registry: another MLflow needs its own.
+        payload["tracking"] = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -54,10 +54,11 @@ class WeightSyncConfig(Section):
     bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
     timeout: PositiveFloat = Field(120.0, description="Seconds for one sync")
     canary: bool = Field(
-        True, description="After the first sync, compare engine and trainer log-probabilities and stop if they differ"
+        True,
+        description="In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ",
     )
     canary_tolerance: PositiveFloat = Field(
-        1e-3, description="Largest mean absolute difference of log-probabilities allowed"
+        1e-3, description="Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05"
     )
 
 
@@ -118,7 +119,7 @@ class PPOConfig(Section):
         "none", description="Weights for the gap between engine and trainer"
     )
     logprob_gap_limit: PositiveFloat = Field(
-        0.1, description="Mean |old - rollout| log-probability above this warns in the log and counts"
+        0.1, description="Mean |old - rollout| log-probability above this warns in the log"
     )
     critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
     max_kl: PositiveFloat = Field(100.0, description="KL per response above this three steps in a row stops the run")
@@ -160,6 +161,13 @@ class PPOConfig(Section):
             raise ValueError(
                 "ppo.colocate=all needs ppo.policy_deepspeed.ranks equal to ppo.critic_deepspeed.ranks; "
                 f"got {self.policy_deepspeed.ranks} and {self.critic_deepspeed.ranks}"
+            )
+        shared = self.engine.tensor_parallel == 1 and self.engine.count <= self.policy_deepspeed.ranks
+        if self.colocate == "all" and not shared:
+            raise ValueError(
+                "ppo.colocate=all puts each engine on the device of one rank: it needs ppo.engine.tensor_parallel=1 and "
+                f"ppo.engine.count at most ppo.policy_deepspeed.ranks ({self.policy_deepspeed.ranks}); got "
+                f"{self.engine.tensor_parallel} and {self.engine.count}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")

@@ -72,7 +72,6 @@ class RewardConfig(Section):
     batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(8192, description="Tokens per forward pass of one rank")
     center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
-    eval_every: PositiveInt = Field(50, description="Optimizer steps between evaluations")
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     min_accuracy: Fraction = Field(
         0.5, description="Held-out accuracy below this fails the stage: PPO on it would be noise"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     from rlhf_core.data.dataset import load_prompts
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.rewards.compose import RewardComposer
+    from rlhf_core.storage.digests import weights_sha256
     from rlhf_core.training.launch import resolve_device
 
     data, ppo = services.inputs["data"], config.ppo
@@ -41,7 +41,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown}
     return StageResult(
-        {**metrics, "steps": float(ppo.steps)}, {"weights_sha256": weights_digest(services.out / "policy")}
+        {**metrics, "steps": float(ppo.steps)}, {"weights_sha256": weights_sha256(services.out / "policy")}
     )
 
 
@@ -50,13 +50,3 @@ def _folders(config: PipelineConfig, services: Services) -> dict[Role, Path]:
     sft = services.inputs["sft"] / "model"
     reward = services.inputs["reward"] / "model" if "reward" in services.inputs else sft
     return {"policy": sft, "reference": sft, "critic": reward, "reward": reward}
-
-
-def weights_digest(folder: Path) -> str:
-    """sha256 over the folder's safetensors files, in the order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import Superseded
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -51,12 +52,15 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
     try:
         ref = _run(spec, store, fence, stage_run, events, work)
         status = "FINISHED"
-    except Exception:
+    except Exception as error:
         status = "FAILED"
+        if not isinstance(error, Superseded):
+            # A successor clears this attempt's folder: what then fails here fails because of it.
+            fence.check()
         raise
     finally:
         stage_run.finish(status)
-        shutil.rmtree(work.parent, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
     return ref
 
 

@@ -61,7 +61,7 @@ def train_reward(
 def _step(
     engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
 ) -> dict[str, float]:
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, right pairs, margin
+    sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
 
     def losses() -> Iterator[torch.Tensor]:
         for group in _my_groups(engine, batch, config):
@@ -71,7 +71,7 @@ def _step(
                 continue
             loss = reward_model_loss(chosen, rejected, center=config.center) * (len(group) / len(batch))
             gap = (chosen - rejected).detach()
-            sums.add_(torch.stack([loss.detach(), (gap > 0).sum(), gap.sum()]).double().cpu())
+            sums.add_(torch.stack([loss.detach(), (gap > 0).sum(), gap.sum()]).double())
             yield loss
 
     norm = engine.train_step(losses(), total)
@@ -100,7 +100,9 @@ def evaluate_reward(
         chosen, rejected = _forward(engine, [held_out[i] for i in group], pad_id)
         for i, c, r in zip(group, chosen.tolist(), rejected.tolist(), strict=False):
             scores[i] = torch.tensor([c, r], dtype=torch.float64)
+    scores = scores.to(engine.rank.torch_device)
     dist.all_reduce(scores)
+    scores = scores.cpu()
     engine.module.train()
     gap = scores[:, 0] - scores[:, 1]
     metrics = {

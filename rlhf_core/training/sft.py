@@ -78,14 +78,14 @@ def _step(
     engine: TrainingEngine, batch: Sequence[TokenSequence], config: SFTConfig, total: int, pad_id: int
 ) -> dict[str, float]:
     targets = sum(sum(sequence.target_mask) for sequence in batch)
-    loss_sum = torch.zeros(())
+    loss_sum = torch.zeros((), device=engine.rank.torch_device)
 
     def losses() -> Iterator[torch.Tensor]:
         for group in _my_groups(engine, batch, config):
             tensors = collate([batch[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
             logprobs_N = engine(tensors).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=targets)
-            loss_sum.add_(loss.detach().cpu())
+            loss_sum.add_(loss.detach())
             yield loss
 
     norm = engine.train_step(losses(), total)
@@ -102,11 +102,12 @@ def evaluate_sft(
 ) -> dict[str, float]:
     """Mean loss per target token over the held-out set, in nats, and its exponential. A collective."""
     engine.module.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.rank.torch_device)
     for group in _my_groups(engine, held_out, config):
         tensors = collate([held_out[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
         logprobs_N = engine(tensors).logprobs_N
-        sums += torch.tensor([-logprobs_N.double().sum().item(), logprobs_N.numel()], dtype=torch.float64)
+        sums[0] -= logprobs_N.double().sum()
+        sums[1] += logprobs_N.numel()
     dist.all_reduce(sums)
     engine.module.train()
     loss = (sums[0] / sums[1]).item()

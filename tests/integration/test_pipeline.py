@@ -42,9 +42,7 @@ def _run(home: Path, *overrides: str, **env: str) -> tuple[dict[str, Any], str, 
     """`rlhf run` on the tiny configuration; (summary, output, seconds)."""
     command = [sys.executable, "-m", "flows.cli", "run", str(ASSETS / "tiny.yaml"), f"run.home={home}", *overrides]
     started = time.monotonic()
-    done = subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=800, check=False
-    )
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("summary: ")
