@@ -404,7 +404,7 @@ def test_all_together_need_no_more_gpus_than_ranks() -> None:
 
 @pytest.mark.parametrize("engine", ["ppo.engine.count=3", "ppo.engine.tensor_parallel=2"])
 def test_engines_that_cannot_share_a_rank_s_device_are_refused(engine: str) -> None:
-    with pytest.raises(ConfigError, match="ppo.colocate=all puts each engine on the device of one rank"):
+    with pytest.raises(ConfigError, match=r"ppo\.colocate=all puts each engine on the device of one rank"):
         config("ppo.colocate=all", "ppo.policy_deepspeed.ranks=2", "ppo.critic_deepspeed.ranks=2", engine)
 
 
