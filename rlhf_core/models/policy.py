@@ -41,10 +41,7 @@ class Policy(nn.Module):
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
         logits_NV = self.lm.lm_head(hidden_NH)
-        entropy = None
-        if with_entropy:
-            with torch.no_grad():
-                entropy = token_entropy(logits_NV.detach(), temperature)
+        entropy = token_entropy(logits_NV, temperature) if with_entropy else None
         return TokenOutputs(token_logprobs(logits_NV, batch.labels_N, temperature), entropy)
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
