@@ -179,13 +179,17 @@ class TrainingEngine:
 
         return GatheredParameters(parameters, enabled=self.zero_stage == 3)
 
+    def average_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The moving average, as `weights`."""
+        assert self._average is not None
+        return self._average.weights()
+
     def save_model(
         self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None], *, average: bool = False
     ) -> None:
         """Gather the weights, or their `average`, and let rank 0 `save(folder, state_dict)`; a collective."""
         state: dict[str, torch.Tensor] = {}
-        assert self._average is not None or not average
-        for name, tensor in self._average.weights() if average and self._average else self.weights():
+        for name, tensor in self.average_weights() if average else self.weights():
             if self.rank.rank == 0:
                 state[name] = tensor.cpu().clone()
         if self.rank.rank == 0:
