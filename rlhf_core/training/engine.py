@@ -24,6 +24,8 @@ from rlhf_core.training.ema import WeightAverage
 log = logging.getLogger(__name__)
 
 _TAG = "state"
+_COUNTERS = "rlhf_counters"
+"""DeepSpeed's own counters share the same map."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -198,7 +200,7 @@ class TrainingEngine:
 
     def save_checkpoint(self, folder: Path) -> None:
         """Weights, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
-        self.engine.save_checkpoint(str(folder), tag=_TAG, client_state=self._counters(), save_latest=True)
+        self.engine.save_checkpoint(str(folder), tag=_TAG, client_state={_COUNTERS: self._counters()}, save_latest=True)
         if self._average is not None:
             self._average.save(folder, self.rank.rank)
         for script in folder.rglob("*.py"):
@@ -210,8 +212,9 @@ class TrainingEngine:
         path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
         if path is None:
             raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
-        self.steps_done, self.skipped_steps = int(client["steps_done"]), int(client["skipped_steps"])
-        self._skipped_in_a_row = int(client["skipped_in_a_row"])
+        counters = client[_COUNTERS]
+        self.steps_done, self.skipped_steps = counters["steps_done"], counters["skipped_steps"]
+        self._skipped_in_a_row = counters["skipped_in_a_row"]
         if self._average is not None:
             self._average.load(folder, self.rank.rank)
 
