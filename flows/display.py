@@ -110,7 +110,9 @@ class Bars:
     def finished(self, stage: str, record: StageRecord) -> None:
         self.close()
         how = "reused" if record.reused else duration(record.seconds)
-        self._console.print(f"{stage:<9} {how:>12}  {headline(stage, record.ref.metrics)}", markup=False, highlight=False)
+        self._console.print(
+            f"{stage:<9} {how:>12}  {headline(stage, record.ref.metrics)}", markup=False, highlight=False
+        )
 
     def close(self) -> None:
         """Take the bars off the terminal."""

@@ -97,7 +97,9 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
             label = measure.removeprefix("rules/").replace("_", " ")
-            rows += [(f"{label}, {who.upper()}", _with_interval(values[who])) for who in ("sft", "ppo") if who in values]
+            rows += [
+                (f"{label}, {who.upper()}", _with_interval(values[who])) for who in ("sft", "ppo") if who in values
+            ]
     if "win_rate" in evaluation:
         rows.append(("win rate, PPO over SFT", _with_interval(evaluation["win_rate"])))
     if "kl" in evaluation:
