@@ -88,7 +88,7 @@ class PPOController:
             metrics = self.iterate()
             self._log(metrics)
             if self.done % self._ppo.checkpoint_every == 0 and self.done < self._ppo.steps:
-                self._checkpoint()
+                self._checkpoint(metrics["objective/rlhf_reward"])
 
     def iterate(self) -> Metrics:
         """One PPO step; returns its metrics."""
@@ -317,12 +317,13 @@ class PPOController:
         ]
         self._services.metrics.log_table(f"samples/step_{step:06d}", rows)
 
-    def _checkpoint(self) -> None:
-        """Both engines, the KL controller and the metrics so far, as one folder."""
+    def _checkpoint(self, score: float) -> None:
+        """Both engines, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
         folder = self._services.work / f"checkpoint-{self.done:08d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        saving = []
+        saving, sizes = [], []
+        for role in self._trained:
+            sizes.append(self._fleet.groups[role].submit("checkpoint_bytes", role)[0])
+        self._services.checkpoints.prepare(self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size")))
         for role in self._trained:
             saving += self._fleet.groups[role].submit("save_checkpoint", role, str(folder / role))
         self._fleet.wait(saving, "the checkpoint")
@@ -330,7 +331,7 @@ class PPOController:
         state = {"done": self.done, "kl": self._kl.state_dict(), "high_kl": self._high_kl}
         (folder / "controller.json").write_text(json.dumps(state))
         self._services.metrics.flush()
-        self._services.checkpoints.save(self.done, folder)
+        self._services.checkpoints.save(self.done, folder, score)
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:

@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from rlhf_core.errors import RLHFError, Superseded
+from rlhf_core.errors import StoreError, Superseded
 from rlhf_core.storage.store import Store
 
 _TRIES = 1000
@@ -52,7 +52,7 @@ def claim(store: Store, stage_key: str) -> Fence:
         attempt += 1
         if store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode()):
             return Fence(store, stage_key, attempt)
-    raise RLHFError(f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it.")
+    raise StoreError(f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it.")
 
 
 def _folder(stage_key: str) -> str:

@@ -165,6 +165,15 @@ class TrainingEngine:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder, state)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what `save_checkpoint` writes, over all ranks: the weights, and for trained ones float32 copies and two
+        moments."""
+        return sum(
+            getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12 * p.requires_grad)
+            for p in self.module.parameters()
+        )
+
     def save_checkpoint(self, folder: Path) -> None:
         """Weights, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
         self.engine.save_checkpoint(
