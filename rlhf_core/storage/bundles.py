@@ -154,7 +154,8 @@ def encode(manifest: Manifest) -> bytes:
         **manifest.body,
         "files": [asdict(entry) for entry in manifest.files],
     }
-    return (json.dumps({**content, "checksum": checksum_of(content)}, indent=1, allow_nan=False) + "\n").encode()
+    # Without a line's end: every byte counts, so that every cut is noticed.
+    return json.dumps({**content, "checksum": checksum_of(content)}, indent=1, allow_nan=False).encode()
 
 
 def read(store: Store, prefix: str) -> Manifest | None:
@@ -164,16 +165,17 @@ def read(store: Store, prefix: str) -> Manifest | None:
     if raw is None:
         return None
     try:
-        return _parse(prefix, raw, store.uri(key))
+        return parse(prefix, raw, store.uri(key))
     except CorruptArtifact:
         # One bad answer must not condemn a bundle.
         again = store.read_bytes(key)
         if again is None or again == raw:
             raise
-        return _parse(prefix, again, store.uri(key))
+        return parse(prefix, again, store.uri(key))
 
 
-def _parse(prefix: str, raw: bytes, where: str) -> Manifest:
+def parse(prefix: str, raw: bytes, where: str) -> Manifest:
+    """The manifest that `encode` wrote. Raises CorruptArtifact, with `where` it lies, for anything else."""
     try:
         content = json.loads(raw)
         checksum = content.pop("checksum")

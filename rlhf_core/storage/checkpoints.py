@@ -75,6 +75,10 @@ class CheckpointStore:
         """
         self._deliver_waiting()
         steps, newest = self._steps(), self._newest()
+        if newest is None and steps:
+            log.warning(
+                "%s/%s is missing; the manifests say which is the newest.", self._store.uri(self._root), _NEWEST
+            )
         if newest is not None and newest > max(steps, default=-1):
             log.error(
                 "The checkpoint of step %d in %s is gone: it has no manifest.", newest, self._store.uri(self._root)
