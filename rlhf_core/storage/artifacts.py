@@ -157,7 +157,10 @@ class ArtifactStore:
         if manifest is None:
             return None
         if fence is not None:
-            bundles.remove(self._store, _prefix(kind, key), keep=manifest.folder)
+            try:
+                bundles.remove(self._store, _prefix(kind, key), keep=manifest.folder)
+            except StoreError as error:
+                log.warning("Leftovers beside the artifact %s/%s stay: %s", kind, key, error.message)
         return self._ref(manifest)
 
     def _existing(self, kind: StageName, key: str) -> ArtifactRef:

@@ -39,6 +39,8 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
 _HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
              "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
 """Errors of the client itself that no second try can change, by name: some of its versions lack some of them."""
+_REFUSED = ("400", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed", "301")
+"""Codes of answers that are about who asks and where; a bare 400 is what a HEAD gets for an expired token."""
 
 _T = TypeVar("_T")
 _jitter = random.Random()
@@ -105,9 +107,16 @@ class S3Objects:
         return refused
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
-        self._call(
-            "write", key, lambda: self._fs.put_file(str(source), self._path(key), chunksize=_PART_BYTES)
-        )  # fmt: skip
+        def put() -> None:
+            try:
+                self._fs.put_file(str(source), self._path(key), chunksize=_PART_BYTES)
+            except FileNotFoundError as error:
+                if _code(error) != "NoSuchUpload":
+                    raise
+                # The answer to the end of a multipart upload was lost, and it cannot be ended twice.
+                raise ConnectionResetError(f"lost the answer to the end of an upload: {error}") from error
+
+        self._call("write", key, put)
 
     def get_file(self, key: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,14 +178,14 @@ class S3Objects:
             try:
                 return call()
             except (FileNotFoundError, FileExistsError) as error:
-                if "bucket" in str(error).lower():
+                if _code(error) == "NoSuchBucket" or "bucket does not exist" in str(error):
                     raise StoreError(
                         f"The bucket of {self.uri(key)} does not exist; create it or correct store.url."
                     ) from error
                 raise
             except _errors_of_the_client() as error:
                 what = f"The store could not {action} {self.uri(key)}"
-                if isinstance(error, PermissionError):
+                if isinstance(error, PermissionError) or _code(error) in _REFUSED:
                     raise StoreError(
                         f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's policy."
                     ) from error
@@ -201,6 +210,12 @@ def _errors_of_the_client() -> tuple[type[Exception], ...]:
     from s3fs.core import S3_RETRYABLE_ERRORS
 
     return (OSError, TimeoutError, BotoCoreError, ClientError, aiohttp.ClientError, *S3_RETRYABLE_ERRORS)
+
+
+def _code(error: BaseException) -> str:
+    """The code of the server's answer; '' if there was none."""
+    response = getattr(error.__cause__ or error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def _reason(error: BaseException) -> str:
