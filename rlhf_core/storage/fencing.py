@@ -2,6 +2,10 @@
 
 Attempts are numbered by create-only objects, `{store}/checkpoints/{stage key}/attempts/%06d.json`. A checkpoint or an
 artifact is committed only by the highest attempt, so a run wrongly thought dead cannot overwrite its successor.
+
+Between the last look at the attempts and the manifest lies one request: who is overtaken just there may still add a
+whole bundle that nobody else has committed. It changes nothing that is there, because manifests are created only once,
+and it was made for the same stage key: the same configuration, inputs and code.
 """
 
 from __future__ import annotations

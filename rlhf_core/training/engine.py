@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,15 @@ class TrainingEngine:
             script.unlink(missing_ok=True)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """The inverse. A folder without a usable state is an error: DeepSpeed alone would start afresh."""
-        path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
+        """The inverse, of a verified folder. Raises CorruptArtifact without a usable state, where DeepSpeed alone would start
+        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is called."""
+        try:
+            path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
+        except pickle.UnpicklingError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CorruptArtifact(
+                f"The checkpoint {folder} holds what may run code and is not loaded; somebody changed it and its manifest: {reason}"
+            ) from error
         if path is None:
             raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
         self.steps_done = int(client["steps_done"])
