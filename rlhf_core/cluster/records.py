@@ -26,6 +26,8 @@ class TrainSample:
     """(T,) by the policy before the update."""
     advantages: FloatArray
     """(T,) whitened if configured."""
+    ref_logprobs: FloatArray
+    """(T,) by the reference."""
     returns: FloatArray
     """(T,) from unwhitened advantages."""
     old_values: FloatArray
@@ -42,8 +44,10 @@ class OptimizerStep:
     """Indices into the rank's samples; the same count on every rank, so some may be empty."""
     denominator: float
     """Tokens or sequences of the WHOLE step, over all ranks (see `losses.step_denominator`)."""
-    tokens: int
-    """Response tokens of the whole step."""
+    ptx_micro_batches: list[list[int]] = field(default_factory=list)
+    """Indices into the rank's demonstrations, cut the same way; empty without a pretraining loss."""
+    ptx_targets: int = 0
+    """Target tokens among the demonstrations of the whole step."""
 
 
 @dataclass(frozen=True)

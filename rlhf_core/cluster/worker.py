@@ -12,8 +12,6 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_core.cluster.placement import Role
 from rlhf_core.cluster.records import FloatArray, LogprobResult, OptimizerStep, Sequence2, TrainSample, Usage
 from rlhf_core.config import PipelineConfig
@@ -70,7 +68,8 @@ class ModelWorker:
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
         if not trained and sizes.zero_stage < 3:
             return model.requires_grad_(False).eval()
-        return TrainingEngine(model, sizes, optimizer, self._rank)
+        ema_decay = ppo.ema_decay if role == "policy" else None
+        return TrainingEngine(model, sizes, optimizer, self._rank, ema_decay=ema_decay)
 
     # -- experience ---------------------------------------------------------------------------------------------
 
@@ -78,66 +77,65 @@ class ModelWorker:
         self, role: Role, sequences: list[Sequence2], micro_batches: list[list[int]], with_entropy: bool
     ) -> LogprobResult:
         """Of each response token, in float32, at the sampling temperature."""
-        import torch
+        from rlhf_core.models.scoring import token_logprobs
 
-        from rlhf_core.models.batching import TokenSequence, collate
-
-        results: list[FloatArray] = [np.zeros(0, np.float32)] * len(sequences)
-        entropies: list[FloatArray] = list(results)
-        with torch.no_grad():
-            for group in micro_batches:
-                batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=self._pad_id)
-                output = self._models[role](
-                    batch.to(self._rank.torch_device), self._config.ppo.temperature, with_entropy
-                )
-                for i, values in zip(group, batch.split(output.logprobs_N.cpu()), strict=False):
-                    results[i] = values.numpy()
-                if with_entropy:
-                    for i, values in zip(group, batch.split(output.entropy_N.cpu()), strict=False):
-                        entropies[i] = values.numpy()
-        return LogprobResult(results, entropies if with_entropy else None)
+        logprobs, entropy = token_logprobs(
+            self._models[role], self._batches(sequences, micro_batches), self._config.ppo.temperature, with_entropy
+        )
+        arrays = [values.numpy() for values in logprobs]
+        return LogprobResult(arrays, None if entropy is None else [values.numpy() for values in entropy])
 
     def values(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[FloatArray]:
         """The critic's value before each response token, (T,) each."""
-        import torch
+        from rlhf_core.models.scoring import token_values
 
-        from rlhf_core.models.batching import TokenSequence, collate
-
-        results: list[FloatArray] = [np.zeros(0, np.float32)] * len(sequences)
-        with torch.no_grad():
-            for group in micro_batches:
-                batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=self._pad_id)
-                values_N = self._models["critic"](batch.to(self._rank.torch_device), "tokens").cpu()
-                for i, values in zip(group, batch.split(values_N), strict=False):
-                    results[i] = values.numpy()
-        return results
+        return [
+            values.numpy() for values in token_values(self._models["critic"], self._batches(sequences, micro_batches))
+        ]
 
     def scores(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[float]:
         """The reward model's score of each response, normalised by its stored statistics."""
-        import torch
-
-        from rlhf_core.models.batching import TokenSequence, collate
+        from rlhf_core.models.scoring import sequence_scores
 
         model = self._models["reward"]
         statistics = getattr(model, "module", model).statistics
-        results = [0.0] * len(sequences)
-        with torch.no_grad():
-            for group in micro_batches:
-                batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=self._pad_id)
-                scores = statistics.normalize(model(batch.to(self._rank.torch_device), "last")).tolist()
-                for i, score in zip(group, scores, strict=False):
-                    results[i] = score
-        return results
+        return sequence_scores(model, statistics, self._batches(sequences, micro_batches))
+
+    def _batches(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> Any:
+        from rlhf_core.models.scoring import Batches
+
+        device, pack = self._rank.torch_device, self._config.ppo.pack
+        return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
 
     # -- update -------------------------------------------------------------------------------------------------
 
-    def update(self, role: Role, samples: list[TrainSample], steps: list[OptimizerStep]) -> dict[str, float]:
-        """All optimizer steps of one PPO iteration; sums over this rank (see `training.ppo`)."""
-        from rlhf_core.training.ppo import update_critic, update_policy
+    def update_policy(
+        self,
+        samples: list[TrainSample],
+        steps: list[OptimizerStep],
+        kl_coef: float,
+        demonstrations: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    ) -> dict[str, float]:
+        """All optimizer steps of one PPO iteration; sums over this rank (see `training.ppo`). `demonstrations`:
+        (input ids, target mask) each, for the pretraining loss."""
+        from rlhf_core.models.batching import TokenSequence
+        from rlhf_core.training.ppo import update_policy
 
-        ppo = self._config.ppo
-        train = update_policy if role == "policy" else update_critic
-        return train(self._models[role], samples, steps, ppo, self._pad_id)
+        return update_policy(
+            self._models["policy"],
+            samples,
+            steps,
+            self._config.ppo,
+            self._pad_id,
+            kl_coef=kl_coef,
+            demonstrations=[TokenSequence(*row) for row in demonstrations],
+        )
+
+    def update_critic(self, samples: list[TrainSample], steps: list[OptimizerStep]) -> dict[str, float]:
+        """The same for the critic."""
+        from rlhf_core.training.ppo import update_critic
+
+        return update_critic(self._models["critic"], samples, steps, self._config.ppo, self._pad_id)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -170,10 +168,10 @@ class ModelWorker:
         """`SyncReport` on rank 0, None elsewhere; raises WeightSyncError unless all engines acknowledge."""
         return self._sender.send(version)
 
-    def save_model(self, role: Role, folder: str) -> None:
-        """Hugging Face layout; a collective."""
+    def save_model(self, role: Role, folder: str, average: bool) -> None:
+        """Hugging Face layout; `average`: of the weights' moving average. A collective."""
         engine = self._models[role]
-        engine.save_model(Path(folder), engine.module.save)
+        engine.save_model(Path(folder), engine.module.save, average=average)
 
     def save_checkpoint(self, role: Role, folder: str) -> None:
         """DeepSpeed state of every rank into one folder, which all ranks' hosts must share."""

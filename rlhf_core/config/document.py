@@ -39,7 +39,8 @@ def markdown() -> str:
     """The whole page."""
     parts = [_HEAD]
     for name, info in fields(PipelineConfig).items():
-        parts += list(_section(name, info.get_default(call_default_factory=True)))
+        section = info.get_default(call_default_factory=True)
+        parts += list(_section(name, type(section), section))
     parts.append("## Items of `data.sft`, `data.preference` and `data.prompts`\n")
     parts.append(_table(type(Source(path="x")), None))
     parts.append("## Items of `ppo.rewards`\n\nTold apart by `type`. All of them have:\n")
@@ -48,14 +49,15 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-def _section(path: str, section: BaseModel) -> Iterator[str]:
-    """A section's table and those of the sections in it."""
-    model = type(section)
-    yield f"## `{path}`\n\n{_summary(model)}\n"
+def _section(path: str, model: type[BaseModel], section: BaseModel | None) -> Iterator[str]:
+    """A section's table and those of the sections in it. `section`: the defaults, None for one that is absent."""
+    absent = "" if section is not None else " Absent (`null`) by default."
+    yield f"## `{path}`\n\n{_summary(model)}{absent}\n"
     yield _table(model, section, leave_out_sections=True)
     for name, info in fields(model).items():
-        if kind(info.annotation, info).section is not None:
-            yield from _section(f"{path}.{name}", getattr(section, name))
+        inner = kind(info.annotation, info).section
+        if inner is not None:
+            yield from _section(f"{path}.{name}", inner, getattr(section, name))
 
 
 def _rewards() -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
-SCHEMA: dict[StageName, int] = {"data": 1, "sft": 1, "reward": 1, "ppo": 1, "evaluate": 1, "register": 1}
+SCHEMA: dict[StageName, int] = {"data": 1, "sft": 2, "reward": 2, "ppo": 2, "evaluate": 2, "register": 1}
 """Version of each stage's code: raise it when the same configuration gives another result."""
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {

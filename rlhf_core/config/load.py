@@ -105,7 +105,9 @@ def _merged(tree: dict[str, Any], defaults: dict[str, Any], model: type[BaseMode
     known = fields(model)
     for key, value in tree.items():
         section = kind(known[key].annotation).section if key in known else None
-        merged[key] = _merged(value, defaults[key], section) if section and isinstance(value, dict) else value
+        # A section that is absent by default has no defaults here: pydantic fills those of its fields.
+        both = section is not None and isinstance(value, dict) and defaults[key] is not None
+        merged[key] = _merged(value, defaults[key], section) if both and section else value
     return merged
 
 

@@ -14,11 +14,13 @@ from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 class KLConfig(Section):
     """The price of leaving the reference."""
 
-    coef: NonNegativeFloat = Field(
-        0.05, description="Coefficient of the per-token KL in the reward (its first value, if adaptive)"
+    coef: NonNegativeFloat = Field(0.05, description="Coefficient of the per-token KL (its first value, if adaptive)")
+    place: Literal["reward", "loss"] = Field(
+        "reward", description="Where the KL is paid: taken from each token's reward, or added to the policy loss"
     )
-    estimator: Literal["k1", "abs", "k2", "k3"] = Field(
-        "k1", description="Per-token estimator (Schulman, Approximating KL divergence)"
+    estimator: Literal["k1", "abs", "k2", "k3"] | None = Field(
+        None,
+        description="Per-token estimator (Schulman, Approximating KL divergence); None: k1 in the reward, k2 in the loss, where its gradient is the KL's",
     )
     target: PositiveFloat | None = Field(
         None,
@@ -27,6 +29,33 @@ class KLConfig(Section):
     horizon: PositiveInt = Field(
         10000, description="Adaptive: sequences over which a full correction happens (Ziegler et al. 2019)"
     )
+
+    @property
+    def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
+        """`estimator`, or the default of its place."""
+        return self.estimator or ("k1" if self.place == "reward" else "k2")
+
+
+class OverlongConfig(Section):
+    """DAPO's soft penalty for responses that near the length limit (Yu et al. 2025)."""
+
+    buffer: PositiveInt = Field(description="The penalty starts this many tokens before ppo.max_new_tokens")
+    factor: PositiveFloat = Field(1.0, description="Taken from the score at the limit; linear in between")
+
+
+class DynamicFilteringConfig(Section):
+    """DAPO's dynamic sampling: prompts whose samples all score alike teach nothing and are replaced."""
+
+    max_rounds: PositiveInt = Field(
+        3, description="Rounds of replacement prompts in one step; what is still missing then stays, and is counted"
+    )
+
+
+class PTXConfig(Section):
+    """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
+
+    coef: PositiveFloat = Field(description="Weight of the token loss on the demonstrations of stage `data`")
+    batch_size: PositiveInt = Field(16, description="Demonstrations per optimizer step, over all ranks")
 
 
 class EngineConfig(Section):
@@ -63,8 +92,12 @@ class WeightSyncConfig(Section):
 
 
 class PPOConfig(Section):
-    """Proximal policy optimization."""
+    """Proximal policy optimization, and its relatives without a critic."""
 
+    algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = Field(
+        "ppo",
+        description="`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`",
+    )
     steps: PositiveInt = Field(100, description="PPO iterations")
     prompts_per_step: PositiveInt = Field(64, description="Prompts of one rollout batch")
     samples_per_prompt: PositiveInt = Field(1, description="Responses sampled for each prompt")
@@ -73,6 +106,9 @@ class PPOConfig(Section):
     epochs: PositiveInt = Field(1, description="Passes over each rollout batch")
     minibatches: PositiveInt = Field(4, description="Optimizer steps per epoch")
     micro_batch_tokens: PositiveInt = Field(16384, description="Tokens per forward pass of one rank")
+    pack: bool = Field(
+        True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
+    )
     policy: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"), description="Policy optimizer"
     )
@@ -97,13 +133,20 @@ class PPOConfig(Section):
     missing_eos_penalty: NonNegativeFloat = Field(
         0.0, description="Taken from the score of a response that the length limit cut"
     )
+    overlong: OverlongConfig | None = Field(None, description="Soft penalty near the length limit; None: none")
+    dynamic_filtering: DynamicFilteringConfig | None = Field(
+        None, description="Replace prompts whose samples all score alike; None: keep them"
+    )
     score_clip: PositiveFloat | None = Field(
         5.0, description="Scores are clipped to +- this, before the KL is subtracted"
     )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
     gamma: Fraction = Field(1.0, description="Discount per token")
     lam: Fraction = Field(0.95, description="GAE's lambda")
-    whiten_advantages: bool = Field(True, description="Mean 0, variance 1 over all valid tokens of the rollout batch")
+    whiten_advantages: bool | None = Field(
+        None,
+        description="Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp and reinforce_baseline, off for the others",
+    )
     clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - this")
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + this")
     dual_clip: PositiveFloat | None = Field(None, description="Bound c > 1 of the loss where the advantage is negative")
@@ -117,6 +160,13 @@ class PPOConfig(Section):
     )
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = Field(
         "none", description="Weights for the gap between engine and trainer"
+    )
+    importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = Field(
+        (0.0, 2.0), description="Lowest and highest weight that `importance` lets pass"
+    )
+    ptx: PTXConfig | None = Field(None, description="Pretraining loss in the policy's update; None: none")
+    ema_decay: Fraction | None = Field(
+        None, description="Decay per optimizer step of an average of the policy's weights, saved beside it; None: none"
     )
     logprob_gap_limit: PositiveFloat = Field(
         0.1, description="Mean |old - rollout| log-probability above this warns in the log"
@@ -141,6 +191,66 @@ class PPOConfig(Section):
     def uses_reward_model(self) -> bool:
         return any(isinstance(source, ModelReward) for source in self.rewards)
 
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm == "ppo"
+
+    @property
+    def by_group(self) -> bool:
+        """True if advantages compare the samples of one prompt."""
+        return self.algorithm not in ("ppo", "reinforce_pp")
+
+    @property
+    def whitens(self) -> bool:
+        """`whiten_advantages`, or the algorithm's default."""
+        if self.whiten_advantages is not None:
+            return self.whiten_advantages
+        return self.algorithm in ("ppo", "reinforce_pp", "reinforce_baseline")
+
+    @property
+    def policy_optimizer_steps(self) -> int:
+        """Of the whole run: epochs x minibatches x iterations that train the policy, whatever the micro-batches."""
+        return (self.steps - self.warmup_steps) * self.epochs * self.minibatches
+
+    @property
+    def critic_optimizer_steps(self) -> int:
+        return self.steps * self.epochs * self.minibatches
+
+    @property
+    def warmup_steps(self) -> int:
+        """First iterations that leave the policy alone."""
+        return min(self.critic_warmup_steps, self.steps) if self.uses_critic else 0
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Self:
+        if self.by_group and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must be at least 2; "
+                f"got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
+            )
+        if self.dynamic_filtering and not self.by_group:
+            raise ValueError(
+                f"ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got ppo.algorithm="
+                f"{self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
+            )
+        if self.critic_warmup_steps and not self.uses_critic:
+            raise ValueError(
+                f"ppo.critic_warmup_steps must be 0 without a critic (ppo.algorithm={self.algorithm}); "
+                f"got {self.critic_warmup_steps}"
+            )
+        if self.overlong and self.missing_eos_penalty:
+            raise ValueError(
+                "ppo.overlong and ppo.missing_eos_penalty both punish a response that the limit cut; set one of them"
+            )
+        if self.overlong and self.overlong.buffer > self.max_new_tokens:
+            raise ValueError(
+                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got {self.overlong.buffer}"
+            )
+        low, high = self.importance_bounds
+        if low > high:
+            raise ValueError(f"ppo.importance_bounds must rise; got {low}, {high}")
+        return self
+
     @model_validator(mode="after")
     def _batch_algebra(self) -> Self:
         total, parts = self.rollout_batch_size, self.minibatches
@@ -151,7 +261,9 @@ class PPOConfig(Section):
                 f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step} x "
                 f"{self.samples_per_prompt} = {total}); got {parts}; use {', '.join(map(str, sorted(near)))}"
             )
-        for role, ranks in (("policy", self.policy_deepspeed.ranks), ("critic", self.critic_deepspeed.ranks)):
+        groups = [("policy", self.policy_deepspeed.ranks)]
+        groups += [("critic", self.critic_deepspeed.ranks)] if self.uses_critic else []
+        for role, ranks in groups:
             if self.minibatch_size < ranks:
                 raise ValueError(
                     f"ppo.{role}_deepspeed.ranks must be at most the minibatch of {self.minibatch_size} responses "

@@ -66,13 +66,14 @@ def score_reward_model(
 ) -> list[float]:
     """(n,) scores, normalised by the statistics stored with the reward model."""
     from rlhf_core.models.score import load_score_model
-    from rlhf_core.models.scoring import sequence_scores
+    from rlhf_core.models.scoring import sequence_scores, whole_list
 
     model = load_score_model(
         folder, dtype=config.reward.deepspeed.dtype, attention=config.model.attention, device=device
     ).eval()
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    scores = sequence_scores(model, pairs, micro_batch_tokens=config.ppo.micro_batch_tokens, pad_id=pad_id)
+    batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
+    scores = sequence_scores(model, model.statistics, batches)
     del model
     _free(device)
     return scores
@@ -99,18 +100,13 @@ def _logprobs(
     config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
 ) -> list[Tensor]:
     from rlhf_core.models.policy import load_policy
-    from rlhf_core.models.scoring import sequence_logprobs
+    from rlhf_core.models.scoring import token_logprobs, whole_list
 
     dtype = config.ppo.policy_deepspeed.dtype
     model = load_policy(folder, dtype=dtype, attention=config.model.attention, device=device).eval()
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    logprobs = sequence_logprobs(
-        model,
-        pairs,
-        temperature=config.evaluate.temperature,
-        micro_batch_tokens=config.ppo.micro_batch_tokens,
-        pad_id=pad_id,
-    )
+    batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
+    logprobs, _ = token_logprobs(model, batches, config.evaluate.temperature)
     del model
     _free(device)
     return logprobs

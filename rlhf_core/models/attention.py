@@ -1,13 +1,14 @@
 """Scaled-dot-product attention for packed rows: each sequence attends to itself alone, at the cost of its own length.
 
 Hugging Face models can keep packed sequences apart with a block-diagonal mask, but pay for the whole row squared. Here
-the row is cut at the sequences' borders (`cu_seq_lens_q`, as flash attention names them); without them it is plain
-causal attention.
+the row is cut at the sequences' borders (`cu_seq_lens_q`, as flash attention names them), neighbours of one length in
+one call; without borders it is plain causal attention.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,20 +33,35 @@ def register() -> None:
             kwargs.pop(name, None)
         if borders is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        # (1, heads, N, d) in; (1, N, heads, d) out.
-        parts = [
-            sdpa_attention_forward(
-                module, query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], None, **{**kwargs, "is_causal": True}
-            )[0]
-            for a, b in itertools.pairwise(borders)
-        ]
-        return torch.cat(parts, dim=1), None
+        kwargs["is_causal"] = True
+        parts = []
+        for start, count, length in _runs(borders):
+            run = slice(start, start + count * length)
+            q, k, v = (_to_batch(x[:, :, run], count) for x in (query, key, value))
+            output = sdpa_attention_forward(module, q, k, v, None, **kwargs)[0]
+            parts.append(output.reshape(1, count * length, *output.shape[2:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
 
     def no_mask(*_args: Any, **_kwargs: Any) -> None:
         """Rows are right-padded or cut at borders: causality is all that is needed."""
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def _runs(borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(start, how many, length) of neighbours of one length: they share a call."""
+    lengths = [b - a for a, b in itertools.pairwise(borders)]
+    start = borders[0]
+    for length, same in itertools.groupby(lengths):
+        count = len(list(same))
+        yield start, count, length
+        start += count * length
+
+
+def _to_batch(x: torch.Tensor, count: int) -> torch.Tensor:
+    """(1, heads, count * length, d) -> (count, heads, length, d), a view."""
+    return x[0].view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1)
 
 
 def implementation(attention: str) -> str:

@@ -158,7 +158,7 @@ def plan_ranks(lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = 
         [[share[i] for i in group] for group in micro_batches([lengths[i] for i in share], budget, pack=pack)]
         for share in shares
     ]
-    count = max(map(len, plans))
+    count = max(1, *map(len, plans))
     for plan in plans:
         while len(plan) < count:
             largest = max(range(len(plan)), key=lambda g: len(plan[g])) if plan else -1

@@ -12,6 +12,7 @@ from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
+from rlhf_core.models.linear import use_onednn
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,10 +41,7 @@ class Policy(nn.Module):
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
         logits_NV = self.lm.lm_head(hidden_NH)
-        entropy = None
-        if with_entropy:
-            with torch.no_grad():
-                entropy = token_entropy(logits_NV.detach(), temperature)
+        entropy = token_entropy(logits_NV, temperature) if with_entropy else None
         return TokenOutputs(token_logprobs(logits_NV, batch.labels_N, temperature), entropy)
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -68,7 +66,7 @@ def load_policy(folder: Path | str, *, dtype: str, attention: str, device: str, 
         raise ModelError(
             f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
         )
-    return Policy(without_dropout(lm).to(device))
+    return Policy(use_onednn(without_dropout(lm)).to(device))
 
 
 def is_config_only(folder: Path | str) -> bool:

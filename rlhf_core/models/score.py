@@ -18,6 +18,7 @@ from torch import nn
 from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
+from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.policy import DTYPES, without_dropout
 
 _STATISTICS = "score_statistics.json"
@@ -86,7 +87,7 @@ def load_score_model(folder: Path | str, *, dtype: str, attention: str, device: 
         raise ModelError(f"cannot make a score model from {folder}: {error}") from error
     if from_causal:
         nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.hidden_size + 1))
-    return ScoreModel(without_dropout(model).to(device), ScoreStatistics.load(Path(folder)))
+    return ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
 
 
 def _is_classifier(folder: Path) -> bool:

@@ -1,44 +1,92 @@
-"""Log-probabilities and scores of whole lists of sequences, in token-budgeted forward passes, without gradients."""
+"""Log-probabilities, values and scores of whole lists of sequences, without gradients.
+
+A list is cut into micro-batches first (`models.batching`); results come back in the order of the list, as CPU tensors.
+
+Axes: `T` response tokens of one sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from rlhf_core.models.batching import TokenSequence, collate, micro_batches
-from rlhf_core.models.policy import Policy
-from rlhf_core.models.score import ScoreModel
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, micro_batches
+from rlhf_core.models.score import ScoreStatistics
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """(prompt ids, response ids)."""
 
 
-@torch.no_grad()
-def sequence_logprobs(
-    model: Policy, sequences: Sequence[Pair], *, temperature: float, micro_batch_tokens: int, pad_id: int
-) -> list[torch.Tensor]:
-    """log p of each response token: for each sequence a float32 CPU tensor (T,)."""
-    results: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
-    device = next(model.parameters()).device
-    for group in micro_batches([len(p) + len(r) for p, r in sequences], micro_batch_tokens):
-        batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=pad_id).to(device)
-        logprobs_N = model(batch, temperature).logprobs_N.cpu()
-        for i, values in zip(group, batch.split(logprobs_N), strict=True):
-            results[i] = values
-    return results
+class Batches:
+    """The forward passes of one list of sequences. `groups`: its micro-batches; an empty one is a dummy pass for ranks
+    that must take part in a collective."""
+
+    def __init__(
+        self,
+        sequences: Sequence[Pair],
+        groups: Sequence[Sequence[int]],
+        *,
+        pad_id: int,
+        device: torch.device | str,
+        pack: bool,
+    ) -> None:
+        self._sequences = sequences
+        self._groups = groups
+        self._pad_id, self._device, self._pack = pad_id, device, pack
+
+    def __iter__(self) -> Iterator[tuple[Sequence[int], TokenBatch]]:
+        for group in self._groups:
+            chosen = [TokenSequence.of(*self._sequences[i]) for i in group]
+            yield group, collate(chosen, pad_id=self._pad_id, pack=self._pack).to(self._device)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
 
 
 @torch.no_grad()
-def sequence_scores(
-    model: ScoreModel, sequences: Sequence[Pair], *, micro_batch_tokens: int, pad_id: int
-) -> list[float]:
-    """Normalised score of each sequence, read at its last token."""
-    results = [0.0] * len(sequences)
-    device = next(model.parameters()).device
-    for group in micro_batches([len(p) + len(r) for p, r in sequences], micro_batch_tokens):
-        batch = collate([TokenSequence.of(*sequences[i]) for i in group], pad_id=pad_id).to(device)
-        scores_S = model.statistics.normalize(model(batch, "last")).cpu()
-        for i, score in zip(group, scores_S.tolist(), strict=True):
-            results[i] = score
-    return results
+def token_logprobs(
+    model: Any, batches: Batches, temperature: float, with_entropy: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """(log p, entropy) of each response token: for each sequence a float32 tensor (T,). `model`: a `Policy`, wrapped
+    by a training engine or not."""
+    logprobs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
+    entropy: list[torch.Tensor] = list(logprobs)
+    for group, batch in batches:
+        output = model(batch, temperature, with_entropy)
+        _place(logprobs, group, batch, output.logprobs_N)
+        if with_entropy:
+            _place(entropy, group, batch, output.entropy_N)
+    return logprobs, entropy if with_entropy else None
+
+
+@torch.no_grad()
+def token_values(model: Any, batches: Batches) -> list[torch.Tensor]:
+    """The value before each response token: for each sequence a float32 tensor (T,). `model`: a `ScoreModel`."""
+    values: list[torch.Tensor] = [torch.empty(0)] * len(batches)
+    for group, batch in batches:
+        _place(values, group, batch, model(batch, "tokens"))
+    return values
+
+
+@torch.no_grad()
+def sequence_scores(model: Any, statistics: ScoreStatistics, batches: Batches) -> list[float]:
+    """Score of each sequence, read at its last token and normalised. `model`: a `ScoreModel`."""
+    scores = [0.0] * len(batches)
+    for group, batch in batches:
+        for i, score in zip(group, statistics.normalize(model(batch, "last")).tolist(), strict=False):
+            scores[i] = score
+    return scores
+
+
+def whole_list(model: torch.nn.Module, sequences: Sequence[Pair], micro_batch_tokens: int, pad_id: int) -> Batches:
+    """Micro-batches of one process on its own, on the device of `model`."""
+    groups = micro_batches([len(p) + len(r) for p, r in sequences], micro_batch_tokens, pack=True)
+    return Batches(sequences, groups, pad_id=pad_id, device=next(model.parameters()).device, pack=True)
+
+
+def _place(results: list[torch.Tensor], group: Sequence[int], batch: TokenBatch, values_N: torch.Tensor) -> None:
+    # A dummy pass has an empty group and one empty part.
+    for i, values in zip(group, batch.split(values_N.cpu()), strict=False):
+        results[i] = values

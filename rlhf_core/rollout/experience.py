@@ -1,4 +1,4 @@
-"""From rollouts and the four models' numbers to experience: KL, token rewards, advantages, returns. Pure torch.
+"""From rollouts and the models' numbers to experience: KL, token rewards, advantages, returns. Pure torch.
 
 Axes: `B` responses, `T` the longest of them.
 """
@@ -7,28 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algo.advantages import gae, token_rewards
+from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
 from rlhf_core.algo.importance import importance_weights
 from rlhf_core.algo.kl import kl_estimate
-from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten
+from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten, select
+from rlhf_core.algo.shaping import overlong_penalty
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.types import Rollout
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout batch, ready for the update. All float32 but the mask."""
+    """One rollout batch, ready for the update. All float32 but the masks."""
 
     mask_BT: torch.Tensor
-    """True on response tokens, from lengths, never from pad ids."""
+    """True on response tokens, from lengths, never from pad ids; False on the whole row of a response without a score."""
     old_logprobs_BT: torch.Tensor
+    ref_logprobs_BT: torch.Tensor
     values_BT: torch.Tensor
+    """Zeros without a critic."""
     advantages_BT: torch.Tensor
     returns_BT: torch.Tensor
     weights_BT: torch.Tensor
@@ -36,7 +39,7 @@ class Experience:
     kl_B: torch.Tensor
     """Token sum of k1 per response, in nats."""
     scores_B: torch.Tensor
-    """As composed, before the clip and the KL, penalties included."""
+    """As composed, before the clip and the KL, penalties included; NaN where there is none."""
     metrics: dict[str, float]
 
 
@@ -45,59 +48,117 @@ def padded(arrays: Sequence[Any]) -> torch.Tensor:
     return pad_sequence([torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays], batch_first=True)
 
 
+def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPOConfig) -> torch.Tensor:
+    """(B,) scores with the penalties for responses that the length limit cut, or that came near it."""
+    scores_B = torch.tensor(scores, dtype=torch.float32)
+    finished_B = torch.tensor([r.finished for r in rollouts])
+    scores_B = scores_B - ppo.missing_eos_penalty * (~finished_B).float()
+    if ppo.overlong is not None:
+        lengths_B = torch.tensor([len(r.response_ids) for r in rollouts])
+        scores_B = scores_B + overlong_penalty(lengths_B, ppo.max_new_tokens, ppo.overlong.buffer, ppo.overlong.factor)
+    return scores_B
+
+
+def uniform_groups(scores_B: torch.Tensor, samples_per_prompt: int) -> list[int]:
+    """Groups (of consecutive samples of one prompt) whose scores do not differ; scores that are NaN do not count."""
+    groups = scores_B.reshape(-1, samples_per_prompt)
+    low = torch.where(groups.isnan(), torch.inf, groups).amin(1)
+    high = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
+    uniform: list[int] = torch.nonzero(low >= high).flatten().tolist()
+    return uniform
+
+
 def make_experience(
     rollouts: Sequence[Rollout],
     *,
     old_logprobs: Sequence[Any],
     ref_logprobs: Sequence[Any],
-    values: Sequence[Any],
+    values: Sequence[Any] | None,
     entropy: Sequence[Any],
     scores: Sequence[float],
     ppo: PPOConfig,
     kl_coef: float,
 ) -> Experience:
-    """Per-sequence arrays (T,) in the order of `rollouts`; `scores` one number per response."""
-    old_BT, ref_BT, values_BT = padded(old_logprobs), padded(ref_logprobs), padded(values)
+    """Per-sequence arrays (T,) in the order of `rollouts`, the samples of a prompt side by side.
+
+    `scores`: one per response; a response whose score is NaN takes no part in the update. `values`: None without a
+    critic.
+    """
+    old_BT, ref_BT = padded(old_logprobs), padded(ref_logprobs)
+    values_BT = torch.zeros_like(old_BT) if values is None else padded(values)
     rollout_BT, entropy_BT = padded([r.rollout_logprobs for r in rollouts]), padded(entropy)
     lengths_B = torch.tensor([len(r.response_ids) for r in rollouts])
-    mask_BT = torch.arange(old_BT.shape[1]) < lengths_B.unsqueeze(1)
     finished_B = torch.tensor([r.finished for r in rollouts])
-    scores_B = torch.tensor(scores, dtype=torch.float32) - ppo.missing_eos_penalty * (~finished_B).float()
+    scores_B = shaped_scores(rollouts, scores, ppo)
+    scored_B = ~scores_B.isnan()
+    mask_BT = (torch.arange(old_BT.shape[1]) < lengths_B.unsqueeze(1)) & scored_B.unsqueeze(1)
 
-    k1_BT = kl_estimate(old_BT, ref_BT, "k1")
-    penalty_BT = k1_BT if ppo.kl.estimator == "k1" else kl_estimate(old_BT, ref_BT, ppo.kl.estimator)
-    rewards_BT = token_rewards(scores_B, penalty_BT, mask_BT, kl_coef, ppo.score_clip)
-    advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
-    kl_B = (k1_BT * mask_BT).sum(1)
+    k1_BT = select(kl_estimate(old_BT, ref_BT, "k1"), mask_BT)
+    in_reward = kl_coef if ppo.kl.place == "reward" else 0.0
+    penalty_BT = kl_estimate(old_BT, ref_BT, ppo.kl.used_estimator) if in_reward else k1_BT
+    rewards_BT = token_rewards(scores_B, penalty_BT, mask_BT, in_reward, ppo.score_clip)
+    if ppo.by_group:
+        kl_only_BT = token_rewards(torch.zeros_like(scores_B), penalty_BT, mask_BT, in_reward)
+        advantages_BT = returns_BT = _group_advantages(scores_B, kl_only_BT, mask_BT, ppo)
+    elif ppo.uses_critic:
+        advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
+    else:
+        advantages_BT = returns_BT = returns_to_go(rewards_BT, mask_BT, ppo.gamma)
+    kl_B = k1_BT.sum(1)[scored_B]
+    known_B = scores_B[scored_B]
     metrics = {
-        "objective/kl": kl_B.mean().item(),
-        "objective/scores": scores_B.mean().item(),
-        "objective/scores_std": scores_B.std(unbiased=False).item(),
-        "objective/rlhf_reward": rewards_BT.sum(1).mean().item(),
-        "objective/entropy": (masked_sum(entropy_BT, mask_BT) / len(rollouts)).item(),
+        "objective/kl": _mean(kl_B),
+        "objective/scores": _mean(known_B),
+        "objective/scores_std": known_B.std(unbiased=False).item() if known_B.numel() else 0.0,
+        "objective/rlhf_reward": _mean(rewards_BT.sum(1)[scored_B]),
+        "objective/entropy": (masked_sum(entropy_BT, mask_BT) / scored_B.sum().clamp(min=1)).item(),
         "policy/entropy": masked_mean(entropy_BT, mask_BT).item(),
-        "value/mean": masked_mean(values_BT, mask_BT).item(),
-        "value/explained_variance": _explained(values_BT, returns_BT, mask_BT),
         "rollout/length": lengths_B.float().mean().item(),
         "rollout/eos_rate": finished_B.float().mean().item(),
+        "rollout/empty_rate": (finished_B & (lengths_B <= 1)).float().mean().item(),
+        "rollout/unscored": float((~scored_B).sum()),
         **_engine_gap(old_BT, rollout_BT, mask_BT),
     }
-    if ppo.whiten_advantages:
+    if ppo.uses_critic:
+        metrics["value/mean"] = masked_mean(values_BT, mask_BT).item()
+        metrics["value/explained_variance"] = _explained(values_BT, returns_BT, mask_BT)
+    if ppo.samples_per_prompt > 1:
+        uniform = uniform_groups(scores_B, ppo.samples_per_prompt)
+        metrics["rollout/zero_variance_groups"] = len(uniform) * ppo.samples_per_prompt / len(rollouts)
+    if ppo.whitens:
         advantages_BT = masked_whiten(advantages_BT, mask_BT)
-    weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, ppo.importance)
-    return Experience(mask_BT, old_BT, values_BT, advantages_BT, returns_BT, weights_BT, kl_B, scores_B, metrics)
+    weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, ppo.importance, *ppo.importance_bounds)
+    return Experience(
+        mask_BT, old_BT, ref_BT, values_BT, advantages_BT, returns_BT, weights_BT, k1_BT.sum(1), scores_B, metrics
+    )
+
+
+def _group_advantages(
+    scores_B: torch.Tensor, kl_only_BT: torch.Tensor, mask_BT: torch.Tensor, ppo: PPOConfig
+) -> torch.Tensor:
+    """(B, T): a response's advantage over its siblings on each of its tokens, less the KL still to be paid."""
+    clipped_B = scores_B if ppo.score_clip is None else scores_B.clamp(-ppo.score_clip, ppo.score_clip)
+    groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
+    advantages_B = group_advantages(clipped_B, groups_B, cast(GroupKind, ppo.algorithm))
+    return select(advantages_B.unsqueeze(1) + returns_to_go(kl_only_BT, mask_BT, ppo.gamma), mask_BT)
+
+
+def _mean(values_B: torch.Tensor) -> float:
+    return values_B.mean().item() if values_B.numel() else 0.0
 
 
 def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
     """How far the engine's log-probabilities are from the trainer's, for the same weights and tokens."""
-    gap_BT = (old_BT - rollout_BT).abs() * mask_BT
+    gap_BT = select((old_BT - rollout_BT).abs(), mask_BT)
     weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, "truncate", 0.0, float("inf"))
     total = weights_BT.sum()
     return {
         "rollout/logprob_gap_mean": masked_mean(gap_BT, mask_BT).item(),
         "rollout/logprob_gap_max": gap_BT.max().item(),
         "rollout/logprob_gap_k3": masked_mean(kl_estimate(rollout_BT, old_BT, "k3"), mask_BT).item(),
-        "rollout/effective_sample_size": (total.square() / weights_BT.square().sum() / mask_BT.sum()).item(),
+        "rollout/effective_sample_size": (
+            total.square() / (weights_BT.square().sum() * mask_BT.sum()).clamp(min=1e-30)
+        ).item(),
     }
 
 

@@ -1,4 +1,5 @@
-"""Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout) and `metrics.jsonl`."""
+"""Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout), `policy_ema/`
+where an average is kept, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     """Start the fleet, run the controller, save the policy."""
     from rlhf_core.cluster.controller import PPOController
     from rlhf_core.cluster.fleet import Fleet
-    from rlhf_core.data.dataset import load_prompts
+    from rlhf_core.data.dataset import load_prompts, load_sft
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.rewards.compose import RewardComposer
     from rlhf_core.storage.digests import weights_sha256
@@ -25,17 +26,21 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     device = resolve_device(config.run.device)
     decoder = load_decoder(data)
     prompts = load_prompts(data, "train")
-    placement = plan(ppo, critic=True, reward_model=ppo.uses_reward_model, device=device)
+    placement = plan(ppo, critic=ppo.uses_critic, reward_model=ppo.uses_reward_model, device=device)
     services.progress("ppo start", 0, 1, "fleets")
     with (
         RewardComposer(ppo.rewards) as composer,
         Fleet(config, placement, device, _folders(config, services), decoder.pad) as fleet,
     ):
         services.progress("ppo start", 1, 1, "fleets")
-        controller = PPOController(config, fleet, prompts, decoder, composer, services)
+        demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
+        controller = PPOController(config, fleet, prompts, decoder, composer, services, demonstrations=demonstrations)
         controller.run()
         controller.save_policy(services.out / "policy")
-    shutil.copytree(data / "tokenizer", services.out / "policy", dirs_exist_ok=True)
+        if ppo.ema_decay is not None:
+            controller.save_policy(services.out / "policy_ema", average=True)
+    for folder in services.out.glob("policy*"):
+        shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True)
     services.metrics.flush()
     last = json.loads((services.out / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")

@@ -20,10 +20,13 @@ from torch import nn
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.training.distributed import Rank
+from rlhf_core.training.ema import WeightAverage
 
 log = logging.getLogger(__name__)
 
 _TAG = "state"
+_COUNTERS = "rlhf_counters"
+"""DeepSpeed's own counters share the same map."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -42,8 +45,15 @@ class TrainingEngine:
     """DeepSpeed around `module`; `optimizer=None` gives a frozen, possibly sharded (ZeRO-3) model."""
 
     def __init__(
-        self, module: nn.Module, deepspeed_config: DeepSpeedConfig, optimizer: OptimizerConfig | None, rank: Rank
+        self,
+        module: nn.Module,
+        deepspeed_config: DeepSpeedConfig,
+        optimizer: OptimizerConfig | None,
+        rank: Rank,
+        *,
+        ema_decay: float | None = None,
     ) -> None:
+        """`ema_decay`: also keep an average of the weights, see `training.ema`."""
         import deepspeed
 
         self.rank = rank
@@ -51,6 +61,8 @@ class TrainingEngine:
         self.zero_stage = deepspeed_config.zero_stage
         self._grad_norm = math.nan
         self.steps_done = 0
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
         if deepspeed_config.gradient_checkpointing and optimizer is not None:
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
@@ -77,6 +89,7 @@ class TrainingEngine:
         if self._own_clipping and torch_optimizer is not None:
             # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
+        self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
 
     def _ds_config(self, config: DeepSpeedConfig) -> dict[str, Any]:
         # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
@@ -109,7 +122,8 @@ class TrainingEngine:
         """Backward over all micro-batches and one optimizer step; returns the gradient norm before clipping.
 
         Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on all ranks.
-        Raises NonFiniteError if the norm is not finite.
+        A gradient that is not finite changes nothing: the step is skipped, counted in `skipped_steps`, and its norm is
+        returned as it is; the third in a row raises NonFiniteError.
         """
         assert self.optimizer_config is not None
         for loss in micro_losses:
@@ -118,19 +132,31 @@ class TrainingEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
-        norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
-        if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"the gradient norm of optimizer step {self.steps_done} is {norm}; nothing of it is saved; lower the "
-                "learning rate or look at the last batch"
-            )
         self.steps_done += 1
+        if self.engine.was_step_applied():
+            norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
+        else:
+            norm = math.nan
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        if math.isfinite(norm) and self._average is not None:
+            self._average.update()
+        if not math.isfinite(norm):
+            self.skipped_steps += 1
+            log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps_done)
+        if self._skipped_in_a_row >= 3:
+            raise NonFiniteError(
+                f"the gradients of optimizer steps {self.steps_done - 2} to {self.steps_done} are not finite; none of them "
+                "was applied; lower the learning rate or look at the batches"
+            )
         return norm
 
     def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         assert self.optimizer_config is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
+        if not math.isfinite(self._grad_norm):
+            for parameter in parameters:
+                parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the Hugging Face model, full tensor), one decoder layer gathered at a time.
@@ -156,10 +182,17 @@ class TrainingEngine:
 
         return GatheredParameters(parameters, enabled=self.zero_stage == 3)
 
-    def save_model(self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None]) -> None:
-        """Gather the weights and let rank 0 `save(folder, state_dict)`; a collective."""
+    def average_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The moving average, as `weights`."""
+        assert self._average is not None
+        return self._average.weights()
+
+    def save_model(
+        self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None], *, average: bool = False
+    ) -> None:
+        """Gather the weights, or their `average`, and let rank 0 `save(folder, state_dict)`; a collective."""
         state: dict[str, torch.Tensor] = {}
-        for name, tensor in self.weights():
+        for name, tensor in self.average_weights() if average else self.weights():
             if self.rank.rank == 0:
                 state[name] = tensor.cpu().clone()
         if self.rank.rank == 0:
@@ -177,9 +210,9 @@ class TrainingEngine:
 
     def save_checkpoint(self, folder: Path) -> None:
         """Weights, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
-        self.engine.save_checkpoint(
-            str(folder), tag=_TAG, client_state={"steps_done": self.steps_done}, save_latest=True
-        )
+        self.engine.save_checkpoint(str(folder), tag=_TAG, client_state={_COUNTERS: self._counters()}, save_latest=True)
+        if self._average is not None:
+            self._average.save(folder, self.rank.rank)
         for script in folder.rglob("*.py"):
             # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
             script.unlink(missing_ok=True)
@@ -196,7 +229,18 @@ class TrainingEngine:
             ) from error
         if path is None:
             raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
-        self.steps_done = int(client["steps_done"])
+        counters = client[_COUNTERS]
+        self.steps_done, self.skipped_steps = counters["steps_done"], counters["skipped_steps"]
+        self._skipped_in_a_row = counters["skipped_in_a_row"]
+        if self._average is not None:
+            self._average.load(folder, self.rank.rank)
+
+    def _counters(self) -> dict[str, int]:
+        return {
+            "steps_done": self.steps_done,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` respo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algo.losses import entropy_bonus, policy_loss, value_loss
+from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.training.engine import TrainingEngine
@@ -31,6 +32,8 @@ class Sample(Protocol):
     def response_ids(self) -> tuple[int, ...]: ...
     @property
     def old_logprobs(self) -> Any: ...
+    @property
+    def ref_logprobs(self) -> Any: ...
     @property
     def advantages(self) -> Any: ...
     @property
@@ -48,65 +51,99 @@ class Step(Protocol):
     def micro_batches(self) -> list[list[int]]: ...
     @property
     def denominator(self) -> float: ...
-
-
-def total_optimizer_steps(ppo: PPOConfig) -> int:
-    """Epochs x minibatches x iterations, whatever the number of micro-batches."""
-    return ppo.steps * ppo.epochs * ppo.minibatches
+    @property
+    def ptx_micro_batches(self) -> list[list[int]]: ...
+    @property
+    def ptx_targets(self) -> int: ...
 
 
 def update_policy(
-    engine: TrainingEngine, samples: Sequence[Sample], steps: Sequence[Step], ppo: PPOConfig, pad_id: int
+    engine: TrainingEngine,
+    samples: Sequence[Sample],
+    steps: Sequence[Step],
+    ppo: PPOConfig,
+    pad_id: int,
+    *,
+    kl_coef: float = 0.0,
+    demonstrations: Sequence[TokenSequence] = (),
 ) -> dict[str, float]:
-    """Clipped surrogate, with the entropy bonus if configured. Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`."""
+    """Clipped surrogate; with the entropy bonus, the KL (`kl.place: loss`, weighted by `kl_coef`) and the pretraining
+    loss on `demonstrations` where configured.
+
+    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist.
+    """
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: Step) -> Iterator[torch.Tensor]:
         for group in step.micro_batches:
-            batch, chosen = _batch(engine, samples, group, pad_id)
-            output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
-            if not group:
-                yield 0.0 * output.logprobs_N.sum()
-                continue
-            mask_ST = _mask(chosen, batch)
-            result = policy_loss(
-                _rows(output.logprobs_N, batch),
-                _stack([s.old_logprobs for s in chosen], batch),
-                _stack([s.advantages for s in chosen], batch),
-                mask_ST,
-                clip_low=ppo.clip_low,
-                clip_high=ppo.clip_high,
-                dual_clip=ppo.dual_clip,
-                weights=_stack([s.weights for s in chosen], batch),
-                aggregation=ppo.aggregation,
-                denominator=step.denominator,
-            )
-            loss = result.loss
-            if ppo.entropy_coef > 0:
-                entropy_ST = _rows(output.entropy_N, batch)
-                loss = loss - ppo.entropy_coef * entropy_bonus(
-                    entropy_ST, mask_ST, aggregation=ppo.aggregation, denominator=step.denominator
-                )
-            tokens = int(mask_ST.sum())
-            sums["loss"] += loss.item()
-            sums["clipped"] += result.clip_fraction.item() * tokens
-            sums["approx_kl"] += result.approx_kl.item() * tokens
-            yield loss
+            yield _policy_part(engine, samples, group, step.denominator, ppo, pad_id, kl_coef, sums)
+        for group in step.ptx_micro_batches:
+            assert ppo.ptx is not None
+            batch = collate([demonstrations[i] for i in group], pad_id=pad_id, pack=ppo.pack)
+            logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
+            loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
+            sums["ptx_loss"] += loss.item()
+            yield ppo.ptx.coef * loss
 
     for step in steps:
-        sums["grad_norm"] += engine.train_step(losses(step), total_optimizer_steps(ppo))
+        _count(sums, engine.train_step(losses(step), ppo.policy_optimizer_steps))
     return dict(sums)
+
+
+def _policy_part(
+    engine: TrainingEngine,
+    samples: Sequence[Sample],
+    group: list[int],
+    denominator: float,
+    ppo: PPOConfig,
+    pad_id: int,
+    kl_coef: float,
+    sums: defaultdict[str, float],
+) -> torch.Tensor:
+    """One micro-batch's part of the policy's loss; adds its metrics to `sums`."""
+    batch, chosen = _batch(engine, samples, group, ppo, pad_id)
+    output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
+    if not group:
+        nothing: torch.Tensor = 0.0 * output.logprobs_N.sum()
+        return nothing
+    mask_ST = _mask(chosen, batch)
+    logprobs_ST = _rows(output.logprobs_N, batch)
+    mean: dict[str, Any] = {"aggregation": ppo.aggregation, "denominator": denominator}
+    result = policy_loss(
+        logprobs_ST,
+        _stack([s.old_logprobs for s in chosen], batch),
+        _stack([s.advantages for s in chosen], batch),
+        mask_ST,
+        clip_low=ppo.clip_low,
+        clip_high=ppo.clip_high,
+        dual_clip=ppo.dual_clip,
+        weights=_stack([s.weights for s in chosen], batch),
+        **mean,
+    )
+    tokens = int(mask_ST.sum())
+    sums["loss"] += result.loss.item()
+    sums["clipped"] += result.clip_fraction.item() * tokens
+    sums["approx_kl"] += result.approx_kl.item() * tokens
+    loss = result.loss
+    if ppo.entropy_coef > 0:
+        loss = loss - ppo.entropy_coef * entropy_bonus(_rows(output.entropy_N, batch), mask_ST, **mean)
+    if ppo.kl.place == "loss":
+        ref_ST = _stack([s.ref_logprobs for s in chosen], batch)
+        paid = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
+        sums["kl_loss"] += paid.item()
+        loss = loss + kl_coef * paid
+    return loss
 
 
 def update_critic(
     engine: TrainingEngine, samples: Sequence[Sample], steps: Sequence[Step], ppo: PPOConfig, pad_id: int
 ) -> dict[str, float]:
-    """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`."""
+    """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`, `skipped`."""
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: Step) -> Iterator[torch.Tensor]:
         for group in step.micro_batches:
-            batch, chosen = _batch(engine, samples, group, pad_id)
+            batch, chosen = _batch(engine, samples, group, ppo, pad_id)
             values_N = engine(batch, "tokens")
             if not group:
                 yield 0.0 * values_N.sum()
@@ -126,16 +163,23 @@ def update_critic(
             yield result.loss
 
     for step in steps:
-        sums["grad_norm"] += engine.train_step(losses(step), total_optimizer_steps(ppo))
+        _count(sums, engine.train_step(losses(step), ppo.critic_optimizer_steps))
     return dict(sums)
 
 
+def _count(sums: defaultdict[str, float], norm: float) -> None:
+    if math.isfinite(norm):
+        sums["grad_norm"] += norm
+    else:
+        sums["skipped"] += 1
+
+
 def _batch(
-    engine: TrainingEngine, samples: Sequence[Sample], group: list[int], pad_id: int
+    engine: TrainingEngine, samples: Sequence[Sample], group: list[int], ppo: PPOConfig, pad_id: int
 ) -> tuple[TokenBatch, list[Sample]]:
     chosen = [samples[i] for i in group]
-    batch = collate([TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen], pad_id=pad_id)
-    return batch.to(engine.rank.torch_device), chosen
+    sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
+    return collate(sequences, pad_id=pad_id, pack=ppo.pack).to(engine.rank.torch_device), chosen
 
 
 def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

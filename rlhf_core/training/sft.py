@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config.training import SFTConfig
-from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training import checkpointing
@@ -52,7 +51,7 @@ def train_sft(
         started = time.monotonic()
         epoch, index = divmod(step, per_epoch)
         batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-        metrics = _step(engine, batch, config, total, pad_id)
+        metrics = train_step(engine, batch, config, total, pad_id)
         step += 1
         tokens += sum(map(len, batch))
         seconds += time.monotonic() - started
@@ -61,7 +60,9 @@ def train_sft(
         if services is not None:
             metrics["train/tokens_per_s"] = tokens / seconds
             services.metrics.log_metrics(metrics, step)
-            services.progress("sft", step, total, "steps", loss=metrics["train/loss"])
+            services.progress(
+                "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
+            )
         if step % config.checkpoint_every == 0 and step < total:
             score = -metrics["eval/loss"] if "eval/loss" in metrics else None
             checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds}, score)
@@ -75,9 +76,13 @@ def train_sft(
     }
 
 
-def _step(
+def train_step(
     engine: TrainingEngine, batch: Sequence[TokenSequence], config: SFTConfig, total: int, pad_id: int
 ) -> dict[str, float]:
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics.
+
+    A step whose gradient is not finite is skipped and counted, and tells no loss.
+    """
     targets = sum(sum(sequence.target_mask) for sequence in batch)
     loss_sum = torch.zeros((), device=engine.rank.torch_device)
 
@@ -91,10 +96,12 @@ def _step(
 
     norm = engine.train_step(losses(), total)
     dist.all_reduce(loss_sum)
-    if not math.isfinite(loss_sum.item()):
-        raise NonFiniteError(f"sft: the loss of optimizer step {engine.steps_done} is {loss_sum.item()}")
-    rate = engine.optimizer.param_groups[0]["lr"]
-    return {"train/loss": loss_sum.item(), "train/grad_norm": norm, "train/learning_rate": rate}
+    metrics = {"train/loss": loss_sum.item(), "train/grad_norm": norm}
+    return {
+        **{name: value for name, value in metrics.items() if math.isfinite(value)},
+        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
+        "train/skipped_steps": float(engine.skipped_steps),
+    }
 
 
 @torch.no_grad()

@@ -78,6 +78,7 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
             "ppo": {
                 "steps": warm_up + iterations,
                 "prompts_per_step": PROMPTS,
+                "colocate": "none",
                 "max_new_tokens": RESPONSE,
                 "minibatches": 4,
                 "engine": {"count": 2},

@@ -1,80 +1,186 @@
-"""Trains one tiny policy for two optimizer steps under many settings and saves the parameters of each: a script for
-`test_deepspeed_laws`, started with torchrun on one rank and on two."""
+"""Trains tiny models for two optimizer steps under many settings and saves the parameters of each: a script for
+`test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on two.
+
+Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
+a moving average of the weights), `value` (clipped squared error). `nan` takes the policy through three steps of which
+the second has a gradient that is not finite.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from rlhf_core.algo.losses import sft_loss
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.algo.losses import step_denominator
+from rlhf_core.cluster.records import OptimizerStep, TrainSample
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, SFTConfig
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
+from rlhf_core.models.batching import TokenSequence, plan_ranks
 from rlhf_core.models.policy import Policy
+from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
+from rlhf_core.training.ppo import update_critic, update_policy
+from rlhf_core.training.sft import train_step as sft_step
 
-SETTINGS = [(stage, budget, pack) for stage in (0, 2, 3) for budget, pack in ((1000, False), (60, False), (30, True))]
-"""(ZeRO stage, tokens per micro-batch, packed): one, two or three, and more micro-batches."""
+CUTS = ((1000, False), (60, False), (60, True), (30, True))
+"""(tokens per micro-batch, packed): one, two or three, and more micro-batches."""
+SETTINGS = [
+    (kind, stage, budget, pack)
+    for kind, stage, (budget, pack) in itertools.product(("sft", "policy", "value"), (0, 2, 3), CUTS)
+] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
+"""(loss, ZeRO stage, tokens per micro-batch, packed)."""
+
+_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
 
 
-def policy() -> Policy:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model(kind: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=64,
-        max_position_embeddings=64,
-        attn_implementation=implementation("sdpa"),
-    )
-    return Policy(LlamaForCausalLM(config))
+    config = LlamaConfig(**_SHAPE, attn_implementation=implementation("sdpa"))
+    if kind != "value":
+        return Policy(LlamaForCausalLM(config))
+    config.num_labels = 1
+    return ScoreModel(LlamaForSequenceClassification(config))
 
 
-def sequences() -> list[TokenSequence]:
+def samples() -> list[TrainSample]:
+    """Nine responses of uneven length, with advantages of both signs and ratios on both sides of the clip."""
     g = torch.Generator().manual_seed(1)
-    return [
-        TokenSequence.of(
-            torch.randint(1, 64, (3 + i % 5,), generator=g).tolist(),
-            torch.randint(1, 64, (2 + (7 * i) % 9,), generator=g).tolist(),
+
+    def numbers(count: int, mean: float = 0.0, std: float = 1.0) -> Any:
+        return (mean + std * torch.randn(count, generator=g)).numpy()
+
+    made = []
+    for i in range(9):
+        prompt = tuple(torch.randint(1, 64, (3 + i % 5,), generator=g).tolist())
+        count = 2 + (7 * i) % 9
+        response = tuple(torch.randint(1, 64, (count,), generator=g).tolist())
+        made.append(
+            TrainSample(
+                prompt,
+                response,
+                old_logprobs=numbers(count, -4.2, 0.3),
+                advantages=numbers(count),
+                ref_logprobs=numbers(count, -4.0, 0.3),
+                returns=numbers(count),
+                old_values=numbers(count, 0.0, 0.1),
+                weights=np.ones(count, np.float32),
+            )
         )
-        for i in range(9)
-    ]
+    return made
 
 
-def train(rank: Rank, stage: int, budget: int, pack: bool) -> dict[str, torch.Tensor]:
-    data = sequences()
+def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool) -> dict[str, torch.Tensor]:
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
-    engine = TrainingEngine(policy(), DeepSpeedConfig.model_validate({"zero_stage": stage}), optimizer, rank)
-    plan = plan_ranks([len(s) for s in data], rank.world_size, budget, pack=pack)[rank.rank]
-    targets = sum(sum(s.target_mask) for s in data)
+    deepspeed = DeepSpeedConfig.model_validate({"zero_stage": stage})
+    ema_decay = 0.5 if kind == "policy" else None
+    engine = TrainingEngine(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
+    data = samples()
+    sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in data]
+    if kind == "sft":
+        config = SFTConfig(batch_size=9, micro_batch_tokens=budget, pack=pack)
+        for _ in range(2):
+            sft_step(engine, sequences, config, 2, 0)
+    else:
+        _ppo(engine, kind, data, sequences, budget, pack)
+    weights = {name: tensor.clone() for name, tensor in engine.weights()}
+    if ema_decay is not None:
+        weights |= {f"average.{name}": tensor.clone() for name, tensor in engine.average_weights()}
+    return weights
 
-    def losses() -> Iterator[torch.Tensor]:
-        for group in plan:
-            logprobs_N = engine(collate([data[i] for i in group], pad_id=0, pack=pack)).logprobs_N
-            yield sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=targets)
 
-    for _ in range(2):
-        engine.train_step(losses(), 2)
-    return {name: tensor.clone() for name, tensor in engine.weights()}
+def _ppo(
+    engine: TrainingEngine,
+    kind: str,
+    data: Sequence[TrainSample],
+    sequences: Sequence[TokenSequence],
+    budget: int,
+    pack: bool,
+) -> None:
+    rank = engine.rank
+    ppo = PPOConfig.model_validate(
+        {
+            "steps": 1,
+            "minibatches": 2,
+            "prompts_per_step": 18,
+            "pack": pack,
+            "entropy_coef": 0.01,
+            "kl": {"place": "loss"},
+            "ptx": {"coef": 0.3},
+            "aggregation": "seq-mean-token-mean",
+        }
+    )
+    lengths = [len(sequence) for sequence in sequences]
+    plan = plan_ranks(lengths, rank.world_size, budget, pack=pack)[rank.rank]
+    tokens = sum(len(s.response_ids) for s in data)
+    denominator = step_denominator(ppo.aggregation, tokens, len(data))
+    ptx = plan if kind != "value" else []
+    step = OptimizerStep(plan, denominator, ptx, tokens)
+    if kind == "value":
+        update_critic(engine, data, [step, step], ppo, 0)
+        return
+    update_policy(engine, data, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
+    if kind == "nan":
+        broken = [s if i else _broken(s) for i, s in enumerate(data)]
+        before = {name: tensor.clone() for name, tensor in engine.weights()}
+        sums = update_policy(engine, broken, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
+        assert sums["skipped"] == 1 and engine.skipped_steps == 1
+        assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
+    update_policy(engine, data, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
+
+
+def _broken(sample: TrainSample) -> TrainSample:
+    return TrainSample(**{**vars(sample), "advantages": np.full_like(sample.advantages, np.inf)})
 
 
 def main() -> None:
     rank = Rank.from_environment("cpu")
     join(rank)
-    for stage, budget, pack in SETTINGS:
-        weights = train(rank, stage, budget, pack)
+    for setting in SETTINGS:
+        weights = train(rank, *setting)
         if rank.rank == 0:
-            name = f"ranks{rank.world_size}-zero{stage}-{budget}-{'packed' if pack else 'padded'}.pt"
-            torch.save(weights, Path(sys.argv[1]) / name)
+            torch.save(weights, Path(sys.argv[1]) / f"{label(rank.world_size, *setting)}.pt")
     torch.distributed.barrier()
     leave()
+
+
+def label(ranks: int, kind: str, stage: int, budget: int, pack: bool) -> str:
+    return f"{kind}-ranks{ranks}-zero{stage}-{budget}-{'packed' if pack else 'padded'}"
+
+
+def run_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Every setting on one rank and on two; parameters by label."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path.cwd())}
+    for ranks in ("1", "2"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        done = subprocess.run(
+            [*command, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    return {path.stem: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
+
+
+def largest_difference(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """(largest absolute difference of a parameter, its name)."""
+    return max(((weights[name] - tensor).abs().max().item(), name) for name, tensor in reference.items())
 
 
 if __name__ == "__main__":

@@ -98,10 +98,10 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
         assert first["rollout/logprob_gap_max"] < 1e-4
         assert first["sync/version"] == 1.0
         # Step 2 samples from synced weights that differ from the first: agreement here is the sync's work.
-        rollouts, prompts_used = controller.rollout(2)
-        assert {r.policy_version for r in rollouts} == {1}
-        assert len(rollouts) == 24
-        experience, _ = controller.score(rollouts, prompts_used)
+        batch = controller.collect()
+        assert {r.policy_version for r in batch.rollouts} == {1}
+        assert len(batch.rollouts) == 24
+        experience = controller.score(batch)
         assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
         assert abs(experience.metrics["objective/kl"]) > 1e-3
         with pytest.raises(

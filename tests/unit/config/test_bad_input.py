@@ -96,7 +96,7 @@ FIELDS = (
     ),
     Bad("an unknown section", "pppo:\n  steps: 3\n", ("c.yaml:1", "pppo: unknown key", "did you mean ppo?")),
     Bad("a short name", "ppo:\n  lr: 1e-5\n", ("c.yaml:2", "ppo.lr", "did you mean ppo.policy.learning_rate")),
-    Bad("a key one level too high", "ppo:\n  coef: 0.1\n", ("c.yaml:2", "did you mean ppo.kl.coef?")),
+    Bad("a key one level too high", "ppo:\n  coef: 0.1\n", ("c.yaml:2", "did you mean ppo.kl.coef")),
     Bad("an unlike key", "store:\n  zzz: 1\n", ("store.zzz: unknown key", "known keys: url, endpoint")),
     Bad("top_p, which does not exist", "ppo:\n  top_p: 0\n", ("c.yaml:2", "ppo.top_p: unknown key")),
     Bad("text for a number", 'ppo:\n  steps: "ten"\n', ("c.yaml:2", "ppo.steps", "an integer from 1", "'ten'")),

@@ -4,6 +4,8 @@
 - what pads shorter responses changes nothing
 - a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
 - the gap between engine and trainer is measured on response tokens alone
+- each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the reward
+- a response without a score takes no part; groups that score alike are found and counted
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.rollout.experience import make_experience
+from rlhf_core.rollout.experience import make_experience, uniform_groups
 from rlhf_core.types import Rollout
 
 
@@ -92,3 +94,76 @@ def test_whitened_advantages_have_mean_0_and_variance_1_while_returns_stay() -> 
     assert chosen.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert chosen.var().item() == pytest.approx(1.0, abs=1e-5)
     torch.testing.assert_close(white.returns_BT, plain.returns_BT)
+
+
+def _group(algorithm: str, scores: list[float], **ppo: Any) -> Any:
+    """Two prompts with two samples each, two tokens per response, no critic; the policy is 0.1 above its reference."""
+    old, ref = [[-1.0, -1.0]] * 4, [[-1.1, -1.1]] * 4
+    config = {"algorithm": algorithm, "samples_per_prompt": 2, "score_clip": None, **ppo}
+    return _make([_rollout((-1.0, -1.0)) for _ in range(4)], old, ref, None, scores, **config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        # Scores 1, 3 | 5, 5: deviations from the mean -1, 1 | 0, 0; std (unbiased) sqrt(2); the other's mean 3, 1.
+        ("dr_grpo", [-1.0, 1.0, 0.0, 0.0]),
+        ("reinforce_baseline", [-1.0, 1.0, 0.0, 0.0]),
+        ("rloo", [-2.0, 2.0, 0.0, 0.0]),
+        ("grpo", [-(0.5**0.5), 0.5**0.5, 0.0, 0.0]),
+    ],
+)
+def test_by_group_a_response_is_compared_with_its_siblings_on_every_token(
+    algorithm: str, expected: list[float]
+) -> None:
+    made = _group(algorithm, [1.0, 3.0, 5.0, 5.0], kl={"place": "loss"})
+    wanted = torch.tensor(expected).unsqueeze(1).expand(4, 2)
+    torch.testing.assert_close(made.advantages_BT, wanted, rtol=1e-5, atol=1e-6)
+    assert made.metrics["rollout/zero_variance_groups"] == 0.5
+
+
+def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage() -> None:
+    made = _group("rloo", [1.0, 3.0, 5.0, 5.0])
+    # 0.1 nats per token at coefficient 0.1: 0.02 still to be paid at the first token, 0.01 at the second.
+    torch.testing.assert_close(made.advantages_BT[1], torch.tensor([1.98, 1.99]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(made.advantages_BT[2], torch.tensor([-0.02, -0.01]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_kl_that_the_loss_pays_is_not_taken_from_the_reward() -> None:
+    arguments = ([_rollout((-1.0, -2.0))], [[-1.0, -2.0]], [[-2.0, -2.5]], [[0.0, 0.0]], [3.0])
+    made = _make(*arguments, kl={"place": "loss"})
+    assert made.metrics["objective/rlhf_reward"] == 3.0
+    assert made.metrics["objective/kl"] == pytest.approx(1.5)
+
+
+def test_reinforce_pp_uses_discounted_returns_whitened_by_default() -> None:
+    arguments = ([_rollout((-1.0, -1.0)), _rollout((-1.0,))], [[-1.0] * 2, [-1.0]], [[-1.0] * 2, [-1.0]], None)
+    plain = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", gamma=0.5)  # type: ignore[arg-type]
+    torch.testing.assert_close(plain.advantages_BT, torch.tensor([[0.5, 1.0], [-1.0, 0.0]]))
+    white = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", whiten_advantages=None)  # type: ignore[arg-type]
+    assert white.advantages_BT[white.mask_BT].mean().item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_response_without_a_score_takes_no_part_and_is_counted() -> None:
+    nan = float("nan")
+    made = _group("rloo", [1.0, 3.0, 2.0, nan], kl={"place": "loss"})
+    assert made.mask_BT.any(1).tolist() == [True, True, True, False]
+    assert made.metrics["rollout/unscored"] == 1.0
+    assert made.metrics["objective/scores"] == pytest.approx(2.0)
+    # Its sibling has nobody left to be compared with.
+    assert made.advantages_BT[2:].abs().max().item() == 0.0
+    assert torch.isfinite(made.advantages_BT).all()
+
+
+def test_the_overlong_penalty_grows_over_the_buffer_and_is_full_at_the_limit() -> None:
+    rollouts = [_rollout((-1.0,) * n) for n in (5, 8, 10)]
+    numbers = [[-1.0] * n for n in (5, 8, 10)]
+    options = {"max_new_tokens": 10, "overlong": {"buffer": 4, "factor": 2.0}}
+    made = _make(rollouts, numbers, numbers, numbers, [1.0] * 3, **options)
+    # Free up to 6 tokens; 8 are half-way: 1.0; at 10 the whole 2.0.
+    assert made.scores_B.tolist() == [1.0, 0.0, -1.0]
+
+
+def test_groups_that_score_alike_are_found_whatever_float_they_hold() -> None:
+    scores = torch.tensor([0.7, 0.7, 0.7, 0.1, 0.1, 0.2, float("nan"), 0.3, 0.3])
+    assert uniform_groups(scores, 3) == [0, 2]

@@ -1,0 +1,155 @@
+"""Rollouts of a step, with their rewards where those decide which prompts are kept.
+
+    prompts -> engines -> rollouts                                        plain
+    prompts -> engines -> rollouts -> rewards -> groups that differ       dynamic filtering: rounds of new prompts
+                 ^                                   | too few
+                 +-----------------------------------+
+
+Consumes the prompts of the data artifact; produces a `RolloutBatch` of always the same size. Waits for every engine,
+and for the reward workers when filtering.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.cluster.spread import Spread
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rollout.dispatch import assign, prompts_of_step
+from rlhf_core.rollout.experience import shaped_scores, uniform_groups
+from rlhf_core.seeds import derive_seed
+from rlhf_core.types import PromptExample, RewardInput, Rollout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RolloutBatch:
+    """Samples of a prompt stand side by side."""
+
+    rollouts: list[Rollout]
+    prompts: list[PromptExample]
+    """One per rollout."""
+    rewards: RewardBatch | None = None
+    """Known already when filtering needed them."""
+    replaced: int = 0
+    """Prompts whose samples all scored alike and that were replaced."""
+
+    @property
+    def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [(r.prompt_ids, r.response_ids) for r in self.rollouts]
+
+
+class Collector:
+    """Samples and scores with a started fleet."""
+
+    def __init__(
+        self,
+        ppo: PPOConfig,
+        fleet: Fleet,
+        prompts: Sequence[PromptExample],
+        decode: Callable[[Sequence[int]], str],
+        composer: RewardComposer,
+        seed: int,
+    ) -> None:
+        self._ppo = ppo
+        self._fleet = fleet
+        self._prompts = prompts
+        self._decode = decode
+        self._composer = composer
+        self._seed = seed
+
+    def collect(self, step: int, version: int) -> RolloutBatch:
+        """The rollout batch of a step, sampled by policy `version`."""
+        ppo = self._ppo
+        prompts = self._prompts_of(step, 0, ppo.prompts_per_step)
+        batch = self.sample(prompts, step, 0, version)
+        filtering = ppo.dynamic_filtering
+        if filtering is None:
+            return batch
+        batch.rewards = self.rewards(batch)
+        for round_ in range(1, filtering.max_rounds + 1):
+            uniform = uniform_groups(shaped_scores(batch.rollouts, batch.rewards.total, ppo), ppo.samples_per_prompt)
+            if not uniform:
+                break
+            fresh = self.sample(self._prompts_of(step, round_, len(uniform)), step, round_, version)
+            fresh.rewards = self.rewards(fresh)
+            self._replace(batch, uniform, fresh)
+        return batch
+
+    def rewards(self, batch: RolloutBatch, model_scores: Sequence[float] | None = None) -> RewardBatch:
+        """Composed scores; `model_scores` as `start_scores` gave them, asked for here if needed and not given."""
+        if model_scores is None:
+            started = self.start_scores(batch)
+            model_scores = None if started is None else started.gather()
+        inputs = [
+            RewardInput(
+                prompt_id=r.prompt_id,
+                prompt=p.prompt,
+                response=self._decode(r.response_ids),
+                prompt_ids=r.prompt_ids,
+                response_ids=r.response_ids,
+                finished=r.finished,
+                meta=p.meta,
+            )
+            for r, p in zip(batch.rollouts, batch.prompts, strict=True)
+        ]
+        return self._composer.score(inputs, model_scores)
+
+    def start_scores(self, batch: RolloutBatch) -> Spread | None:
+        """The reward model at work on a batch; None without one."""
+        if "reward" not in self._fleet.groups:
+            return None
+        return Spread(self._fleet, self._ppo, "reward", "scores", batch.sequences)
+
+    def _prompts_of(self, step: int, round_: int, count: int) -> list[PromptExample]:
+        """The step's prompts; those of a replacement round come from another walk over all prompts."""
+        seed = self._seed if round_ == 0 else derive_seed(self._seed, "replacements", round_)
+        indices = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, seed, step)
+        return [self._prompts[i] for i in indices[:count]]
+
+    def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
+        """`samples_per_prompt` responses to each prompt: all of them at once, over all engines."""
+        ppo, fleet = self._ppo, self._fleet
+        # The position joins the seed: a prompt that comes twice in a step is answered twice, not copied.
+        where = (step,) if round_ == 0 else (step, "round", round_)
+        seeds = [derive_seed(self._seed, "rollout", *where, p.prompt_id, i) for i, p in enumerate(prompts)]
+        shares = assign([len(p.input_ids) for p in prompts], len(fleet.engines))
+        calls = [
+            engine.generate.remote(
+                [prompts[i] for i in share],
+                ppo.samples_per_prompt,
+                ppo.max_new_tokens,
+                ppo.temperature,
+                [seeds[i] for i in share],
+            )
+            for engine, share in zip(fleet.engines, shares, strict=True)
+            if share
+        ]
+        answers = fleet.wait(calls, f"the engines' rollouts of step {step}", ppo.engine.timeout)
+        by_prompt: dict[int, list[Rollout]] = {}
+        for share, rollouts in zip([share for share in shares if share], answers, strict=True):
+            for place, i in enumerate(share):
+                by_prompt[i] = rollouts[place * ppo.samples_per_prompt : (place + 1) * ppo.samples_per_prompt]
+        ordered = [rollout for i in range(len(prompts)) for rollout in by_prompt[i]]
+        stale = {r.policy_version for r in ordered} - {version}
+        if stale:
+            raise WeightSyncError(f"step {step} was sampled from policy version {sorted(stale)}, not {version}")
+        return RolloutBatch(ordered, [p for p in prompts for _ in range(ppo.samples_per_prompt)])
+
+    def _replace(self, batch: RolloutBatch, groups: list[int], fresh: RolloutBatch) -> None:
+        assert batch.rewards is not None and fresh.rewards is not None
+        n = self._ppo.samples_per_prompt
+        for place, group in enumerate(groups):
+            here, there = slice(group * n, (group + 1) * n), slice(place * n, (place + 1) * n)
+            batch.rollouts[here] = fresh.rollouts[there]
+            batch.prompts[here] = fresh.prompts[there]
+            batch.rewards.total[here] = fresh.rewards.total[there]
+            for name, values in batch.rewards.by_source.items():
+                values[here] = fresh.rewards.by_source[name][there]
+        batch.replaced += len(groups)

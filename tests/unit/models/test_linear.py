@@ -1,0 +1,66 @@
+"""oneDNN linear layers.
+
+Locked here: values and gradients are those of nn.Linear; only plain linear layers are turned, in place, with their
+weights; other dtypes take torch's own way; an empty batch and repeated calls work.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_core.models.linear import OneDNNLinear, use_onednn
+
+
+class _Special(nn.Linear):
+    """A subclass somebody else made."""
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(24,), (7, 24), (3, 5, 24), (0, 24)])
+def test_values_and_gradients_are_those_of_a_plain_linear_layer(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 10, bias=bias)
+    ours = use_onednn(copy.deepcopy(plain))
+    assert type(ours) is OneDNNLinear
+    x = torch.randn(shape)
+    results = []
+    for layer in (plain, ours):
+        given = x.clone().requires_grad_()
+        output = layer(given)
+        (output * torch.arange(10.0)).sum().backward()
+        results.append([output.detach(), given.grad, *(p.grad for p in layer.parameters())])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_get_no_gradient_and_the_input_still_does() -> None:
+    layer = use_onednn(nn.Linear(8, 4)).requires_grad_(False)
+    x = torch.randn(2, 8, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 8))
+
+
+def test_only_plain_linear_layers_are_turned_and_names_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), _Special(4, 4), nn.LayerNorm(4))
+    names = list(model.state_dict())
+    use_onednn(model)
+    assert [type(module) for module in model] == [OneDNNLinear, _Special, nn.LayerNorm]
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_take_torchs_own_way(dtype: torch.dtype) -> None:
+    layer = use_onednn(nn.Linear(6, 3)).to(dtype)
+    x = torch.randn(5, 6, dtype=dtype)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_the_same_input_gives_the_same_bits() -> None:
+    layer = use_onednn(nn.Linear(64, 64))
+    x = torch.randn(33, 64)
+    assert torch.equal(layer(x), layer(x))
