@@ -201,10 +201,11 @@ class TrainingEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what `save_checkpoint` writes, over all ranks: the weights, and for trained ones float32 copies and two
-        moments."""
+        """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies and two
+        moments, and their moving average where there is one."""
+        copies = 0 if self._average is None else 4
         return sum(
-            getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12 * p.requires_grad)
+            getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12 * p.requires_grad + copies)
             for p in self.module.parameters()
         )
 
