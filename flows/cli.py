@@ -120,10 +120,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from flows.parameters import check_range
     from rlhf_core.config.load import load_config
     from rlhf_core.config.preflight import check
+    from rlhf_core.storage.store import Store
 
     config = load_config(arguments.config, arguments.overrides)
     check(config)
     check_range(arguments.start, arguments.until)
+    Store(config.store_url, config.store.endpoint).check()
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)

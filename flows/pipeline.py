@@ -67,7 +67,8 @@ class Pipeline:
         self.name = f"{config.run.name}-seed{config.run.seed}-{self.key[:8]}"
         self.folder = self.home / "runs" / self.name
         self.logs = self.home / "logs" / self.name
-        self.artifacts = ArtifactStore(Store(config.store_url, config.store.endpoint), cache=self.home / "cache")
+        store = Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
+        self.artifacts = ArtifactStore(store, self.home / "cache")
         self.tracking: Tracking = open_tracking(config)
         self.parent_run_id: str | None = None
         self.records: dict[StageName, StageRecord] = {}
@@ -183,6 +184,7 @@ def open_pipeline(
     settings = load_config(config, overrides)
     for warning in check(settings):
         log.warning("%s", warning)
+    Store(settings.store_url, settings.store.endpoint).check()
     run = Pipeline(settings, config, start, until)
     run.parent_run_id = run.tracking.parent_run(
         run.key,

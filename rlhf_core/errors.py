@@ -8,6 +8,7 @@
     ├── StageFailed                a stage's child process ended without a result
     ├── WorkerDied                 a Ray worker, engine or training rank is gone or did not answer in time
     ├── WeightSyncError            an engine's weights are not the trainer's
+    ├── StoreError                 the store, or the disk below it, does not take or give what it should
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
     ├── GateFailed                 a model is too bad to go on with (accuracy, KL, empty answers); not retried
@@ -65,6 +66,10 @@ class WeightSyncError(RLHFError):
     """Version or checksum acknowledged by an engine differ from what was sent."""
 
 
+class StoreError(RLHFError):
+    """A bucket or a disk refuses, is full or does not answer; nothing that was whole before is lost."""
+
+
 class CorruptArtifact(RLHFError):
     """Stored bytes do not match their manifest."""
 
@@ -89,7 +94,7 @@ _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
         RLHFError, InputError, ConfigError, DataError, ModelError, StageFailed, WorkerDied, WeightSyncError,
-        CorruptArtifact, Superseded, GateFailed, NonFiniteError, RewardError,
+        StoreError, CorruptArtifact, Superseded, GateFailed, NonFiniteError, RewardError,
     )
 }  # fmt: skip
 

@@ -143,10 +143,16 @@ class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 
     def latest(self) -> tuple[int, Path] | None:
-        """(step, verified local folder) of the newest whole checkpoint, or None when there is none."""
+        """(step, verified local folder) of the newest whole checkpoint, or None when none was ever committed."""
 
-    def save(self, step: int, folder: Path) -> None:
-        """Commit a local folder as the checkpoint of `step`; it exists whole or not at all. Consumes `folder`."""
+    def prepare(self, step: int, folder: Path, size: int) -> None:
+        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size` bytes free."""
+
+    def save(self, step: int, folder: Path, score: float | None = None) -> None:
+        """Commit a local folder as the checkpoint of `step`; it exists whole or not at all. Consumes `folder`.
+
+        `score`: higher is better; the best checkpoints stay longer.
+        """
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,22 @@ class S3Server:
         return f"s3://{self.bucket}"
 
 
+_SUMMARY = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def summary_lines(pytestconfig: pytest.Config) -> list[str]:
+    """Lines that are shown at the end of the whole run, also when all is well: tables of faults and counts."""
+    return pytestconfig.stash.setdefault(_SUMMARY, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(_SUMMARY, []):
+        terminalreporter.section("counted")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     """A real S3-compatible server on loopback, with one bucket; child processes reach it through the environment."""

@@ -88,7 +88,7 @@ class PPOController:
             metrics = self.iterate()
             self._log(metrics)
             if self.done % self._ppo.checkpoint_every == 0 and self.done < self._ppo.steps:
-                self._checkpoint()
+                self._checkpoint(metrics.get("objective/rlhf_reward"))
 
     def iterate(self) -> Metrics:
         """One PPO step; returns its metrics."""
@@ -247,11 +247,11 @@ class PPOController:
         ]
         self._services.metrics.log_table(name, rows)
 
-    def _checkpoint(self) -> None:
-        """Both engines, the KL controller and the metrics so far, as one folder."""
+    def _checkpoint(self, score: float | None) -> None:
+        """Both engines, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
         folder = self._services.work / f"checkpoint-{self.done:08d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
+        self._services.checkpoints.prepare(self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size")))
         saving = []
         for role in self._trained:
             saving += self._fleet.groups[role].submit("save_checkpoint", role, str(folder / role))
@@ -265,7 +265,7 @@ class PPOController:
         }
         (folder / "controller.json").write_text(json.dumps(state))
         self._services.metrics.flush()
-        self._services.checkpoints.save(self.done, folder)
+        self._services.checkpoints.save(self.done, folder, score)
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:

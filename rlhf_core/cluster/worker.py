@@ -177,6 +177,11 @@ class ModelWorker:
         """DeepSpeed state of every rank into one folder, which all ranks' hosts must share."""
         self._models[role].save_checkpoint(Path(folder))
 
+    def checkpoint_bytes(self, role: Role) -> int:
+        """About what `save_checkpoint` writes, over all ranks."""
+        size: int = self._models[role].checkpoint_bytes
+        return size
+
     def load_checkpoint(self, role: Role, folder: str) -> None:
         self._models[role].load_checkpoint(Path(folder))
 

@@ -36,7 +36,17 @@ class StoreConfig(Section):
     endpoint: str | None = Field(
         None, description="URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"
     )
-    keep_checkpoints: PositiveInt = Field(2, description="Whole checkpoints kept per stage")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest whole checkpoints kept per stage")
+    keep_best: NonNegativeInt = Field(
+        1, description="Best of the older ones kept besides: by reward minus KL penalty (PPO), by held-out loss (SFT)"
+    )
+    retry_seconds: PositiveFloat = Field(
+        60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"
+    )
+    allow_fresh_start: bool = Field(
+        False,
+        description="Train a stage from its beginning where all its checkpoints are damaged; else that is an error",
+    )
 
 
 class TrackingConfig(Section):

@@ -324,7 +324,7 @@ def _disk(config: PipelineConfig) -> Iterator[Finding]:
     place = Path(config.run.home).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    copies = config.store.keep_checkpoints + 1 if "://" not in config.store_url else 1
+    copies = config.store.keep_checkpoints + config.store.keep_best + 1 if "://" not in config.store_url else 1
     need = 200_000_000 + 2 * _parameters(config) * _BYTES_PER_PARAMETER * copies
     free = shutil.disk_usage(place).free
     if free < need:

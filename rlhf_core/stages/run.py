@@ -20,6 +20,7 @@ from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import StageRun, open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
@@ -34,7 +35,8 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
 
     Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told to stop.
     """
-    store = Store(spec.config.store_url, spec.config.store.endpoint)
+    settings = spec.config.store
+    store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
     fence = claim(store, spec.key)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
@@ -43,6 +45,7 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
         spec.stage,
         spec.key,
         params=_params(spec),
+        attempt=fence.attempt,
         tags={"rlhf.attempt": str(fence.attempt)},
         inputs={str(name): ref for name, ref in spec.inputs.items()},
     )
@@ -65,10 +68,39 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
 
 
 def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, events: Events, work: Path) -> ArtifactRef:
-    artifacts = ArtifactStore(store, cache=spec.home / "cache")
+    outbox = None if store.is_local else Outbox(store, spec.home / "outbox")
+    artifacts = ArtifactStore(store, spec.home / "cache", outbox)
+    settings = spec.config.store
     checkpoints = CheckpointStore(
-        store, spec.key, work=work / "checkpoints", keep=spec.config.store.keep_checkpoints, fence=fence
+        store,
+        spec.key,
+        work=work / "checkpoints",
+        keep=settings.keep_checkpoints,
+        fence=fence,
+        keep_best=settings.keep_best,
+        outbox=outbox,
+        allow_fresh_start=settings.allow_fresh_start,
     )
+    ref = artifacts.deliver(spec.stage, spec.key, fence)
+    if ref is None:
+        try:
+            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, work)
+        except BaseException:
+            checkpoints.finish()
+            raise
+    checkpoints.clear()
+    return ref
+
+
+def _make(
+    spec: StageSpec,
+    artifacts: ArtifactStore,
+    checkpoints: CheckpointStore,
+    fence: Fence,
+    stage_run: StageRun,
+    events: Events,
+    work: Path,
+) -> ArtifactRef:
     out, scratch = work / "out", work / "scratch"
     out.mkdir()
     scratch.mkdir()
@@ -83,7 +115,7 @@ def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, event
     )
     result = _stage_function(spec.stage)(spec.config, services)
     stage_run.flush()
-    ref = artifacts.publish(
+    return artifacts.publish(
         spec.stage,
         spec.key,
         out,
@@ -94,8 +126,6 @@ def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, event
         mlflow_run_id=stage_run.run_id,
         fence=fence,
     )
-    checkpoints.clear()
-    return ref
 
 
 def _stage_function(stage: str) -> StageFunction:

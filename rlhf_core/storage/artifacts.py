@@ -7,15 +7,16 @@ import logging
 import math
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_core.errors import CorruptArtifact, InputError, RLHFError
+from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.fencing import Fence
+from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.types import ArtifactRef, StageName
@@ -29,11 +30,13 @@ _RUNS_CODE = {
 
 
 class ArtifactStore:
-    """Finds, publishes and fetches artifacts. `cache`: local folder for copies of what a remote store holds."""
+    """Finds, publishes and fetches artifacts. `cache`: local folder for copies of what a remote store holds. `outbox`:
+    where an artifact waits until a remote store has taken it."""
 
-    def __init__(self, store: Store, cache: Path) -> None:
+    def __init__(self, store: Store, cache: Path, outbox: Outbox | None = None) -> None:
         self._store = store
         self._cache = cache
+        self._outbox = outbox
         self._verified: dict[tuple[str, str, str], Path] = {}
 
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
@@ -46,8 +49,10 @@ class ArtifactStore:
         try:
             manifest = self._read(kind, key)
             if manifest is None:
+                if self._store.list(prefix):
+                    log.warning("%s has files but no manifest: nothing of it is used.", self._store.uri(prefix))
                 return None
-            if wrong := bundles.wrong_sizes(self._store, manifest):
+            if wrong := bundles.wrong_files(self._store, manifest):
                 raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {wrong}.")
             return self._ref(manifest)
         except CorruptArtifact as error:
@@ -70,13 +75,12 @@ class ArtifactStore:
     ) -> ArtifactRef:
         """Make the local `folder` the artifact of `key`; consumes it. If the artifact exists already, that one stays.
 
-        Raises InputError for files that may run code, Superseded if a later attempt holds the key, RLHFError if the
-        store fails (then nothing is visible and `folder` is still there).
+        Raises InputError for files that may run code, Superseded if a later attempt holds the key, StoreError if the
+        store fails: nothing is visible then, and the artifact waits in the outbox if there is one.
         """
         files = bundles.hash_folder(folder)
         _refuse_programs(kind, files)
-        may_commit = fence.check if fence is not None else lambda: None
-        may_commit()
+        _check(fence)
         if (ref := self.find(kind, key)) is None:
             body = {
                 "kind": kind,
@@ -90,9 +94,7 @@ class ArtifactStore:
                 "mlflow_run_id": mlflow_run_id,
             }
             name = f"{fence.attempt:06d}" if fence is not None else uuid.uuid4().hex[:12]
-            ref = self._commit(kind, key, folder, files, name, body, may_commit)
-            if ref is not None and fence is not None:
-                bundles.remove(self._store, _prefix(kind, key), keep=name)
+            ref = self._commit(kind, key, folder, files, name, body, fence)
         ref = ref or self._existing(kind, key)
         if ref.digest != bundles.digest_of(files):
             log.warning("The artifact %s/%s exists already with other content; the existing one is kept.", kind, key)
@@ -122,6 +124,14 @@ class ArtifactStore:
         found = "is gone" if manifest is None else "is not the one this run started with"
         raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} {found}; the same command makes it again.")
 
+    def deliver(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
+        """The artifact of `key` if an earlier attempt finished it and could not upload it: it is uploaded now."""
+        prefix = _prefix(kind, key)
+        if self._outbox is None or not self._outbox.waiting(prefix):
+            return None
+        log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
+        return self._sent(kind, key, self._outbox.deliver(prefix, fence.check), fence) or self.find(kind, key)
+
     def _commit(
         self,
         kind: StageName,
@@ -130,17 +140,33 @@ class ArtifactStore:
         files: tuple[FileEntry, ...],
         name: str,
         body: Mapping[str, Any],
-        may_commit: Callable[[], None],
+        fence: Fence | None,
     ) -> ArtifactRef | None:
-        manifest = bundles.commit(
-            self._store, _prefix(kind, key), folder, files, folder=name, body=body, may_commit=may_commit
-        )
-        return None if manifest is None else self._ref(manifest)
+        prefix, may_commit = _prefix(kind, key), lambda: _check(fence)
+        if self._outbox is None:
+            manifest = bundles.commit(
+                self._store, prefix, folder, files, folder=name, body=body, may_commit=may_commit
+            )  # fmt: skip
+        else:
+            self._outbox.add(prefix, folder, files, folder=name, body=body)
+            manifest = self._outbox.deliver(prefix, may_commit)
+        return self._sent(kind, key, manifest, fence)
+
+    def _sent(self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None) -> ArtifactRef | None:
+        """Its reference; what dead attempts left beside it goes."""
+        if manifest is None:
+            return None
+        if fence is not None:
+            try:
+                bundles.remove(self._store, _prefix(kind, key), keep=manifest.folder)
+            except StoreError as error:
+                log.warning("Leftovers beside the artifact %s/%s stay: %s", kind, key, error.message)
+        return self._ref(manifest)
 
     def _existing(self, kind: StageName, key: str) -> ArtifactRef:
         manifest = self._read(kind, key)
         if manifest is None:
-            raise RLHFError(f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again.")
+            raise StoreError(f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again.")
         return self._ref(manifest)
 
     def _read(self, kind: str, key: str) -> Manifest | None:
@@ -151,19 +177,27 @@ class ArtifactStore:
 
     def _ref(self, manifest: Manifest) -> ArtifactRef:
         body = manifest.body
-        return ArtifactRef(
-            kind=body["kind"],
-            key=body["key"],
-            digest=manifest.digest,
-            uri=self._store.uri(manifest.data),
-            metrics=body["metrics"],
-            mlflow_run_id=body["mlflow_run_id"],
-            facts=body["facts"],
-        )
+        try:
+            return ArtifactRef(
+                kind=body["kind"],
+                key=body["key"],
+                digest=manifest.digest,
+                uri=self._store.uri(manifest.data),
+                metrics=body["metrics"],
+                mlflow_run_id=body["mlflow_run_id"],
+                facts=body["facts"],
+            )
+        except KeyError as error:
+            raise CorruptArtifact(f"The manifest of {manifest.prefix} has no entry {error}.") from error
 
 
 def _prefix(kind: str, key: str) -> str:
     return f"artifacts/{kind}/{key}"
+
+
+def _check(fence: Fence | None) -> None:
+    if fence is not None:
+        fence.check()
 
 
 def _refuse_programs(kind: str, files: tuple[FileEntry, ...]) -> None:

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import CorruptArtifact, InputError, RLHFError
+from rlhf_core.errors import CorruptArtifact, InputError, StoreError
+from rlhf_core.storage.space import on_one_disk, require_free
 from rlhf_core.storage.store import TEMPORARY, Store, check_key
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Manifest:
 
 def digest_of(files: Sequence[FileEntry]) -> str:
     """`Manifest.digest` of these files."""
-    return _sha256_of([asdict(entry) for entry in files])
+    return checksum_of([asdict(entry) for entry in files])
 
 
 def hash_file(path: Path) -> str:
@@ -103,19 +104,45 @@ def commit(
 ) -> Manifest | None:
     """Store `files` of the local folder `source` as the bundle `prefix`; None if somebody else's manifest is there.
 
-    `folder` must be a name that no committed manifest uses. `may_commit` is called last before the manifest and raises if the bundle must not appear. Shares disk blocks with
-    `source` where it can: nobody may write to these files any more.
+    `folder` must be a name that no other bundle here uses. `may_commit` is called last before the manifest and raises
+    if the bundle must not appear. Shares disk blocks with `source` where it can: nobody may write to these files any
+    more. Raises StoreError if the store fails or its disk is too small; nothing is visible then.
     """
     manifest = Manifest(prefix, folder, tuple(files), body)
-    for entry in files:
-        store.put_file(source / entry.path, f"{manifest.data}/{entry.path}", link=True)
-    if wrong := wrong_sizes(store, manifest):
-        raise RLHFError(f"The store did not keep {wrong}; the same command tries again.")
-    may_commit()
+    if (there := _in_the_way(store, prefix)) is not None:
+        return there if there.folder == folder else None
+    try:
+        _upload(store, source, manifest)
+        may_commit()
+    except BaseException:
+        if (place := store.local_path(manifest.data)) is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
     if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
         return manifest
+    if (there := _in_the_way(store, prefix)) is not None and there.folder == folder:
+        return there
     store.delete_prefix(manifest.data)
     return None
+
+
+def _in_the_way(store: Store, prefix: str) -> Manifest | None:
+    """The bundle that is there already; a damaged manifest is set aside."""
+    try:
+        return read(store, prefix)
+    except CorruptArtifact as error:
+        log.error("%s It is set aside: %s", error.message, quarantine(store, prefix, error.message))
+        return None
+
+
+def _upload(store: Store, source: Path, manifest: Manifest) -> None:
+    place = store.local_path(manifest.data)
+    if place is not None and not on_one_disk(source, place):
+        require_free(place, sum(entry.size for entry in manifest.files), f"{store.uri(manifest.prefix)}")
+    for entry in manifest.files:
+        store.put_file(source / entry.path, f"{manifest.data}/{entry.path}", link=True)
+    if wrong := wrong_files(store, manifest):
+        raise StoreError(f"The store did not keep {wrong}; the same command tries again.")
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -127,42 +154,61 @@ def encode(manifest: Manifest) -> bytes:
         **manifest.body,
         "files": [asdict(entry) for entry in manifest.files],
     }
-    return (json.dumps({**content, "checksum": _sha256_of(content)}, indent=1, allow_nan=False) + "\n").encode()
+    # Without a line's end: every byte counts, so that every cut is noticed.
+    return json.dumps({**content, "checksum": checksum_of(content)}, indent=1, allow_nan=False).encode()
 
 
 def read(store: Store, prefix: str) -> Manifest | None:
     """The manifest of a bundle, None if there is no such bundle. Raises CorruptArtifact if it is not as it was written."""
-    raw = store.read_bytes(f"{prefix}/{MANIFEST}")
+    key = f"{prefix}/{MANIFEST}"
+    raw = store.read_bytes(key)
     if raw is None:
         return None
-    where = store.uri(f"{prefix}/{MANIFEST}")
+    try:
+        return parse(prefix, raw, store.uri(key))
+    except CorruptArtifact:
+        # One bad answer must not condemn a bundle.
+        again = store.read_bytes(key)
+        if again is None or again == raw:
+            raise
+        return parse(prefix, again, store.uri(key))
+
+
+def parse(prefix: str, raw: bytes, where: str) -> Manifest:
+    """The manifest that `encode` wrote. Raises CorruptArtifact, with `where` it lies, for anything else."""
     try:
         content = json.loads(raw)
         checksum = content.pop("checksum")
+        intact = checksum == checksum_of(content)
         schema, folder, digest = content.pop("schema"), content.pop("folder"), content.pop("digest")
+        if schema != SCHEMA:
+            raise CorruptArtifact(f"{where} has schema {schema!r}; this version reads {SCHEMA}.")
         files = tuple(FileEntry(**entry) for entry in content.pop("files"))
         for path in (folder, *(entry.path for entry in files)):
             check_key(path)
-        manifest = Manifest(prefix, folder, files, content)
-    except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InputError) as error:
         raise CorruptArtifact(f"{where} is not a manifest ({type(error).__name__}: {str(error)[:80]}).") from error
-    if schema != SCHEMA:
-        raise CorruptArtifact(f"{where} has schema {schema!r}; this version reads {SCHEMA}.")
-    expected = {"schema": schema, "folder": folder, "digest": digest, **content, "files": [asdict(f) for f in files]}
-    if checksum != _sha256_of(expected) or digest != manifest.digest:
+    if len({entry.path for entry in files}) < len(files):
+        raise CorruptArtifact(f"{where} lists a file twice.")
+    manifest = Manifest(prefix, folder, files, content)
+    if not intact or digest != manifest.digest:
         raise CorruptArtifact(f"{where} does not have its own checksum: it was changed after it was written.")
     return manifest
 
 
-def wrong_sizes(store: Store, manifest: Manifest) -> str:
-    """The first file that is missing or has another size in the store, described; '' if all are right."""
-    sizes = store.sizes(manifest.data) if manifest.files else {}
+def wrong_files(store: Store, manifest: Manifest) -> str:
+    """The first file in the store that is missing, of another size or not in the manifest, described; '' if there is
+    none. Hidden files do not count: file systems and file managers leave them."""
+    sizes = dict(store.sizes(manifest.data))
     for entry in manifest.files:
-        size = sizes.get(f"{manifest.data}/{entry.path}")
+        size = sizes.pop(f"{manifest.data}/{entry.path}", None)
         if size is None:
             return f"{store.uri(manifest.data)}/{entry.path}, which is missing"
         if size != entry.size:
             return f"{store.uri(manifest.data)}/{entry.path} ({size} bytes instead of {entry.size})"
+    for key in sorted(sizes):
+        if not key.rsplit("/", 1)[-1].startswith("."):
+            return f"{store.uri(key)}, which is not in the manifest"
     return ""
 
 
@@ -188,6 +234,8 @@ def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
 
     Raises CorruptArtifact naming the file; for a remote store only after a second download gave the same.
     """
+    if wrong := wrong_files(store, manifest):
+        raise CorruptArtifact(f"{store.uri(manifest.prefix)} is damaged: {wrong}.")
     if (local := store.local_path(manifest.data)) is not None:
         local.mkdir(parents=True, exist_ok=True)
         verify(local, manifest)
@@ -208,6 +256,9 @@ def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
 
 
 def _download(store: Store, manifest: Manifest, target: Path) -> Path:
+    require_free(
+        target.parent, sum(entry.size for entry in manifest.files), f"The copy of {store.uri(manifest.prefix)}"
+    )
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
@@ -267,6 +318,7 @@ def _folder_of_damaged(store: Store, key: str) -> str | None:
     return folder
 
 
-def _sha256_of(content: Any) -> str:
+def checksum_of(content: Any) -> str:
+    """sha256 of JSON content, however it is written. Raises ValueError for numbers that are not finite."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -2,6 +2,10 @@
 
 Attempts are numbered by create-only objects, `{store}/checkpoints/{stage key}/attempts/%06d.json`. A checkpoint or an
 artifact is committed only by the highest attempt, so a run wrongly thought dead cannot overwrite its successor.
+
+Between the last look at the attempts and the manifest lies one request: who is overtaken just there may still add a
+whole bundle that nobody else has committed. It changes nothing that is there, because manifests are created only once,
+and it was made for the same stage key: the same configuration, inputs and code.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from rlhf_core.errors import RLHFError, Superseded
+from rlhf_core.errors import StoreError, Superseded
 from rlhf_core.storage.store import Store
 
 _TRIES = 1000
@@ -52,7 +56,7 @@ def claim(store: Store, stage_key: str) -> Fence:
         attempt += 1
         if store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode()):
             return Fence(store, stage_key, attempt)
-    raise RLHFError(f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it.")
+    raise StoreError(f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it.")
 
 
 def _folder(stage_key: str) -> str:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import StoreError
 from rlhf_core.storage.store import TEMPORARY
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
@@ -97,7 +97,7 @@ class LocalFiles:
         except OSError as error:
             reason = error.strerror or str(error)
             hint = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise RLHFError(f"The store could not {action} {self._root / key}: {reason}{hint}.") from error
+            raise StoreError(f"The store could not {action} {self._root / key}: {reason}{hint}.") from error
 
 
 @contextlib.contextmanager
@@ -133,10 +133,14 @@ def _created(temporary: Path, target: Path, data: bytes) -> bool:
         descriptor = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
     return True
 
 

@@ -2,39 +2,59 @@
 
 Files are finished on the local disk before they are uploaded: an upload that a signal interrupts then leaves either
 nothing or the whole object, because a single put carries its length and a multipart one must be completed.
+
+    answer                                   what happens
+    5xx, SlowDown, timeout, reset, cut body  tried again, with pauses of random length, until `patience` seconds have
+                                             passed since the first failure; then StoreError
+    403, expired credentials, no bucket      StoreError at once: only a person can help
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
+import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import StoreError
 from rlhf_core.storage.store import TEMPORARY
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS, READ_SECONDS = 5, 30
+CONNECT_SECONDS, READ_SECONDS = 5, 20
 SETTLE_SECONDS = 0.5
 """How long writers of one key wait before they look who won, on servers without conditional puts."""
 
 _PART_BYTES = 16 * 2**20
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
+_HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
+             "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
+"""Errors of the client itself that no second try can change, by name: some of its versions lack some of them."""
+_REFUSED = ("400", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed", "301")
+"""Codes of answers that are about who asks and where; a bare 400 is what a HEAD gets for an expired token."""
+
+_T = TypeVar("_T")
+_jitter = random.Random()
+"""Apart from the generator that everybody shares: an outage must not change what a run draws."""
 
 
 class S3Objects:
     """`Backend` over `s3://bucket/prefix`; see `Store` for what the methods promise."""
 
-    def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
+    def __init__(self, bucket: str, prefix: str, endpoint: str | None, patience: float) -> None:
+        """`patience`: seconds for which a failing call is tried again."""
         self._root = f"{bucket}/{prefix}" if prefix else bucket
         self._endpoint = endpoint
+        self._patience = patience
 
     @functools.cached_property
     def _fs(self) -> Any:
@@ -48,85 +68,96 @@ class S3Objects:
             config_kwargs={
                 "connect_timeout": CONNECT_SECONDS,
                 "read_timeout": READ_SECONDS,
-                "retries": {"max_attempts": 3, "mode": "standard"},
+                # One quick try more for a part of a large file; the patience is in `_call`.
+                "retries": {"total_max_attempts": 2, "mode": "standard"},
                 # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",
             },
         )
-        filesystem.retries = 4
+        filesystem.retries = 2
         return filesystem
 
     @functools.cached_property
     def _conditional(self) -> bool:
         """Whether this server refuses to create what exists; found out once, with a probe object."""
         probe = f"{self._root}/probe-{uuid.uuid4().hex}"
-        refused = False
-        with self._errors("create", "probe"):
-            try:
-                self._fs.pipe_file(probe, b"first", mode="create")
-                self._fs.pipe_file(probe, b"second", mode="create")
-            except FileExistsError:
-                refused = True
-            except OSError as error:
-                log.debug("conditional put: %s", error)
-                # A plain put tells "no conditional puts" from "no access at all".
-                self._fs.pipe_file(probe, b"plain")
-            self._fs.rm_file(probe)
+        refused = self._call("create", "probe", lambda: self._refuses(probe))
         if not refused:
             log.warning(
                 "The server of s3://%s ignores conditional puts: races are decided by reading back.", self._root
             )
         return refused
 
+    def _refuses(self, probe: str) -> bool:
+        refused = False
+        try:
+            self._fs.pipe_file(probe, b"first", mode="create")
+            self._fs.pipe_file(probe, b"second", mode="create")
+        except FileExistsError:
+            refused = True
+        except OSError as error:
+            # An outage says nothing about what the server can do.
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            log.debug("conditional put: %s", error)
+            # A plain put tells "no conditional puts" from "no access at all".
+            self._fs.pipe_file(probe, b"plain")
+        self._fs.rm_file(probe)
+        return refused
+
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
-        with self._errors("write", key):
-            self._fs.put_file(str(source), self._path(key), chunksize=_PART_BYTES)
+        def put() -> None:
+            try:
+                self._fs.put_file(str(source), self._path(key), chunksize=_PART_BYTES)
+            except FileNotFoundError as error:
+                if _code(error) != "NoSuchUpload":
+                    raise
+                # The answer to the end of a multipart upload was lost, and it cannot be ended twice.
+                raise ConnectionResetError(f"lost the answer to the end of an upload: {error}") from error
+
+        self._call("write", key, put)
 
     def get_file(self, key: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with self._errors("read", key):
-                self._fs.get_file(self._path(key), str(temporary))
+            self._call("read", key, lambda: self._fs.get_file(self._path(key), str(temporary)))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        with self._errors("write", key):
-            self._fs.pipe_file(self._path(key), data)
+        self._call("write", key, lambda: self._fs.pipe_file(self._path(key), data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         if self.read_bytes(key) is not None:
             return False
-        conditional = self._conditional
-        # After a lost answer the client's own retry meets its own object; reading back tells.
-        with self._errors("create", key), contextlib.suppress(FileExistsError):
-            self._fs.pipe_file(self._path(key), data, mode="create" if conditional else "overwrite")
-        if not conditional:
+        mode = "create" if self._conditional else "overwrite"
+        # After a lost answer a second try meets its own object; reading back tells.
+        with contextlib.suppress(FileExistsError):
+            self._call("create", key, lambda: self._fs.pipe_file(self._path(key), data, mode=mode))
+        if mode == "overwrite":
             time.sleep(SETTLE_SECONDS)
         return self.read_bytes(key) == data
 
     def read_bytes(self, key: str) -> bytes | None:
-        with self._errors("read", key):
-            try:
-                content: bytes = self._fs.cat_file(self._path(key))
-            except FileNotFoundError:
-                return None
-            return content
+        try:
+            content: bytes = self._call("read", key, lambda: self._fs.cat_file(self._path(key)))
+        except FileNotFoundError:
+            return None
+        return content
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        with self._errors("list", prefix):
-            found = self._fs.find(self._path(prefix), detail=True)
+        found = self._call("list", prefix, lambda: self._fs.find(self._path(prefix), detail=True))
         start = len(self._root) + 1
         return {path[start:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
 
     def delete(self, keys: Sequence[str]) -> None:
         # One by one: the bulk call of s3fs does not report what could not be deleted.
         for key in keys:
-            with self._errors("delete", key), contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(key))
+            with contextlib.suppress(FileNotFoundError):
+                self._call("delete", key, functools.partial(self._fs.rm_file, self._path(key)))
 
     def delete_prefix(self, prefix: str) -> None:
         self.delete(sorted(self.sizes(prefix)))
@@ -140,25 +171,51 @@ class S3Objects:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    @contextlib.contextmanager
-    def _errors(self, action: str, key: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError
+    def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
+        """`call()`, tried again while its failure may pass. Lets FileNotFoundError and FileExistsError through."""
+        failed, since = 0, 0.0
+        while True:
+            try:
+                return call()
+            except (FileNotFoundError, FileExistsError) as error:
+                if _code(error) == "NoSuchBucket" or "bucket does not exist" in str(error):
+                    raise StoreError(
+                        f"The bucket of {self.uri(key)} does not exist; create it or correct store.url."
+                    ) from error
+                raise
+            except _errors_of_the_client() as error:
+                what = f"The store could not {action} {self.uri(key)}"
+                if isinstance(error, PermissionError) or _code(error) in _REFUSED:
+                    raise StoreError(
+                        f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's policy."
+                    ) from error
+                if type(error).__name__ in _HOPELESS:
+                    raise StoreError(f"{what}: {_reason(error)}") from error
+                failed, since = failed + 1, since or time.monotonic()
+                pause = _jitter.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**failed))
+                if time.monotonic() + pause - since > self._patience:
+                    raise StoreError(
+                        f"{what}, in {failed} tries over {time.monotonic() - since:.0f} s: {_reason(error)}"
+                    ) from error
+                log.log(
+                    logging.WARNING if failed == 1 else logging.DEBUG, "%s (%s); trying again.", what, _reason(error)
+                )
+                time.sleep(pause)
 
-        try:
-            yield
-        except (FileNotFoundError, FileExistsError) as error:
-            if "bucket" in str(error).lower():
-                raise RLHFError(
-                    f"The bucket of {self.uri(key)} does not exist; create it or correct store.url."
-                ) from error
-            raise
-        except PermissionError as error:
-            raise RLHFError(
-                f"The store could not {action} {self.uri(key)}: access denied ({_reason(error)}); check the credentials "
-                "and the bucket's policy."
-            ) from error
-        except (OSError, TimeoutError, BotoCoreError, ClientError) as error:
-            raise RLHFError(f"The store could not {action} {self.uri(key)}: {_reason(error)}") from error
+
+@functools.cache
+def _errors_of_the_client() -> tuple[type[Exception], ...]:
+    import aiohttp
+    from botocore.exceptions import BotoCoreError, ClientError
+    from s3fs.core import S3_RETRYABLE_ERRORS
+
+    return (OSError, TimeoutError, BotoCoreError, ClientError, aiohttp.ClientError, *S3_RETRYABLE_ERRORS)
+
+
+def _code(error: BaseException) -> str:
+    """The code of the server's answer; '' if there was none."""
+    response = getattr(error.__cause__ or error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def _reason(error: BaseException) -> str:

@@ -15,10 +15,12 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import ConfigError, InputError, RLHFError
+from rlhf_core.errors import ConfigError, InputError, StoreError
 
 TEMPORARY = ".tmp-"
 """File names that begin so are unfinished writes: never listed, never allowed in a key."""
+
+_CHECK_PATIENCE = 2.0
 
 _BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
@@ -54,15 +56,22 @@ def check_key(key: str) -> str:
 
 
 class Store:
-    """A folder (`path` or `file:///path`) or `s3://bucket/prefix`. Every method raises RLHFError if the place fails."""
+    """A folder (`path` or `file:///path`) or `s3://bucket/prefix`. Every method raises StoreError if the place fails."""
 
-    def __init__(self, url: str | Path, endpoint: str | None = None) -> None:
-        """`endpoint`: address of an S3-compatible server; None: AWS, or what AWS_ENDPOINT_URL_S3 says.
+    def __init__(self, url: str | Path, endpoint: str | None = None, patience: float = 60.0) -> None:
+        """`endpoint`: address of an S3-compatible server; None: AWS, or what AWS_ENDPOINT_URL_S3 says. `patience`:
+        seconds for which a bucket's passing failures are tried again.
 
         Raises ConfigError for an address that cannot be a store; touches nothing yet.
         """
         self.url = str(url)
-        self._backend = _open(self.url, endpoint)
+        self._endpoint = endpoint
+        self._backend = _open(self.url, endpoint, patience)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its files lie on this machine's disks."""
+        return self.local_path("any") is not None
 
     def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
         """Copy a finished local file to `key`, replacing what was there. `link` may share the file's disk blocks: only
@@ -114,19 +123,20 @@ class Store:
         return self._backend.local_path(check_key(key))
 
     def check(self) -> None:
-        """Write, read and delete a small object. Raises ConfigError if that does not work."""
+        """Write, list, read and delete a small object, with little patience. Raises ConfigError if that does not work."""
         key, data = f"probe-{uuid.uuid4().hex}", b"probe"
+        place = _open(self.url, self._endpoint, _CHECK_PATIENCE)
         try:
-            self.put_bytes(key, data)
-            back = self.read_bytes(key)
-            self.delete([key])
-        except RLHFError as error:
+            place.put_bytes(key, data)
+            whole = place.sizes(key) == {key: len(data)} and place.read_bytes(key) == data
+            place.delete([key])
+        except StoreError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error
-        if back != data:
+        if not whole:
             raise ConfigError(f"store.url={self.url!r} cannot be used: it did not give back what was written to it.")
 
 
-def _open(url: str, endpoint: str | None) -> Backend:
+def _open(url: str, endpoint: str | None, patience: float) -> Backend:
     for name, value in (("store.url", url), ("store.endpoint", endpoint or "")):
         if has_credentials(value):
             raise ConfigError(
@@ -135,7 +145,7 @@ def _open(url: str, endpoint: str | None) -> Backend:
             )
     scheme = urlsplit(url).scheme if "://" in url else ""
     if scheme == "s3":
-        return _open_s3(url, endpoint)
+        return _open_s3(url, endpoint, patience)
     if scheme == "file":
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
@@ -150,7 +160,7 @@ def _open(url: str, endpoint: str | None) -> Backend:
     return LocalFiles(Path(url).expanduser().absolute())
 
 
-def _open_s3(url: str, endpoint: str | None) -> Backend:
+def _open_s3(url: str, endpoint: str | None, patience: float) -> Backend:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     if not _BUCKET.match(bucket):
         raise ConfigError(
@@ -167,4 +177,4 @@ def _open_s3(url: str, endpoint: str | None) -> Backend:
         )
     from rlhf_core.storage.s3 import S3Objects
 
-    return S3Objects(bucket, prefix, endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"))
+    return S3Objects(bucket, prefix, endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), patience)

@@ -1,15 +1,18 @@
 """What a run has still to tell its tracker, on the local disk: numbers in a JSON-lines file, files in a folder.
 
-    {folder}/points.jsonl     {"step": 7, "metrics": {"loss/policy": 0.1}}
-    {folder}/files/...        under the path they will have among the run's artifacts
+    {root}/attempt-%06d/points.jsonl     {"step": 7, "metrics": {"loss/policy": 0.1}}
+    {root}/attempt-%06d/files/...        under the path they will have among the run's artifacts
 
-A killed process leaves its spool; the next attempt at the same stage reads it and sends the rest.
+A killed process leaves its spool; the next attempt at the same stage takes it over and sends the rest. An attempt that
+was only thought dead finds its folder gone and can mix nothing into its successor's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -21,14 +24,18 @@ TEMPORARY = ".tmp-"
 
 
 class Spool:
-    """The spool of one stage run. Not for several processes at once."""
+    """The spool of one attempt at one stage; `root` is the stage's. Not for several processes at once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, root: Path, attempt: int) -> None:
+        self.folder = root / f"attempt-{attempt:06d}"
         """Where it all lies."""
-        self._points = folder / "points.jsonl"
-        self._files = folder / "files"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._points = self.folder / "points.jsonl"
+        self._files = self.folder / "files"
+        root.mkdir(parents=True, exist_ok=True)
+        for number, earlier in sorted(_attempts(root).items()):
+            if number < attempt:
+                self._take_over(earlier)
+        self.folder.mkdir(exist_ok=True)
         self.pending: dict[tuple[str, int], float] = self._read()
         """(metric, step) -> value, in the order of logging; the last value of a step counts."""
 
@@ -72,16 +79,32 @@ class Spool:
         """Delete the spool if it is empty."""
         if not self.pending and not self.files():
             shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.folder.parent.rmdir()
+
+    def _take_over(self, earlier: Path) -> None:
+        """A kill anywhere in here loses nothing: what was taken twice counts once."""
+        if not self.folder.exists():
+            earlier.rename(self.folder)
+            return
+        points = earlier / self._points.name
+        if points.exists():
+            with self._points.open("a", encoding="utf-8") as file:
+                file.write("\n" + points.read_text(encoding="utf-8", errors="replace"))
+        for path in sorted((earlier / self._files.name).rglob("*")):
+            if path.is_file():
+                os.replace(path, self._place(path.relative_to(earlier / self._files.name).as_posix()))
+        shutil.rmtree(earlier)
 
     def _place(self, path: str) -> Path:
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
             raise InputError(f"The artifact path {path!r} must be relative and must not contain '..'.")
         target = self._files / path
+        self._files.mkdir(exist_ok=True)  # fails where a later attempt has taken the folder
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
     def _temporary(self) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f"{TEMPORARY}{uuid.uuid4().hex}"
 
     def _read(self) -> dict[tuple[str, int], float]:
@@ -98,3 +121,14 @@ class Spool:
                 found.pop(point, None)
                 found[point] = value
         return found
+
+
+def next_attempt(root: Path) -> int:
+    """A number above those of all spools of the stage, whose attempts have ended."""
+    return max(_attempts(root), default=0) + 1
+
+
+def _attempts(root: Path) -> dict[int, Path]:
+    return {
+        int(match[1]): path for path in root.glob("attempt-*") if (match := re.fullmatch(r"attempt-(\d+)", path.name))
+    }

@@ -20,7 +20,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason, sqlite_path
-from rlhf_core.tracking.spool import Spool
+from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
 from rlhf_core.types import ArtifactRef
 
@@ -95,12 +95,13 @@ class Tracking:
         key: str,
         params: Mapping[str, Any] | None = None,
         *,
+        attempt: int = 0,
         tags: Mapping[str, str] | None = None,
         inputs: Mapping[str, ArtifactRef] | None = None,
     ) -> StageRun:
         """The run of one stage under `parent_id`, found by its stage key or created. Works when the tracker is down.
 
-        `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set.
+        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
@@ -114,9 +115,8 @@ class Tracking:
                 )
             return state
 
-        return StageRun(
-            self.mlflow, open_run, Spool(self._spool_folder(stage, key)), uri=self.uri, system=self.system_metrics
-        )
+        spool = Spool(self._spool_folder(stage, key), attempt)
+        return StageRun(self.mlflow, open_run, spool, uri=self.uri, system=self.system_metrics)
 
     def link_reused(self, parent_id: str | None, stage: str, ref: ArtifactRef) -> None:
         """Show a reused stage below `parent_id`: a short run with its headline metrics and a link to the run that made it.
@@ -126,8 +126,9 @@ class Tracking:
         """
         if parent_id is None:
             return
-        if self._spool_folder(stage, ref.key).exists():
-            self.stage_run(parent_id, stage, ref.key).finish("FINISHED")
+        spool = self._spool_folder(stage, ref.key)
+        if spool.exists():
+            self.stage_run(parent_id, stage, ref.key, attempt=next_attempt(spool)).finish("FINISHED")
         self._try(lambda: self._link(parent_id, stage, ref))
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,28 @@ from rlhf_core.types import Services
 _LOOP = "loop.json"
 
 
-def save(engine: TrainingEngine, services: Services | None, work: Path, step: int, state: dict[str, Any]) -> None:
-    """A collective; rank 0, the one with `services`, commits. Metrics so far go out first, so none is lost."""
+def save(
+    engine: TrainingEngine,
+    services: Services | None,
+    work: Path,
+    step: int,
+    state: dict[str, Any],
+    score: float | None = None,
+) -> None:
+    """A collective; rank 0, the one with `services`, commits. Metrics so far go out first, so none is lost.
+
+    `score`: higher is better, None where nothing was measured. Raises StoreError if the disk is too small.
+    """
     folder = work / f"checkpoint-{step:08d}"
     if services is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
     dist.barrier()
     engine.save_checkpoint(folder)
     dist.barrier()
     if services is not None:
         (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
         services.metrics.flush()
-        services.checkpoints.save(step, folder)
+        services.checkpoints.save(step, folder, score)
 
 
 def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,16 @@ class TrainingEngine:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder, state)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies and two
+        moments, and their moving average where there is one."""
+        copies = 0 if self._average is None else 4
+        return sum(
+            getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12 * p.requires_grad + copies)
+            for p in self.module.parameters()
+        )
+
     def save_checkpoint(self, folder: Path) -> None:
         """Weights, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
         self.engine.save_checkpoint(str(folder), tag=_TAG, client_state={_COUNTERS: self._counters()}, save_latest=True)
@@ -208,8 +219,15 @@ class TrainingEngine:
             script.unlink(missing_ok=True)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """The inverse. A folder without a usable state is an error: DeepSpeed alone would start afresh."""
-        path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
+        """The inverse, of a verified folder. Raises CorruptArtifact without a usable state, where DeepSpeed alone would start
+        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is called."""
+        try:
+            path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
+        except pickle.UnpicklingError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CorruptArtifact(
+                f"The checkpoint {folder} holds what may run code and is not loaded; somebody changed it and its manifest: {reason}"
+            ) from error
         if path is None:
             raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
         counters = client[_COUNTERS]

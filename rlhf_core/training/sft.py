@@ -64,7 +64,8 @@ def train_sft(
                 "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
             )
         if step % config.checkpoint_every == 0 and step < total:
-            checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds})
+            score = -metrics["eval/loss"] if "eval/loss" in metrics else None
+            checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds}, score)
     final = evaluate_sft(engine, held_out, config, pad_id)
     if services is not None:
         services.metrics.log_metrics(final, total)

@@ -7,6 +7,7 @@ readable errors for a missing bucket, a dead server and denied access, no secret
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef
+from tests import damage
 
 
 @pytest.fixture
@@ -121,23 +123,32 @@ def test_a_published_artifact_is_fetched_verified_and_cached(store: Store, tmp_p
     assert [path for path in (tmp_path / "other").iterdir() if path.name.startswith(".")] == []
 
 
-DAMAGE: dict[str, Callable[[Store, str], object]] = {
-    "flipped byte": lambda store, key: store.put_bytes(key, bytes([1]) + (store.read_bytes(key) or b"")[1:]),
-    "truncated": lambda store, key: store.put_bytes(key, (store.read_bytes(key) or b"")[:-1]),
-    "missing": lambda store, key: store.delete([key]),
-    "extra bytes": lambda store, key: store.put_bytes(key, (store.read_bytes(key) or b"") + b"x"),
-}
+@pytest.mark.parametrize(
+    ("make", "expected"), [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)]
+)
+def test_every_mutation_of_every_file_is_noticed_and_said(
+    make: Callable[[Store, Path], damage.Bundle],
+    expected: int,
+    store: Store,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bundle = make(store, tmp_path)
+    caplog.set_level(logging.WARNING)
+    counted, missed = damage.unnoticed(bundle, tmp_path / "look", caplog.records)
+    assert missed == []
+    assert counted.total() == expected
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_every_damage_of_a_file_is_noticed_named_and_set_aside(store: Store, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_artifact_is_set_aside_and_made_again(store: Store, tmp_path: Path) -> None:
     artifacts = ArtifactStore(store, tmp_path / "cache")
     ref = publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k"))
-    DAMAGE[damage](store, "artifacts/ppo/k/000001/policy/model.safetensors")
+    key = "artifacts/ppo/k/000001/policy/model.safetensors"
+    store.put_bytes(key, damage.flipped(store.read_bytes(key) or b"", 0))
     with pytest.raises(CorruptArtifact, match=r"s3://.*policy/model\.safetensors"):
         artifacts.fetch(ref)
     assert artifacts.find("ppo", "k") is None
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list(tmp_path.glob("cache/*")) == []
     assert publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k")).digest == ref.digest
 
 
@@ -158,18 +169,15 @@ def test_one_bad_download_does_not_condemn_an_artifact(
     assert artifacts.find("ppo", "k") == ref
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "missing", "empty manifest"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: Store, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
     for step in range(3):
         saver.save(step, output(tmp_path / f"state{step}", str(step)))
-    assert {key.split("/")[2] for key in store.list("checkpoints/k")} == {"attempts", "step-00000001", "step-00000002"}
+    assert {key.split("/")[2] for key in store.list("checkpoints/k")} == {
+        "attempts", "newest.json", "step-00000001", "step-00000002",
+    }  # fmt: skip
     prefix = "checkpoints/k/step-00000002"
-    if damage == "empty manifest":
-        store.put_bytes(f"{prefix}/manifest.json", b"")
-    else:
-        [key] = [key for key in store.list(prefix) if key.endswith(".safetensors")]
-        DAMAGE[damage](store, key)
+    store.put_bytes(f"{prefix}/manifest.json", b"")
     resumed = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
     found = resumed.latest()
     assert found is not None and found[0] == 1

@@ -6,6 +6,7 @@ Locked here:
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
 - configuration, types and algorithms start without any of them;
 - every shipped configuration loads;
+- nothing unpickles by itself: DeepSpeed does, forced to an allow-list;
 - files and functions stay small, and the library does not print.
 """
 
@@ -204,6 +205,21 @@ def test_no_function_is_too_long() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     long.append(f"{place(file, node.lineno)}: {node.name} has {lines} lines")
     assert long == []
+
+
+def test_nothing_unpickles_by_itself() -> None:
+    """What is stored is JSON, Parquet and safetensors; DeepSpeed's files are loaded under `training.distributed.join`."""
+    wrong = [
+        place(file, node.lineno)
+        for file in sources()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("load", "loads", "Unpickler", "read_pickle")
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in ("pickle", "cloudpickle", "dill", "joblib", "torch", "pandas", "pd")
+    ]
+    assert wrong == []
 
 
 def test_the_library_never_prints() -> None:

@@ -1,7 +1,8 @@
 """Behaviours of the command line and of what surrounds the processes:
 
 - help is quick and imports nothing heavy; every command has an example
-- bad input ends with exit code 2 and one message, no traceback, before Prefect is imported
+- bad input, a store that cannot be used included, ends with exit code 2 and one message, no traceback, before Prefect
+  is imported
 - overrides may stand before and after options; a word that is no override is refused
 - errors, signals and interruptions become their exit codes
 - stages get threads, no telemetry and nothing of Prefect in their environment
@@ -85,6 +86,19 @@ def test_bad_input_ends_with_2_and_one_message_before_anything_heavy(
     assert all(word in done.stderr for word in words)
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+    assert "heavy: []" in done.stdout
+
+
+def test_a_store_that_cannot_be_used_is_one_message_before_anything_heavy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
+    store = ["store.url=s3://no-such-bucket/x", "store.endpoint=http://127.0.0.1:9"]
+    done = rlhf("run", DEMO, *store, f"run.home={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: store.url='s3://no-such-bucket/x' cannot be used: ")
+    assert "Traceback" not in done.stderr and "canary-secret" not in done.stderr
     assert "heavy: []" in done.stdout
 
 

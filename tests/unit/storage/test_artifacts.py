@@ -158,7 +158,7 @@ def test_damage_that_shows_in_sizes_is_noticed_before_reuse(
 def test_a_file_that_the_manifest_does_not_know_is_noticed(artifacts: ArtifactStore, tmp_path: Path) -> None:
     ref = publish(artifacts, output(tmp_path))
     (Path(ref.uri) / "policy" / "adapter_config.json").write_text("{}")
-    with pytest.raises(CorruptArtifact, match=r"adapter_config\.json is not in the manifest"):
+    with pytest.raises(CorruptArtifact, match=r"adapter_config\.json, which is not in the manifest"):
         artifacts.fetch(ref)
 
 

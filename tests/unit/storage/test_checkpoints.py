@@ -1,7 +1,7 @@
 """Checkpoints: the newest whole one is used, damage falls back to the one before, later attempts shut earlier ones out.
 
-Locks: save and latest, retention, leftovers ignored, the damage table with fallback, quarantine, never a silent fresh
-start, fencing of saves, attempt numbers, clearing.
+Locks: save and latest, retention of the newest and the best, leftovers ignored, the damage table with fallback,
+quarantine, never a silent fresh start, fencing of saves, attempt numbers, clearing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import RLHFError, Superseded
+from rlhf_core.errors import CorruptArtifact, RLHFError, Superseded
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
@@ -44,6 +44,11 @@ def files(store: Store, step: int) -> dict[str, Path]:
     return {path.name: path for path in root.rglob("*") if path.is_file()}
 
 
+def steps(store: Store) -> list[int]:
+    names = {key.split("/")[2] for key in store.list(f"checkpoints/{KEY}")}
+    return sorted(int(name.removeprefix("step-")) for name in names if name.startswith("step-"))
+
+
 def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Path) -> None:
     saver = checkpoints(store, tmp_path)
     assert saver.latest() is None
@@ -59,11 +64,29 @@ def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> N
     saver = checkpoints(store, tmp_path, keep=2)
     for step in range(5):
         saver.save(step, state(tmp_path, str(step)))
-    assert {key.split("/")[2] for key in store.list(f"checkpoints/{KEY}")} == {
-        "attempts",
-        "step-00000003",
-        "step-00000004",
-    }
+    assert steps(store) == [3, 4]
+
+
+def test_the_best_of_the_older_ones_are_kept_besides(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = CheckpointStore(store, KEY, tmp_path / "work", 2, keep_best=2)
+    scores = {1: 0.5, 2: 0.9, 3: float("nan"), 4: 0.7, 5: None, 6: 0.7, 7: 0.1, 8: 0.2}
+    with caplog.at_level(logging.INFO):
+        for step, score in scores.items():
+            saver.save(step, state(tmp_path, str(step)), score)
+    # Newest: 7, 8. Best of the rest: 2 with 0.9, and of the equals 4 and 6 the later.
+    assert steps(store) == [2, 6, 7, 8]
+    assert "kept: steps [2, 6, 7, 8]; removed: 1" in caplog.text
+
+
+def test_a_best_one_that_is_damaged_is_set_aside_and_not_deleted(store: Store, tmp_path: Path) -> None:
+    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, keep_best=1)
+    saver.save(1, state(tmp_path, "1"), 1.0)
+    files(store, 1)["manifest.json"].write_bytes(b"{}")
+    saver.save(2, state(tmp_path, "2"), 0.0)
+    assert {"rank1.bin", "optimizer.bin"} <= set(files(store, 1))
+    assert any(name.startswith("damaged-") for name in files(store, 1))
 
 
 def test_old_ones_go_only_after_the_new_one_is_committed(
@@ -90,7 +113,7 @@ def test_files_without_a_manifest_do_not_exist_and_go_later(store: Store, tmp_pa
     found = saver.latest()
     assert found is not None and found[0] == 1
     saver.save(3, state(tmp_path, "3"))
-    assert {key.split("/")[2] for key in store.list(f"checkpoints/{KEY}")} == {"attempts", "step-00000003"}
+    assert steps(store) == [3]
 
 
 def test_a_step_saved_twice_keeps_the_first(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,19 +180,56 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert (again[1] / "rank1.bin").read_text() == "rank one  2b"
 
 
-def test_when_all_are_damaged_the_fresh_start_is_not_silent(
+def damage_all(store: Store, tmp_path: Path) -> None:
+    saver = checkpoints(store, tmp_path)
+    for step in (1, 2):
+        saver.save(step, state(tmp_path, str(step)))
+        flip(files(store, step)["rank1.bin"])
+
+
+def test_when_all_are_damaged_every_start_is_refused_until_the_user_allows_a_fresh_one(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage_all(store, tmp_path)
+    for _ in range(2):
+        with pytest.raises(CorruptArtifact, match=r"No whole checkpoint is left.*store\.allow_fresh_start=true"):
+            checkpoints(store, tmp_path).latest()
+    allowed = CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), allow_fresh_start=True)
+    assert allowed.latest() is None
+    assert "the stage starts anew" in caplog.text
+    allowed.save(1, state(tmp_path, "fresh"))
+    found = checkpoints(store, tmp_path).latest()
+    assert found is not None and (found[1] / "rank1.bin").read_text() == "rank one  fresh"
+
+
+def test_the_first_checkpoint_damaged_before_it_was_named_is_no_silent_fresh_start_either(
+    store: Store, tmp_path: Path
+) -> None:
+    checkpoints(store, tmp_path).save(1, state(tmp_path, "1"))
+    store.delete([f"checkpoints/{KEY}/newest.json"])
+    flip(files(store, 1)["rank1.bin"])
+    for _ in range(2):
+        with pytest.raises(CorruptArtifact, match="No whole checkpoint is left"):
+            checkpoints(store, tmp_path).latest()
+
+
+def test_a_manifest_that_vanished_is_missed_and_the_one_before_is_used(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = checkpoints(store, tmp_path)
     for step in (1, 2):
         saver.save(step, state(tmp_path, str(step)))
-        flip(files(store, step)["rank1.bin"])
-    assert saver.latest() is None
-    assert "the stage starts anew" in caplog.text
+    files(store, 2)["manifest.json"].unlink()
+    found = saver.latest()
+    assert found is not None and found[0] == 1
+    assert "step 2" in caplog.text and "is gone: it has no manifest" in caplog.text
+    files(store, 1)["manifest.json"].unlink()
+    with pytest.raises(CorruptArtifact, match="No whole checkpoint is left"):
+        saver.latest()
 
 
 def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path: Path) -> None:
-    saver = checkpoints(store, tmp_path, keep=1)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, allow_fresh_start=True)
     saver.save(1, state(tmp_path, "1"))
     flip(files(store, 1)["rank1.bin"])
     assert saver.latest() is None
@@ -184,7 +244,7 @@ def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path
 
 
 def test_files_stay_where_a_manifest_was_too_damaged_to_tell_which_are_set_aside(store: Store, tmp_path: Path) -> None:
-    saver = checkpoints(store, tmp_path)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, allow_fresh_start=True)
     saver.save(1, state(tmp_path, "1"))
     files(store, 1)["manifest.json"].write_bytes(b"")
     assert saver.latest() is None

@@ -1,7 +1,7 @@
 """Tracking tells everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that is down.
 
 Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic times,
-spool over outages, tables, figures and files, reused stages, statuses, addresses.
+spool over outages and attempts, tables, figures and files, reused stages, statuses, addresses.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking
 from rlhf_core.types import ArtifactRef
 
@@ -167,12 +168,44 @@ def test_what_a_killed_process_had_not_sent_is_sent_by_the_next_attempt(tracking
     run.flush()
     run.log_metrics({"loss": 2.0}, 1)
     run.log_metrics({"loss": 3.0}, 2)
-    with (tracking.spool / "ppo-k1" / "points.jsonl").open("a") as file:
+    with (tracking.spool / "ppo-k1" / "attempt-000000" / "points.jsonl").open("a") as file:
         file.write('{"step": 3, "met')  # the kill came in the middle of a line
-    again = stage(tracking, None)
+    again = stage(tracking, None, attempt=1)
     again.log_metrics({"loss": 2.5}, 1)
     again.flush()
     assert rows(database, run.run_id) == [("loss", 1.0, 0), ("loss", 2.5, 1), ("loss", 3.0, 2)]
+
+
+def test_an_attempt_that_was_only_thought_dead_mixes_nothing_into_its_successors_spool(
+    tracking: Tracking, database: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "card.md").write_text("old")
+    stale = stage(tracking, None, attempt=1)
+    stale.log_metrics({"loss": 1.0}, 0)
+    stale.log_file(tmp_path / "card.md")
+    successor = stage(tracking, None, attempt=2)
+    for write in (lambda: stale.log_metrics({"loss": 9.0}, 1), lambda: stale.log_file(tmp_path / "card.md")):
+        with pytest.raises(FileNotFoundError):
+            write()
+    successor.log_metrics({"loss": 2.0}, 1)
+    successor.finish("FINISHED")
+    assert rows(database, successor.run_id) == [("loss", 1.0, 0), ("loss", 2.0, 1)]
+    assert list(tracking.spool.iterdir()) == []
+
+
+def test_spools_of_several_dead_attempts_are_merged_and_the_later_value_counts(tmp_path: Path) -> None:
+    for attempt, value in ((1, 1.0), (2, 2.0)):
+        spool = Spool(tmp_path / f"alone{attempt}", attempt)
+        spool.add({"loss": value, f"only/{attempt}": value}, 0)
+        spool.add_text(str(attempt), "same.txt")
+        spool.add_text(str(attempt), f"only/{attempt}.txt")
+        spool.folder.rename(tmp_path / f"attempt-{attempt:06d}")
+    merged = Spool(tmp_path, 7)
+    assert merged.pending == {("only/1", 0): 1.0, ("loss", 0): 2.0, ("only/2", 0): 2.0}
+    assert {name: path.read_text() for path, name in merged.files()} == {
+        "same.txt": "2", "only/1.txt": "1", "only/2.txt": "2",
+    }  # fmt: skip
+    assert next_attempt(tmp_path) == 8
 
 
 def test_a_tracker_that_is_down_loses_nothing_and_stops_nothing(
@@ -208,7 +241,7 @@ def test_what_is_unsent_at_the_end_is_said_kept_and_sent_when_the_stage_is_reuse
     tracking.link_reused(parent, "ppo", ArtifactRef("ppo", "k1", "d", "/x", {"kl": 2.0}))
     sent = stage(tracking, parent)
     assert rows(database, sent.run_id) == [("kl", 2.0, 0), ("loss", 1.0, 0)]
-    assert not (tracking.spool / "ppo-k1" / "points.jsonl").exists()
+    assert list(tracking.spool.rglob("points.jsonl")) == []
 
 
 def test_after_a_failure_flush_does_not_try_again_at_once(

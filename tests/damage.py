@@ -1,0 +1,216 @@
+"""Every file of a bundle x every mutation, on any store: what the tests of the folder and of the bucket share.
+
+`Case` says what is changed; `unnoticed` changes it, looks with fresh eyes, and puts everything back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import CorruptArtifact
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.bundles import FileEntry, checksum_of, digest_of
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2048\n"
+HTML = b"<html><body><h1>503 Slow Down</h1></body></html>"
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+Mutation = Callable[[bytes], bytes | None]
+"""New content; None: the object is deleted."""
+
+ANY_FILE: dict[str, Mutation] = {
+    "first byte flipped": lambda data: flipped(data, 0) if data else data,
+    "middle byte flipped": lambda data: flipped(data, len(data) // 2) if data else data,
+    "last byte flipped": lambda data: flipped(data, -1) if data else data,
+    "one byte short": lambda data: data[:-1],
+    "half": lambda data: data[: len(data) // 2],
+    "emptied": lambda data: b"",
+    "zeroed": lambda data: bytes(len(data)),
+    "one byte more": lambda data: data + b"\0",
+    "pointer file": lambda data: POINTER,
+    "error page": lambda data: HTML,
+    "deleted": lambda data: None,
+}
+MANIFEST: dict[str, Mutation] = {
+    **ANY_FILE,
+    "null": lambda data: b"null",
+    "a list": lambda data: b"[]",
+    "nested deeply": lambda data: b"[" * 100_000,
+    "an edited number": lambda data: data.replace(b'"size": 2', b'"size": 3', 1),
+}
+
+
+def forged(change: Callable[[dict[str, Any]], object]) -> Mutation:
+    """A manifest changed by somebody who also corrects its digest and its checksum."""
+
+    def mutate(data: bytes) -> bytes:
+        content = json.loads(data)
+        del content["checksum"]
+        change(content)
+        content["digest"] = digest_of([FileEntry(**entry) for entry in content["files"]])
+        return json.dumps({**content, "checksum": checksum_of(content)}).encode()
+
+    return mutate
+
+
+FORGERIES: dict[str, Mutation] = {
+    "another sha256": forged(lambda m: m["files"][0].update(sha256="0" * 64)),
+    "another size": forged(lambda m: m["files"][0].update(size=1)),
+    "size as text": forged(lambda m: m["files"][0].update(size=str(m["files"][0]["size"]))),
+    "an entry less": forged(lambda m: m["files"].pop()),
+    "an entry more": forged(lambda m: m["files"].append({"path": "more", "size": 0, "sha256": "0" * 64})),
+    "an entry twice": forged(lambda m: m["files"].append(m["files"][0])),
+    "two entries swapped": forged(
+        lambda m: (m["files"][0].update(path=m["files"][1]["path"]), m["files"][1].update(path=m["files"][0]["path"]))
+    ),
+    "path out of the folder": forged(lambda m: m["files"][0].update(path="../x")),
+    "absolute path": forged(lambda m: m["files"][0].update(path="/etc/passwd")),
+    "path with a backslash": forged(lambda m: m["files"][0].update(path="..\\x")),
+    "folder out of the bundle": forged(lambda m: m.update(folder="../other")),
+    "dangling folder": forged(lambda m: m.update(folder="000099")),
+    "older schema": forged(lambda m: m.update(schema=0)),
+    "another kind or step": forged(lambda m: m.update({"step": 7} if "step" in m else {"kind": "sft"})),
+}
+
+
+# A full file: 11 of ANY_FILE + swap + file beside it = 13; an empty one: 4 of ANY_FILE change it + 2 = 6. A manifest: 15
+# + 14 forgeries = 29; newest.json: 11 + 2 = 13.
+ARTIFACT_CASES = 3 * 13 + 6 + 29
+CHECKPOINT_CASES = 5 * 13 + 29 + 13
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A committed artifact or checkpoint, and how it is looked for."""
+
+    store: Store
+    prefix: str
+    """Everything below it may be changed."""
+    manifest: str
+    data: str
+    """Key of the folder with the files."""
+    look: Callable[[Path], str]
+    """With a fresh cache at this path: `damaged` (refused, or the one before is used), or `used`."""
+
+    def names(self) -> list[str]:
+        return [key for key in self.store.list(self.prefix) if "/attempts/" not in key]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    key: str
+    changes: dict[str, bytes | None]
+    """Key -> new content, None for none."""
+    harmless: bool = False
+    """Said, but the bundle is whole and is used."""
+
+
+def cases(bundle: Bundle) -> Iterator[Case]:
+    """All that change anything."""
+    files = [key for key in bundle.names() if key.startswith(f"{bundle.data}/")]
+    content = {key: bundle.store.read_bytes(key) or b"" for key in bundle.names()}
+    for key, sibling in zip(files, [*files[1:], files[0]], strict=True):
+        yield from (Case(name, key, {key: mutate(content[key])}) for name, mutate in ANY_FILE.items())
+        yield Case("swapped with its sibling", key, {key: content[sibling], sibling: content[key]})
+        yield Case("file beside it", key, {f"{key}.json": b"{}"})
+    for name, mutate in (MANIFEST | FORGERIES).items():
+        yield Case(f"manifest: {name}", bundle.manifest, {bundle.manifest: mutate(content[bundle.manifest])})
+    for key in content:
+        if key.endswith("newest.json"):
+            for name, mutate in ANY_FILE.items():
+                yield Case(f"newest.json: {name}", key, {key: mutate(content[key])}, harmless=True)
+            yield Case("newest.json: a step that is not there", key, {key: newest(9)}, harmless=True)
+            yield Case("newest.json: edited", key, {key: content[key].replace(b"2", b"1", 1)}, harmless=True)
+
+
+def newest(step: int) -> bytes:
+    return json.dumps({"step": step, "checksum": checksum_of({"step": step})}).encode()
+
+
+def unnoticed(bundle: Bundle, tmp_path: Path, records: list[logging.LogRecord]) -> tuple[Counter[str], list[str]]:
+    """(cases by name, those that were not noticed or not said)."""
+    before = {key: bundle.store.read_bytes(key) or b"" for key in bundle.names()}
+    counted: Counter[str] = Counter()
+    missed = []
+    for number, case in enumerate(cases(bundle)):
+        if all(before.get(key) == data for key, data in case.changes.items()):
+            continue  # half of an empty file is an empty file
+        for key, data in case.changes.items():
+            if data is None:
+                bundle.store.delete([key])
+            else:
+                bundle.store.put_bytes(key, data)
+        records.clear()
+        seen = bundle.look(tmp_path / str(number))
+        said = any(record.levelno >= logging.WARNING for record in records)
+        counted[case.name] += 1
+        if not said or seen != ("used" if case.harmless else "damaged"):
+            missed.append(f"{case.name}: {case.key}: {seen}, {'said' if said else 'silent'}")
+        bundle.store.delete([key for key in bundle.names() if key not in before])
+        for key in {*case.changes, bundle.manifest} & before.keys():
+            bundle.store.put_bytes(key, before[key])
+    assert bundle.look(tmp_path / "whole") == "used", "everything was put back"
+    return counted, missed
+
+
+def artifact(store: Store, tmp_path: Path) -> Bundle:
+    """A published artifact of four files, one of them empty."""
+    folder = tmp_path / "out"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 8)
+    (folder / "policy" / "config.json").write_text('{"hidden": 32}')
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "empty.txt").write_bytes(b"")
+    ref = ArtifactStore(store, tmp_path).publish("ppo", "k", folder, parents={}, metrics={"kl": 1.0}, config={})
+    prefix = "artifacts/ppo/k"
+    data = f"{prefix}/{ref.uri.rsplit('/', 1)[-1]}"
+
+    def look(cache: Path) -> str:
+        found = ArtifactStore(store, cache).find("ppo", "k")
+        try:
+            # A run that found it before the damage goes straight to the files.
+            ArtifactStore(store, cache).fetch(found or ref)
+        except CorruptArtifact as error:
+            logging.getLogger("tests").warning("%s", error)
+            return "damaged"
+        return "used"
+
+    return Bundle(store, prefix, f"{prefix}/manifest.json", data, look)
+
+
+def checkpoint(store: Store, tmp_path: Path) -> Bundle:
+    """The second of two checkpoints, of five files as DeepSpeed and the controller leave them."""
+    saver = CheckpointStore(store, "k", tmp_path / "work", 2)
+    for step in (1, 2):
+        folder = tmp_path / f"state{step}"
+        (folder / "policy" / "state").mkdir(parents=True)
+        (folder / "policy" / "latest").write_text("state")
+        (folder / "policy" / "state" / "mp_rank_00_model_states.pt").write_bytes(bytes([step, 2, 3]) * 300)
+        (folder / "policy" / "state" / "zero_pp_rank_0_optim_states.pt").write_bytes(bytes([step, 9, 8]) * 300)
+        (folder / "controller.json").write_text(json.dumps({"done": step}))
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n' * step)
+        saver.save(step, folder)
+    root, prefix = "checkpoints/k", "checkpoints/k/step-00000002"
+    [data] = {"/".join(key.split("/")[:4]) for key in store.list(prefix) if not key.endswith("manifest.json")}
+
+    def look(work: Path) -> str:
+        found = CheckpointStore(store, "k", work, 2).latest()
+        assert found is not None and json.loads((found[1] / "controller.json").read_text()) == {"done": found[0]}
+        return {1: "damaged", 2: "used"}[found[0]]
+
+    return Bundle(store, root, f"{prefix}/manifest.json", data, look)

@@ -1,0 +1,251 @@
+"""A bucket behind a faulty network, and what is left of it.
+
+Locks: 5xx, SlowDown, slow answers, resets, lost answers, cut requests and cut or short answers are survived, and the
+artifact and the checkpoints have the right bytes afterwards; at no time is a partial one readable; an outage beyond the
+bound, expired credentials and denied access are a StoreError that says what to do, keep everything locally, and the
+next attempt uploads it; a permanent one is not tried twice; uploads behind the training are as safe; preflight says what is
+wrong with the store in one message.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.retries.standard import ExponentialBackoff
+
+from rlhf_core.errors import ConfigError, StoreError
+from rlhf_core.storage import s3
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import claim
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import Store
+from rlhf_core.types import ArtifactRef
+from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+
+PARTS = 5 * 2**20
+"""The smallest part that S3 takes: the artifact's weights need three."""
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_server: Any) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3_server.endpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def url(s3_server: Any, tmp_path: Path) -> str:
+    return f"{s3_server.url}/{tmp_path.name}"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_PART_BYTES", PARTS)
+    monkeypatch.setattr(s3, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(s3, "_FIRST_PAUSE", 0.02)
+    # The client's own pause between its two tries of a request: up to a second.
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.02)
+
+
+def every(period: int, fault: Fault) -> Callable[[int], Fault]:
+    return lambda n: fault if n % period == 0 else ""
+
+
+def burst(length: int, fault: Fault) -> Callable[[int], Fault]:
+    return lambda n: fault if n <= length else ""
+
+
+def mixed(n: int) -> Fault:
+    kinds = ["500", "503", "reset", "lost answer", "cut request", "cut answer"]
+    draw = random.Random(n)
+    return draw.choice(kinds) if draw.random() < 0.25 else ""
+
+
+PASSING: dict[str, Callable[[int], Fault]] = {
+    "5xx, every 3rd": every(3, "500"),
+    "SlowDown, burst of 9": burst(9, "503"),
+    "SlowDown, every 2nd": every(2, "503"),
+    "slower than the timeout, every 25th": every(25, "slow"),
+    "reset, every 3rd": every(3, "reset"),
+    "lost answer, every 3rd": every(3, "lost answer"),
+    "cut request, every 3rd": every(3, "cut request"),
+    "cut answer, every 3rd": every(3, "cut answer"),
+    "short answer, every 10th": every(10, "short answer"),
+    "all of them, a quarter of all": mixed,
+}
+
+
+WEIGHTS = random.Random(0).randbytes(2 * PARTS + 12345)
+
+
+def artifact_folder(tmp_path: Path, weights: bytes) -> Path:
+    folder = tmp_path / "out"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "model.safetensors").write_bytes(weights)
+    (folder / "card.md").write_text("card")
+    return folder
+
+
+def state(tmp_path: Path, step: int) -> Path:
+    folder = tmp_path / f"state{step}"
+    folder.mkdir()
+    (folder / "rank0.pt").write_bytes(bytes([step]) * 4096)
+    return folder
+
+
+class Attempt:
+    """One attempt at a stage, over the proxy."""
+
+    def __init__(self, url: str, endpoint: str, tmp_path: Path, patience: float = 30.0) -> None:
+        self.store = Store(url, endpoint, patience)
+        self.fence = claim(self.store, "k")
+        outbox = Outbox(self.store, tmp_path / "outbox")
+        self.artifacts = ArtifactStore(self.store, tmp_path / "cache", outbox)
+        self.checkpoints = CheckpointStore(self.store, "k", tmp_path / "work", 2, self.fence, outbox=outbox)
+
+    def publish(self, tmp_path: Path, weights: bytes = WEIGHTS) -> ArtifactRef:
+        folder = artifact_folder(tmp_path, weights)
+        return self.artifacts.publish("ppo", "k", folder, parents={}, metrics={}, config={}, fence=self.fence)
+
+
+def assert_right(store: Store, tmp_path: Path, steps: list[int]) -> None:
+    """Looked at without the proxy: the artifact and these checkpoints, and nothing that is half."""
+    eyes = ArtifactStore(store, tmp_path / "eyes")
+    ref = eyes.find("ppo", "k")
+    assert ref is not None
+    assert (eyes.fetch(ref) / "policy" / "model.safetensors").read_bytes() == WEIGHTS
+    assert_checkpoints(store, tmp_path, steps)
+
+
+def assert_checkpoints(store: Store, tmp_path: Path, steps: list[int]) -> None:
+    found = CheckpointStore(store, "k", tmp_path / "eyes", 2).latest()
+    assert found is not None and found[0] == steps[-1]
+    assert (found[1] / "rank0.pt").read_bytes() == bytes([steps[-1]]) * 4096
+    manifests = [key for key in store.list("checkpoints/k") if key.endswith("manifest.json")]
+    assert manifests == [f"checkpoints/k/step-{step:08d}/manifest.json" for step in steps]
+    assert not [key for key in store.list("checkpoints") + store.list("artifacts") if "damaged-" in key]
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_passing_fault_is_survived_with_the_right_bytes(
+    name: str, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
+) -> None:
+    proxy.restart(PASSING[name])
+    started = time.monotonic()
+    attempt = Attempt(url, proxy.endpoint, tmp_path)
+    for step in (1, 2, 3):
+        attempt.checkpoints.save(step, state(tmp_path, step))
+    ref = attempt.publish(tmp_path)
+    fetched = attempt.artifacts.fetch(ref)
+    assert (fetched / "policy" / "model.safetensors").read_bytes() == WEIGHTS
+    resumed = Attempt(url, proxy.endpoint, tmp_path / "other").checkpoints.latest()
+    assert resumed is not None and resumed[0] == 3
+    faults = {fault: count for fault, count in sorted(proxy.seen.items()) if fault}
+    assert sum(faults.values()) >= 3
+    assert_right(Store(url, s3_server.endpoint), tmp_path, [2, 3])
+    assert not [path for path in (tmp_path / "outbox").rglob("*") if path.is_file()]
+    summary_lines.append(
+        f"{name:38} {sum(proxy.seen.values()):4} requests, {sum(faults.values()):3} faults {faults}, "
+        f"{time.monotonic() - started:.1f} s: right"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("expired", "access denied .*expired.*check the credentials"),
+        ("denied", "access denied .*check the credentials"),
+        ("503", "in [0-9]+ tries over [0-9]+ s: .*"),
+        ("reset", "in [0-9]+ tries over [0-9]+ s: .*"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 4])
+def test_what_cannot_be_uploaded_is_kept_and_the_same_command_uploads_it(
+    fault: Fault,
+    says: str,
+    after: int,
+    proxy: FaultyProxy,
+    url: str,
+    s3_server: Any,
+    tmp_path: Path,
+    summary_lines: list[str],
+) -> None:
+    proxy.restart(lambda n: "")
+    attempt = Attempt(url, proxy.endpoint, tmp_path, patience=0.5)
+    attempt.checkpoints.save(1, state(tmp_path, 1))
+    attempt.checkpoints.finish()
+    attempt.artifacts.find("ppo", "k")
+    checkpoint = state(tmp_path, 2)
+    proxy.restart(lambda n: fault if n > after else "")
+    started = time.monotonic()
+    with pytest.raises(StoreError, match=says) as caught:
+        # Up to the first upload, an error of the store leaves what was to be saved where it is.
+        attempt.checkpoints.save(2, checkpoint)
+        attempt.checkpoints.save(3, state(tmp_path, 3))
+    seconds, tries = time.monotonic() - started, proxy.seen[fault]
+    assert caught.value.exit_code == 3
+    assert seconds < 10
+    if fault in ("expired", "denied"):
+        assert tries == 1, "what cannot pass is not tried again"
+    kept = checkpoint.exists() or "the same command uploads it" in caught.value.message
+    assert kept
+    direct = Store(url, s3_server.endpoint)
+    if not direct.exists("checkpoints/k/step-00000002/manifest.json"):
+        assert_checkpoints(direct, tmp_path, [1])
+
+    proxy.restart(lambda n: "")
+    second = Attempt(url, proxy.endpoint, tmp_path)
+    found = second.checkpoints.latest()
+    assert found is not None and found[0] == (1 if checkpoint.exists() else 2)
+    summary_lines.append(
+        f"{fault + f' for good, after {after}':38} StoreError in {seconds:.1f} s after {tries} tries; continued from {found[0]}"
+    )
+
+
+@pytest.mark.parametrize("fault", ["expired", "503"])
+def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_next_attempt_finishes_it(
+    fault: Fault, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
+) -> None:
+    ended = []
+    for allowed in range(8, 100, 4):
+        place = tmp_path / str(allowed)
+        proxy.restart(lambda n: "")
+        attempt = Attempt(f"{url}/{allowed}", proxy.endpoint, place, patience=0.3)
+        attempt.artifacts.find("ppo", "k")
+        proxy.restart(lambda n, allowed=allowed: fault if n > allowed else "")  # type: ignore[misc]
+        eyes = ArtifactStore(Store(f"{url}/{allowed}", s3_server.endpoint), place / "eyes")
+        try:
+            ref = attempt.publish(place, WEIGHTS[:5000])
+        except StoreError:
+            seen = eyes.find("ppo", "k")
+            proxy.restart(lambda n: "")
+            second = Attempt(f"{url}/{allowed}", proxy.endpoint, place)
+            if (place / "out").exists() and not (place / "outbox").exists():
+                continue  # ended before the artifact was in the outbox: the stage's folder is still there
+            delivered = second.artifacts.deliver("ppo", "k", second.fence)
+            assert delivered is not None and seen in (None, delivered)
+            ref = delivered
+            ended.append(allowed)
+        assert eyes.find("ppo", "k") == ref
+        assert (eyes.fetch(ref) / "policy" / "model.safetensors").read_bytes() == WEIGHTS[:5000]
+        if not ended or ended[-1] != allowed:
+            break
+    assert len(ended) >= 3
+    summary_lines.append(f"{fault + ' in the middle of an artifact':38} after {ended} requests: unseen, then uploaded")
+
+
+@pytest.mark.parametrize("fault", ["expired", "denied", "503", "reset", "short answer"])
+def test_preflight_says_what_is_wrong_with_the_store_in_one_message(fault: Fault, proxy: FaultyProxy, url: str) -> None:
+    proxy.restart(lambda n: fault)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"store\.url=.* cannot be used: ") as caught:
+        Store(url, proxy.endpoint).check()
+    assert time.monotonic() - started < 6
+    assert "\n" not in caught.value.message and "test-secret" not in caught.value.message
+    proxy.restart(lambda n: "")
+    Store(url, proxy.endpoint).check()

@@ -1,0 +1,210 @@
+"""What goes to a bucket is whole on the local disk first, and is uploaded behind the training.
+
+Locks: save returns before the upload has ended and the next one waits for it; errors surface at the next save; what a
+failed, killed or superseded attempt left is uploaded by the next one, which continues from it; a delivery repeated
+after a lost answer destroys nothing; damage in the outbox is not uploaded; an unfinished upload is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.storage import checkpoints as checkpoints_module
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.local import LocalFiles
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import Store
+
+
+class Bucket(LocalFiles):
+    """A folder that behaves like a bucket: nothing of it lies on this machine."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.before_put: Callable[[str], None] = lambda key: None
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def put_file(self, source: Path, key: str, *, link: bool) -> None:
+        self.before_put(key)
+        super().put_file(source, key, link=False)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return Bucket(tmp_path / "bucket")
+
+
+@pytest.fixture
+def store(tmp_path: Path, bucket: Bucket) -> Store:
+    store = Store(tmp_path / "bucket")
+    store._backend = bucket
+    return store
+
+
+@pytest.fixture
+def outbox(store: Store, tmp_path: Path) -> Outbox:
+    return Outbox(store, tmp_path / "outbox")
+
+
+def refuse(key: str) -> None:
+    raise StoreError(f"The store could not write {key}: access denied.")
+
+
+def saver(store: Store, outbox: Outbox, tmp_path: Path, fence: Fence | None = None) -> CheckpointStore:
+    return CheckpointStore(store, "k", tmp_path / "work", 2, fence or claim(store, "k"), outbox=outbox)
+
+
+def state(tmp_path: Path, text: str) -> Path:
+    folder = tmp_path / f"state{text}"
+    folder.mkdir()
+    (folder / "rank0.safetensors").write_text(f"state {text}")
+    return folder
+
+
+def content(found: tuple[int, Path] | None) -> tuple[int, str]:
+    assert found is not None
+    return found[0], (found[1] / "rank0.safetensors").read_text()
+
+
+def waiting(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "outbox").rglob("*") if path.is_file()]
+
+
+def test_save_returns_before_its_upload_has_ended_and_the_next_one_waits_for_it(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+) -> None:
+    go = threading.Event()
+    bucket.before_put = lambda key: go.wait(10) and None
+    first = saver(store, outbox, tmp_path)
+    first.save(1, state(tmp_path, "1"))
+    assert not (tmp_path / "state1").exists(), "the training may go on and write the next one"
+    assert not store.exists("checkpoints/k/step-00000001/manifest.json")
+    second = threading.Thread(target=lambda: first.save(2, state(tmp_path, "2")))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive(), "at most one upload at a time"
+    go.set()
+    second.join()
+    first.finish()
+    assert content(saver(store, outbox, tmp_path).latest()) == (2, "state 2")
+    assert store.exists("checkpoints/k/step-00000001/manifest.json")
+    assert waiting(tmp_path) == []
+
+
+def test_a_failed_upload_surfaces_at_the_next_save_and_the_next_attempt_continues_from_it(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+) -> None:
+    first = saver(store, outbox, tmp_path)
+    first.save(1, state(tmp_path, "1"))
+    first.finish()
+    bucket.before_put = refuse
+    first.save(2, state(tmp_path, "2"))
+    with pytest.raises(StoreError, match=r"access denied\. It is kept in /.*outbox.*; the same command uploads it"):
+        first.save(3, state(tmp_path, "3"))
+    bucket.before_put = lambda key: None
+    assert content(saver(store, outbox, tmp_path).latest()) == (2, "state 2")
+    assert waiting(tmp_path) == []
+
+
+def test_an_upload_that_is_unfinished_at_the_end_is_reported_and_finished_by_the_next_attempt(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checkpoints_module, "LAST_SECONDS", 0.05)
+    go = threading.Event()
+    bucket.before_put = lambda key: go.wait(10) and None
+    first = saver(store, outbox, tmp_path)
+    first.save(4, state(tmp_path, "4"))
+    first.finish()
+    assert "The upload of the checkpoint of step 4 is unfinished; the same command finishes it." in caplog.text
+    bucket.before_put = lambda key: None
+    second = saver(store, outbox, tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert content(second.latest()) == (4, "state 4")
+    assert "uploading the checkpoint of step 4" in caplog.text
+    go.set()  # the first one wakes up: it is superseded, and its bundle is committed already
+    assert content(second.latest()) == (4, "state 4")
+
+
+def test_clearing_waits_for_the_last_upload_and_leaves_nothing(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+) -> None:
+    bucket.before_put = lambda key: threading.Event().wait(0.1) and None
+    first = saver(store, outbox, tmp_path)
+    first.save(1, state(tmp_path, "1"))
+    first.clear()
+    assert store.list("checkpoints/k") == ["checkpoints/k/attempts/000001.json"]
+    bucket.before_put = refuse
+    first.save(2, state(tmp_path, "2"))
+    first.clear()
+    assert waiting(tmp_path) == []
+
+
+def test_an_artifact_that_could_not_be_uploaded_is_uploaded_by_the_next_attempt_and_not_made_again(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+) -> None:
+    artifacts, fence = ArtifactStore(store, tmp_path / "cache", outbox), claim(store, "k")
+    assert artifacts.deliver("ppo", "k", fence) is None
+    bucket.before_put = refuse
+    with pytest.raises(StoreError, match=r"the same command uploads it"):
+        artifacts.publish("ppo", "k", state(tmp_path, "1"), parents={}, metrics={"kl": 1.5}, config={}, fence=fence)
+    assert artifacts.find("ppo", "k") is None
+    bucket.before_put = lambda key: None
+    ref = artifacts.deliver("ppo", "k", claim(store, "k"))
+    assert ref is not None and ref == artifacts.find("ppo", "k") and ref.metrics == {"kl": 1.5}
+    assert (artifacts.fetch(ref) / "rank0.safetensors").read_text() == "state 1"
+    assert waiting(tmp_path) == []
+
+
+def test_a_delivery_repeated_after_a_kill_destroys_nothing(
+    store: Store, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence = claim(store, "k")
+    artifacts = ArtifactStore(store, tmp_path / "cache", outbox)
+    with monkeypatch.context() as patch:  # killed after the commit and before the outbox was emptied
+        patch.setattr(Outbox, "discard", lambda self, prefix: None)
+        ref = artifacts.publish("ppo", "k", state(tmp_path, "1"), parents={}, metrics={}, config={}, fence=fence)
+    assert waiting(tmp_path) != []
+    assert artifacts.deliver("ppo", "k", claim(store, "k")) == ref
+    assert (ArtifactStore(store, tmp_path / "other").fetch(ref) / "rank0.safetensors").read_text() == "state 1"
+    assert waiting(tmp_path) == []
+
+
+def test_what_was_damaged_in_the_outbox_is_set_aside_and_not_uploaded(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = saver(store, outbox, tmp_path)
+    first.save(1, state(tmp_path, "1"))
+    first.finish()
+    bucket.before_put = refuse
+    first.save(2, state(tmp_path, "2"))
+    first.finish()
+    [file] = [path for path in waiting(tmp_path) if path.name == "rank0.safetensors"]
+    file.write_text("state X")
+    bucket.before_put = lambda key: None
+    assert content(saver(store, outbox, tmp_path).latest()) == (1, "state 1")
+    assert "cannot be uploaded and is set aside" in caplog.text
+    assert [path.name for path in waiting(tmp_path) if path.name.startswith("damaged-")] != []
+
+
+def test_a_superseded_attempt_delivers_nothing_and_its_successor_may(
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
+) -> None:
+    old = saver(store, outbox, tmp_path)
+    bucket.before_put = refuse
+    old.save(1, state(tmp_path, "1"))
+    old.finish()
+    bucket.before_put = lambda key: None
+    new_fence = claim(store, "k")
+    with pytest.raises(Superseded):
+        old.latest()
+    assert content(saver(store, outbox, tmp_path, new_fence).latest()) == (1, "state 1")

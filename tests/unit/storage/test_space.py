@@ -1,0 +1,134 @@
+"""A disk that is too small or fills up costs nothing that was there before.
+
+Locks: space is checked before a checkpoint, a copy and a download, with both numbers in the message; whichever write
+fails for lack of space, nothing that looks whole appears and the old checkpoint loads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rlhf_core.errors import StoreError
+from rlhf_core.storage import space
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def state(folder: Path, text: str) -> Path:
+    (folder / "rank0").mkdir(parents=True)
+    (folder / "rank0" / "optimizer.pt").write_text(f"optimizer {text}")
+    (folder / "loop.json").write_text(f'"{text}"')
+    return folder
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = CheckpointStore(store, "k", tmp_path / "work", 1)
+    saver.save(1, state(tmp_path / "one", "1"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 300_000_000))
+    with pytest.raises(
+        StoreError, match=r"The checkpoint of step 2 needs 1\.20 GB, but /.* has 0\.30 GB free; free some"
+    ):
+        saver.prepare(2, tmp_path / "two", 1_200_000_000)
+    saver.prepare(2, tmp_path / "two", 299_000_000)
+    assert list((tmp_path / "two").iterdir()) == []
+    found = saver.latest()
+    assert found is not None and found[0] == 1
+
+
+def test_copies_to_another_disk_are_checked_and_links_are_not(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 5))
+    saver = CheckpointStore(store, "k", tmp_path / "work", 2)
+    saver.save(1, state(tmp_path / "one", "1"))
+    monkeypatch.setattr("rlhf_core.storage.bundles.on_one_disk", lambda one, other: False)
+    # "optimizer 2" and '"2"': 11 + 3 bytes.
+    with pytest.raises(StoreError, match=r"step-00000002 needs 0\.00 MB, but"):
+        saver.save(2, state(tmp_path / "two", "2"))
+    assert store.list("checkpoints/k/step-00000002") == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 14))
+    saver.save(2, tmp_path / "two")
+
+
+def test_two_folders_of_one_disk_are_told_from_two_disks(tmp_path: Path) -> None:
+    assert space.on_one_disk(tmp_path / "not" / "there", tmp_path)
+    assert not space.on_one_disk(Path("/proc/self"), tmp_path)
+
+
+def fail_the_nth(calls: list[tuple[Any, str]], nth: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """From the nth call of any of these on, the disk is full. Returns how many calls were made."""
+    count = 0
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count >= nth:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return plain(*args, **kwargs)
+
+        return call
+
+    for owner, name in calls:
+        monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    return lambda: count
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_whichever_write_meets_a_full_disk_the_old_checkpoint_stays_and_nothing_half_is_seen(
+    links: bool, tmp_path: Path
+) -> None:
+    writes = [
+        (os, "replace"),
+        (os, "fsync"),
+        (shutil, "copyfile"),
+        (Path, "write_bytes"),
+        (Path, "mkdir"),
+        (os, "link"),
+    ]
+    nth = refused = 0
+    while True:
+        nth += 1
+        place = tmp_path / str(nth)
+        store = Store(place / "store")
+        CheckpointStore(store, "k", place / "work", 1).save(1, state(place / "one", "1"))
+        folder = state(place / "two", "2")
+        with pytest.MonkeyPatch.context() as patch:
+            if not links:
+                patch.setattr("rlhf_core.storage.local._linked", lambda source, target: False)
+            calls = fail_the_nth(writes, nth, patch)
+            try:
+                CheckpointStore(store, "k", place / "work", 1).save(2, folder)
+            except StoreError as error:
+                assert "No space left on device; free some space" in error.message
+                refused += 1
+            done = calls() < nth
+        found = CheckpointStore(store, "k", place / "work", 1).latest()
+        assert found is not None
+        # Once its manifest is there, a checkpoint is whole, whatever fails afterwards.
+        assert (found[1] / "rank0" / "optimizer.pt").read_text() == f"optimizer {found[0]}"
+        assert [path for path in place.rglob("*") if path.name.startswith(".tmp-")] == []
+        if done:
+            assert found[0] == 2
+            break
+    assert refused == nth - 1 >= 10
