@@ -116,7 +116,8 @@ class CheckpointStore:
         started = time.monotonic()
         if self._upload is not None:
             self._upload.result()
-        self._may_commit()
+        if self._outbox is None:
+            self._may_commit()
         # DeepSpeed leaves a script in each of its checkpoints; nobody shall ever run one from a bucket.
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
