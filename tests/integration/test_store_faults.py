@@ -200,8 +200,8 @@ def test_what_cannot_be_uploaded_is_kept_and_the_same_command_uploads_it(
     proxy.restart(lambda n: "")
     second = Attempt(url, proxy.endpoint, tmp_path)
     found = second.checkpoints.latest()
-    assert found is not None and found[0] == 2
-    assert_checkpoints(direct, tmp_path / "again", [1, 2])
+    assert found is not None and found[0] == 3
+    assert_checkpoints(direct, tmp_path / "again", [2, 3])
     summary_lines.append(
         f"{fault + f' for good, after {after}':38} StoreError in {seconds:.1f} s after {tries} tries; then uploaded"
     )
