@@ -10,11 +10,12 @@ import importlib
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import Superseded
+from rlhf_core.errors import StoreError, Superseded
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -59,7 +60,8 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
         status = "FAILED"
         if not isinstance(error, Superseded):
             # A successor clears this attempt's folder: what then fails here fails because of it.
-            fence.check()
+            with suppress(StoreError):
+                fence.check()
         raise
     finally:
         stage_run.finish(status)

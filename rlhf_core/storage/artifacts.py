@@ -80,22 +80,29 @@ class ArtifactStore:
         """
         files = bundles.hash_folder(folder)
         _refuse_programs(kind, files)
-        _check(fence)
-        if (ref := self.find(kind, key)) is None:
-            body = {
-                "kind": kind,
-                "key": key,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "parents": {name: {"key": ref.key, "digest": ref.digest} for name, ref in sorted(parents.items())},
-                "metrics": _finite(metrics),
-                "facts": dict(facts or {}),
-                "config": json.loads(json.dumps(config, default=str, allow_nan=False)),
-                "versions": versions(),
-                "mlflow_run_id": mlflow_run_id,
-            }
-            name = f"{fence.attempt:06d}" if fence is not None else uuid.uuid4().hex[:12]
-            ref = self._commit(kind, key, folder, files, name, body, fence)
-        ref = ref or self._existing(kind, key)
+        body = {
+            "kind": kind,
+            "key": key,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "parents": {name: {"key": ref.key, "digest": ref.digest} for name, ref in sorted(parents.items())},
+            "metrics": _finite(metrics),
+            "facts": dict(facts or {}),
+            "config": json.loads(json.dumps(config, default=str, allow_nan=False)),
+            "versions": versions(),
+            "mlflow_run_id": mlflow_run_id,
+        }
+        name = f"{fence.attempt:06d}" if fence is not None else uuid.uuid4().hex[:12]
+        prefix = _prefix(kind, key)
+        if self._outbox is not None:
+            # First of all things: whatever the store says from here on, the artifact is safe.
+            self._outbox.add(prefix, folder, files, folder=name, body=body)
+            ref = self._sent(kind, key, self._outbox.deliver(prefix, lambda: _check(fence)), fence)
+        else:
+            _check(fence)
+            manifest = bundles.commit(
+                self._store, prefix, folder, files, folder=name, body=body, may_commit=lambda: _check(fence)
+            )
+            ref = self._sent(kind, key, manifest, fence)
         if ref.digest != bundles.digest_of(files):
             log.warning("The artifact %s/%s exists already with other content; the existing one is kept.", kind, key)
         shutil.rmtree(folder)
@@ -130,32 +137,13 @@ class ArtifactStore:
         if self._outbox is None or not self._outbox.waiting(prefix):
             return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
-        return self._sent(kind, key, self._outbox.deliver(prefix, fence.check), fence) or self.find(kind, key)
+        manifest = self._outbox.deliver(prefix, fence.check)
+        return self.find(kind, key) if manifest is None else self._sent(kind, key, manifest, fence)
 
-    def _commit(
-        self,
-        kind: StageName,
-        key: str,
-        folder: Path,
-        files: tuple[FileEntry, ...],
-        name: str,
-        body: Mapping[str, Any],
-        fence: Fence | None,
-    ) -> ArtifactRef | None:
-        prefix, may_commit = _prefix(kind, key), lambda: _check(fence)
-        if self._outbox is None:
-            manifest = bundles.commit(
-                self._store, prefix, folder, files, folder=name, body=body, may_commit=may_commit
-            )  # fmt: skip
-        else:
-            self._outbox.add(prefix, folder, files, folder=name, body=body)
-            manifest = self._outbox.deliver(prefix, may_commit)
-        return self._sent(kind, key, manifest, fence)
-
-    def _sent(self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None) -> ArtifactRef | None:
-        """Its reference; what dead attempts left beside it goes."""
+    def _sent(self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None) -> ArtifactRef:
+        """The reference of what was committed, or (None) of what was there already. What dead attempts left beside it goes."""
         if manifest is None:
-            return None
+            return self._existing(kind, key)
         if fence is not None:
             try:
                 bundles.remove(self._store, _prefix(kind, key), keep=manifest.folder)

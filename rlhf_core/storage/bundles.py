@@ -127,9 +127,12 @@ def commit(
 
 
 def _in_the_way(store: Store, prefix: str) -> Manifest | None:
-    """The bundle that is there already; a damaged manifest is set aside."""
+    """The bundle that is there already; a damaged one is set aside."""
     try:
-        return read(store, prefix)
+        manifest = read(store, prefix)
+        if manifest is not None and (wrong := wrong_files(store, manifest)):
+            raise CorruptArtifact(f"{store.uri(prefix)} is damaged: {wrong}.")
+        return manifest
     except CorruptArtifact as error:
         log.error("%s It is set aside: %s", error.message, quarantine(store, prefix, error.message))
         return None

@@ -114,9 +114,8 @@ class CheckpointStore:
         before this one where uploads go on behind the training; the checkpoints before are untouched then.
         """
         started = time.monotonic()
-        if self._upload is not None:
-            self._upload.result()
-        self._may_commit()
+        if self._outbox is None:
+            self._may_commit()
         # DeepSpeed leaves a script in each of its checkpoints; nobody shall ever run one from a bucket.
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
@@ -129,6 +128,8 @@ class CheckpointStore:
             self._committed(step, manifest)
         else:
             self._outbox.add(prefix, folder, files, folder=name, body=body)
+            if self._upload is not None:
+                self._upload.result()
             self._upload = _Upload(step, lambda: self._deliver(step))
         shutil.rmtree(folder)
         megabytes = sum(entry.size for entry in files) / 1e6
@@ -163,7 +164,8 @@ class CheckpointStore:
 
     def _committed(self, step: int, manifest: Manifest | None) -> None:
         if manifest is None:
-            log.warning("Step %d has a checkpoint already; the existing one is kept.", step)
+            log.warning("Step %d: the existing one is kept, or this one was damaged on its way.", step)
+            return
         self._store.put_bytes(f"{self._root}/{_NEWEST}", _pointer(step))
         self._prune()
 

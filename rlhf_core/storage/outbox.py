@@ -30,7 +30,9 @@ class Outbox:
     def add(
         self, prefix: str, source: Path, files: Sequence[FileEntry], *, folder: str, body: Mapping[str, Any]
     ) -> None:
-        """Keep `files` of `source` as the bundle `prefix` (see `bundles.commit`); on disk before this returns."""
+        """Keep `files` of `source` as the bundle `prefix` (see `bundles.commit`), in place of one that waits there; on
+        disk before this returns."""
+        self.discard(prefix)
         bundles.commit(self._waiting, prefix, source, files, folder=folder, body=body, may_commit=lambda: None)
 
     def waiting(self, root: str) -> list[str]:
@@ -52,6 +54,7 @@ class Outbox:
             log.error("%s It cannot be uploaded and is set aside: %s", error.message, kept)
             return None
         try:
+            may_commit()  # asked first as well: a superseded attempt shall not upload all of it in vain
             sent = bundles.commit(
                 self._store, prefix, source, manifest.files, folder=manifest.folder, body=manifest.body, may_commit=may_commit
             )  # fmt: skip

@@ -21,7 +21,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
-from tests.integration.deepspeed_step import policy
+from tests.integration.deepspeed_step import model
 
 ZERO_STAGES = (0, 2)
 
@@ -69,7 +69,9 @@ def main(root: Path) -> None:
     answers = []
     for stage in ZERO_STAGES:
         optimizer = OptimizerConfig(warmup_ratio=0.0, schedule="constant")
-        engine = TrainingEngine(policy(), DeepSpeedConfig.model_validate({"zero_stage": stage}), optimizer, Rank())
+        engine = TrainingEngine(
+            model("policy"), DeepSpeedConfig.model_validate({"zero_stage": stage}), optimizer, Rank()
+        )
         place = root / f"zero{stage}"
         engine.save_checkpoint(place / "state")
         store = Store(place / "store")

@@ -96,7 +96,7 @@ def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Comma
         "ppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment |= {"PYTHONPATH": str(toys), "TOY_FOLDER": str(tmp_path)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(toys), *sys.path]), "TOY_FOLDER": str(tmp_path)}
 
     def start(fault: str = "none:0:none", until: str = "sft") -> subprocess.Popen[str]:
         return subprocess.Popen(

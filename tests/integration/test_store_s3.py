@@ -132,12 +132,14 @@ def test_every_mutation_of_every_file_is_noticed_and_said(
     store: Store,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    summary_lines: list[str],
 ) -> None:
     bundle = make(store, tmp_path)
     caplog.set_level(logging.WARNING)
     counted, missed = damage.unnoticed(bundle, tmp_path / "look", caplog.records)
     assert missed == []
     assert counted.total() == expected
+    summary_lines.append(f"{make.__name__} on S3: {expected} mutations, {len(missed)} not noticed")
 
 
 def test_a_damaged_artifact_is_set_aside_and_made_again(store: Store, tmp_path: Path) -> None:

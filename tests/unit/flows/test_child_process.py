@@ -49,7 +49,7 @@ def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         module = "module = types.ModuleType('rlhf_core.stages.run')\nmodule.execute = execute\nsys.modules[module.__name__] = module\n"
         (tmp_path / "sitecustomize.py").write_text(f"{PRELUDE}{lines}\n{module}")
-        return {**os.environ, "PYTHONPATH": str(tmp_path), "TOY_FOLDER": str(tmp_path)}
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TOY_FOLDER": str(tmp_path)}
 
     return install
 

@@ -1,14 +1,13 @@
 """Artifacts exist whole or not at all, are verified before use, and are made once.
 
-Locks: round trip and manifest content, digest by content, the damage table (every kind of damage of files and manifest
-is noticed, named and set aside), first publisher wins, a superseded attempt cannot publish, interrupted publishing
-leaves nothing visible, programs and links are refused, leftovers of dead attempts go.
+Locks: round trip and manifest content, digest by content, damage is named, set aside and made again, first publisher
+wins, a superseded attempt cannot publish, interrupted publishing leaves nothing visible, programs and links are refused,
+leftovers of dead attempts go.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -103,28 +102,12 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def swap(path: Path) -> None:
-    other = path.parent / "config.json"
-    data = other.read_bytes()
-    other.write_bytes(path.read_bytes())
-    path.write_bytes(data)
-
-
 FILE_DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped byte": flip,
-    "truncated": truncate,
-    "emptied": lambda path: path.write_bytes(b""),
-    "missing": lambda path: path.unlink(),
-    "extra bytes": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "swapped files": swap,
-    "pointer file": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "a link": lambda path: (shutil.move(path, path.parents[2] / "x"), path.symlink_to(path.parents[2] / "x")),
 }
+"""One of each way to notice it; the whole table is in test_damage."""
 
 
 @pytest.mark.parametrize("damage", FILE_DAMAGE)
@@ -133,7 +116,7 @@ def test_every_damage_of_a_file_is_noticed_named_and_set_aside(
 ) -> None:
     ref = publish(artifacts, output(tmp_path))
     FILE_DAMAGE[damage](Path(ref.uri) / "policy" / "model.safetensors")
-    with pytest.raises(CorruptArtifact, match=r"policy/(model\.safetensors|config\.json)") as caught:
+    with pytest.raises(CorruptArtifact, match=r"policy/model\.safetensors") as caught:
         artifacts.fetch(ref)
     assert "the same command makes it again" in str(caught.value)
     assert artifacts.find("ppo", KEY) is None
@@ -144,61 +127,14 @@ def test_every_damage_of_a_file_is_noticed_named_and_set_aside(
     assert len([key for key in store.list("artifacts") if "/damaged-" in key]) == 1
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "extra bytes", "emptied"])
-def test_damage_that_shows_in_sizes_is_noticed_before_reuse(
-    artifacts: ArtifactStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+def test_a_damaged_manifest_is_set_aside_and_the_artifact_is_made_again(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = publish(artifacts, output(tmp_path))
-    FILE_DAMAGE[damage](Path(ref.uri) / "policy" / "model.safetensors")
-    with caplog.at_level(logging.ERROR):
-        assert artifacts.find("ppo", KEY) is None
-    assert "model.safetensors" in caplog.text
-
-
-def test_a_file_that_the_manifest_does_not_know_is_noticed(artifacts: ArtifactStore, tmp_path: Path) -> None:
-    ref = publish(artifacts, output(tmp_path))
-    (Path(ref.uri) / "policy" / "adapter_config.json").write_text("{}")
-    with pytest.raises(CorruptArtifact, match=r"adapter_config\.json, which is not in the manifest"):
-        artifacts.fetch(ref)
-
-
-def edited(raw: bytes) -> bytes:
-    return raw.replace(b'"kl": 1.5', b'"kl": 0.5')
-
-
-MANIFEST_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda raw: b"",
-    "truncated": lambda raw: raw[: len(raw) // 2],
-    "not json": lambda raw: b"<html>503 Slow Down</html>",
-    "a list": lambda raw: b"[]",
-    "null": lambda raw: b"null",
-    "an edited number": edited,
-    "a flipped byte": lambda raw: raw.replace(b"sha256", b"sha257", 1),
-    "a path out of the folder": lambda raw: raw.replace(b"policy/config.json", b"../../../x.json"),
-    "another schema": lambda raw: raw.replace(b'"schema": 1', b'"schema": 9'),
-}
-
-
-@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
-def test_every_damage_of_a_manifest_is_noticed_and_the_artifact_is_made_again(
-    artifacts: ArtifactStore, store: Store, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    ref = publish(artifacts, output(tmp_path))
-    key = f"artifacts/ppo/{KEY}/manifest.json"
-    raw = store.read_bytes(key) or b""
-    changed = MANIFEST_DAMAGE[damage](raw)
-    assert changed != raw
-    store.put_bytes(key, changed)
-    with caplog.at_level(logging.ERROR):
-        assert artifacts.find("ppo", KEY) is None
-    assert "manifest" in caplog.text
+    store.put_bytes(f"artifacts/ppo/{KEY}/manifest.json", b"<html>503 Slow Down</html>")
+    assert artifacts.find("ppo", KEY) is None
+    assert "is not a manifest" in caplog.text
     assert publish(artifacts, output(tmp_path)).digest == ref.digest
-
-
-def test_the_manifest_of_another_artifact_is_noticed(artifacts: ArtifactStore, store: Store, tmp_path: Path) -> None:
-    publish(artifacts, output(tmp_path))
-    store.put_bytes("artifacts/ppo/other/manifest.json", store.read_bytes(f"artifacts/ppo/{KEY}/manifest.json") or b"")
-    assert artifacts.find("ppo", "other") is None
 
 
 def test_a_reference_to_content_that_was_replaced_is_refused(

@@ -23,13 +23,18 @@ from tests import damage
     ("make", "expected"), [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)]
 )
 def test_every_mutation_of_every_file_is_noticed_and_said(
-    make: Callable[[Store, Path], damage.Bundle], expected: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[Store, Path], damage.Bundle],
+    expected: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    summary_lines: list[str],
 ) -> None:
     bundle = make(Store(tmp_path / "store"), tmp_path)
     caplog.set_level(logging.WARNING)
     counted, missed = damage.unnoticed(bundle, tmp_path / "look", caplog.records)
     assert missed == []
     assert counted.total() == expected
+    summary_lines.append(f"{make.__name__} on a folder: {expected} mutations, {len(missed)} not noticed")
 
 
 def test_one_bit_changed_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None:

@@ -112,7 +112,9 @@ def test_a_failed_upload_surfaces_at_the_next_save_and_the_next_attempt_continue
     with pytest.raises(StoreError, match=r"access denied\. It is kept in /.*outbox.*; the same command uploads it"):
         first.save(3, state(tmp_path, "3"))
     bucket.before_put = lambda key: None
-    assert content(saver(store, outbox, tmp_path).latest()) == (2, "state 2")
+    second = saver(store, outbox, tmp_path)
+    assert content(second.latest()) == (3, "state 3"), "what could not be handed over any more is kept as well"
+    assert [int(key[-22:-14]) for key in store.list("checkpoints/k") if key.endswith("manifest.json")] == [2, 3]
     assert waiting(tmp_path) == []
 
 
