@@ -59,12 +59,14 @@ class ModelWorker:
             # Groups of frozen models only, with a size of their own: whole copies.
             sizes = DeepSpeedConfig(ranks=self._rank.world_size, dtype=sizes.dtype)
         load = load_policy if role in ("policy", "reference") else load_score_model
-        model = load(
+        model: Any = load(
             self._folders[role],
             dtype=sizes.dtype,
             attention=self._config.model.attention,
             device=self._rank.torch_device,
         )
+        if role == "critic":
+            model.fold_statistics()
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
         if not trained and sizes.zero_stage < 3:
             return model.requires_grad_(False).eval()
