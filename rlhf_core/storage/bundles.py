@@ -114,9 +114,12 @@ def commit(
     try:
         _upload(store, source, manifest)
         may_commit()
-    except BaseException:
+    except BaseException as error:
         if (place := store.local_path(manifest.data)) is not None:
             shutil.rmtree(place, ignore_errors=True)
+        # Whoever commits first clears what lies beside it, also the files of a later attempt that is still at it.
+        if isinstance(error, StoreError | FileNotFoundError) and _is_taken(store, prefix):
+            return None
         raise
     if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
         return manifest
@@ -136,6 +139,13 @@ def _in_the_way(store: Store, prefix: str) -> Manifest | None:
     except CorruptArtifact as error:
         log.error("%s It is set aside: %s", error.message, quarantine(store, prefix, error.message))
         return None
+
+
+def _is_taken(store: Store, prefix: str) -> bool:
+    try:
+        return _in_the_way(store, prefix) is not None
+    except StoreError:
+        return False
 
 
 def _upload(store: Store, source: Path, manifest: Manifest) -> None:
