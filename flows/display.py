@@ -51,13 +51,13 @@ class Lines:
         if done < total and now - self._said.get(task, began) < self._seconds:
             return
         self._said[task] = now
-        numbers = headline(event.get("metrics") or {})
+        numbers = headline("", event.get("metrics") or {})
         left = f", {duration((now - began) / (done - first) * (total - done))} left" if first < done < total else ""
         log.info("%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else "")
 
     def finished(self, stage: str, record: StageRecord) -> None:
         how = "reused" if record.reused else f"done in {duration(record.seconds)}"
-        log.info("%s: %s  %s", stage, how, headline(record.ref.metrics))
+        log.info("%s: %s  %s", stage, how, headline(stage, record.ref.metrics))
 
 
 class Bars:
@@ -104,13 +104,15 @@ class Bars:
             completed=event["done"],
             count=f"{event['done']}/{event['total']} {unit}",
             rate=_rate(task.speed, unit),
-            numbers=headline(event.get("metrics") or {}, 3),
+            numbers=headline("", event.get("metrics") or {}, 3),
         )
 
     def finished(self, stage: str, record: StageRecord) -> None:
         self.close()
         how = "reused" if record.reused else duration(record.seconds)
-        self._console.print(f"{stage:<9} {how:>12}  {headline(record.ref.metrics)}", markup=False, highlight=False)
+        self._console.print(
+            f"{stage:<9} {how:>12}  {headline(stage, record.ref.metrics)}", markup=False, highlight=False
+        )
 
     def close(self) -> None:
         """Take the bars off the terminal."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.devices import runs_on_gpu
 
 NO_TELEMETRY = {
     "DO_NOT_TRACK": "1",
@@ -20,11 +21,6 @@ NO_TELEMETRY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-def has_cuda(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this machine offers a CUDA device, found without importing torch."""
-    return Path("/dev/nvidiactl").exists() and environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
 
 
 def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -47,7 +43,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
     }
-    if config.run.device == "cpu" or not has_cuda(environ):
+    if not runs_on_gpu(config):
         child |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     return child
 

@@ -19,7 +19,7 @@ from typing import Any
 from flows.files import write_json
 from flows.parameters import check_range
 from flows.processes import ProcessId
-from flows.report import summarize
+from flows.report import run_markdown, summarize
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key
 from rlhf_core.config.load import load_config
@@ -198,8 +198,11 @@ def open_pipeline(
     try:
         yield run
         state, status = "finished", "FINISHED"
-        write_json(run.summary_file, run.summary())
+        summary = run.summary()
+        write_json(run.summary_file, summary)
         run.tracking.log_results(run.key, run.results())
+        # MLflow shows this tag as the run's description.
+        run.tracking.set_tags(run.parent_run_id, {"mlflow.note.content": run_markdown(summary)})
     except Exception:
         state, status = "failed", "FAILED"
         raise

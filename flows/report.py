@@ -20,7 +20,7 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
     seconds                                     of the whole command, from the start of its process
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
     reward.accuracy                             held-out accuracy of the reward model
-    evaluate.gold_reward.{sft,ppo}.{mean,low,high}   where a true reward exists
+    evaluate.gold_reward.{sft,ppo}.{mean,low,high}   where a true reward exists; likewise reward_model and rules/<name>
     evaluate.win_rate.{mean,low,high}           policy against SFT
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors
@@ -54,9 +54,10 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
 
 def _evaluation(metrics: Mapping[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for who in ("sft", "ppo"):
-        if interval := _interval(metrics, f"gold_reward/{who}"):
-            found.setdefault("gold_reward", {})[who] = interval
+    for name in sorted({key.rpartition("/")[0] for key in metrics if key.endswith("/mean")}):
+        measure, _, who = name.rpartition("/")
+        if who in ("sft", "ppo") and (interval := _interval(metrics, name)):
+            found.setdefault(measure, {})[who] = interval
     if interval := _interval(metrics, "win_rate"):
         found["win_rate"] = interval
     if "kl" in metrics:
@@ -70,9 +71,21 @@ def _interval(metrics: Mapping[str, float], prefix: str) -> dict[str, float] | N
     return {part: metrics[f"{prefix}/{part}"] for part in _INTERVAL}
 
 
-def headline(metrics: Mapping[str, float], count: int = 4) -> str:
-    """The first few numbers of a stage on one line; the stages put the telling ones first."""
-    return "  ".join(f"{name}={value:.4g}" for name, value in list(metrics.items())[:count])
+_TELLING: Mapping[str, tuple[str, ...]] = {
+    "data": ("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),
+    "sft": ("eval_loss", "perplexity", "tokens_per_s"),
+    "reward": ("accuracy", "margin", "eval_loss"),
+    "ppo": ("scores", "kl", "policy/entropy", "rollout/length"),
+    "evaluate": ("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
+}
+"""What a reader wants to know first of each stage."""
+
+
+def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
+    """A stage's most telling numbers on one line."""
+    telling = {name: metrics[name] for name in _TELLING.get(stage, ()) if name in metrics}
+    shown = list((telling or metrics).items())[:count]
+    return "  ".join(f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={value:.4g}" for name, value in shown)
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -81,9 +94,12 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "reward" in summary:
         rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
     evaluation = summary.get("evaluate", {})
-    for who, label in (("sft", "gold reward, SFT"), ("ppo", "gold reward, PPO")):
-        if who in evaluation.get("gold_reward", {}):
-            rows.append((label, _with_interval(evaluation["gold_reward"][who])))
+    for measure, values in evaluation.items():
+        if isinstance(values, dict) and "sft" in values:
+            label = measure.removeprefix("rules/").replace("_", " ")
+            rows += [
+                (f"{label}, {who.upper()}", _with_interval(values[who])) for who in ("sft", "ppo") if who in values
+            ]
     if "win_rate" in evaluation:
         rows.append(("win rate, PPO over SFT", _with_interval(evaluation["win_rate"])))
     if "kl" in evaluation:
@@ -106,7 +122,7 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("results", "", overflow="fold")
     for name, entry in summary["stages"].items():
         how = "reused" if entry["reused"] else "ran"
-        table.add_row(name, duration(entry["seconds"]), how, headline(entry["metrics"]))
+        table.add_row(name, duration(entry["seconds"]), how, headline(name, entry["metrics"]))
     return table
 
 

@@ -11,7 +11,8 @@
     ├── StoreError                 the store, or the disk below it, does not take or give what it should
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
-    ├── NonFiniteError             a loss, gradient or reward is NaN or Inf
+    ├── GateFailed                 a model is too bad to go on with (accuracy, KL, empty answers); not retried
+    ├── NonFiniteError             a loss, gradient or reward is NaN or Inf, three times in a row; not retried
     └── RewardError                a reward source failed or returned something unusable
 
 All of them take one message, so they survive pickling through Ray and JSON through a child process
@@ -77,8 +78,12 @@ class Superseded(RLHFError):
     """A newer attempt owns the stage key."""
 
 
+class GateFailed(RLHFError):
+    """A result is too bad to go on with; the same configuration would end here again."""
+
+
 class NonFiniteError(RLHFError):
-    """A number that must be finite is not."""
+    """A number that must be finite is not; the same configuration would end here again."""
 
 
 class RewardError(RLHFError):
@@ -89,7 +94,7 @@ _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
         RLHFError, InputError, ConfigError, DataError, ModelError, StageFailed, WorkerDied, WeightSyncError,
-        StoreError, CorruptArtifact, Superseded, NonFiniteError, RewardError,
+        StoreError, CorruptArtifact, Superseded, GateFailed, NonFiniteError, RewardError,
     )
 }  # fmt: skip
 

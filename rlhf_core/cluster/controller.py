@@ -30,7 +30,7 @@ from rlhf_core.cluster.placement import Role
 from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import NonFiniteError, RLHFError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.rollout.experience import Experience, make_experience
@@ -192,7 +192,7 @@ class PPOController:
             log.warning("step %d: engine and trainer log-probabilities differ by %.3g on average", step, gap)
         empty = metrics["rollout/empty_rate"]
         if empty >= 0.9:
-            raise RLHFError(
+            raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
                 "lower ppo.policy.learning_rate, or look at the reward"
             )
@@ -200,7 +200,7 @@ class PPOController:
             log.warning("step %d: %.0f %% of the responses are empty", step, 100 * empty)
         self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > self._ppo.max_kl else 0
         if self._high_kl >= 3:
-            raise RLHFError(
+            raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
                 f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate"
             )

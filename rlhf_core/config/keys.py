@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
@@ -55,6 +56,9 @@ _NOT_RESULTS = {
 }
 """Fields that change when things happen, not what comes out."""
 
+_BY_CONTENT = {"chat_template", "file", "path", "revision"}
+"""Addresses of what is read from outside: its content is in the key, by digest, and may move."""
+
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """The stages whose artifacts `stage` reads under this configuration."""
@@ -71,7 +75,7 @@ def stage_key(
         "stage": stage,
         "schema": SCHEMA[stage],
         "seed": config.run.seed,
-        "device": config.run.device,
+        "device": "cuda" if runs_on_gpu(config) else "cpu",
         "config": {name: _strip(dump[name]) for name in _SECTIONS[stage]},
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
@@ -96,7 +100,7 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,
-        "device": config.run.device,
+        "device": "cuda" if runs_on_gpu(config) else "cpu",
         "config": {name: _strip(part) for name, part in dump.items() if name not in ("run", "store", "tracking")},
         "sources": dict(sorted(source_digests.items())),
     }
@@ -106,7 +110,7 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
 
 def _strip(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS}
+        return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS | _BY_CONTENT}
     if isinstance(tree, list):
         return [_strip(value) for value in tree]
     return tree

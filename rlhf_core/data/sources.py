@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, cast
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import SUFFIXES, BadRow, Row, numbered, read_file, suffix_of
+from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.errors import DataError, ModelError
@@ -64,7 +65,7 @@ def source_digests(config: PipelineConfig, stage: StageName | None = None) -> di
     """sha256 of everything that `stage` reads from outside the store, by name: for the stage key.
 
     `data`: sources, base model or tokenizer, chat template; `sft`: base model; `None`: all of them; else nothing.
-    Hub sources are named by id, revision and split: pin the revision. Missing files raise DataError or ModelError.
+    Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
     digests: dict[str, str] = {}
     if stage in (None, "data"):
@@ -87,7 +88,7 @@ def _source_digest(source: Source, endpoint: str | None) -> str:
     if kind == "synthetic":
         return f"synthetic@{SYNTHETIC_VERSION}"
     if kind == "hub":
-        return f"hub:{source.path}@{source.revision or 'main'}:{source.split}"
+        return f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
     parts = [
         f"{_relative(file, source.path)}\x1f{_stream_digest(_open(file, kind, endpoint))}"
         for file in _list_files(source.path, kind, endpoint)
@@ -97,7 +98,7 @@ def _source_digest(source: Source, endpoint: str | None) -> str:
 
 def _model_digest(path: str, revision: str | None) -> str:
     if not is_local_model(path):
-        return f"hub:{path}@{revision or 'main'}"
+        return f"hub:{path}@{resolve_revision(path, 'model', revision)}"
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")

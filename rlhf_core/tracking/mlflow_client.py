@@ -95,7 +95,9 @@ class Mlflow:
         database = sqlite_path(self.uri)
         location = (database.parent / "mlartifacts").as_uri() if database else None
         try:
-            return str(self._client.create_experiment(self._experiment, artifact_location=location))
+            # Without the tag MLflow's pages open in their view for prompts and traces.
+            tags = {"mlflow.experimentKind": "custom_model_development"}
+            return str(self._client.create_experiment(self._experiment, artifact_location=location, tags=tags))
         except MlflowException:
             # Another process created it in between.
             if (found := self._client.get_experiment_by_name(self._experiment)) is None:

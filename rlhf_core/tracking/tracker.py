@@ -168,7 +168,7 @@ class Tracking:
         if urlsplit(self.mlflow.uri).scheme in ("http", "https"):
             base = self.uri.rstrip("/")
             experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
-            return f"{base}/#/experiments/{experiment}/runs/{run_id}" if experiment else base
+            return f"{base}/{_page(experiment, run_id)}" if experiment else base
         return f"mlflow ui --backend-store-uri {self.uri}"
 
     def _spool_folder(self, stage: str, key: str) -> Path:
@@ -210,7 +210,7 @@ class Tracking:
 
     def _markdown_link(self, run_id: str) -> str:
         # Relative, so that it works under whatever address the reader sees MLflow.
-        return f"[run {run_id}](#/experiments/{self.mlflow.experiment_id}/runs/{run_id})"
+        return f"[run {run_id}]({_page(self.mlflow.experiment_id, run_id)})"
 
     def _try(self, action: Callable[[], _T]) -> _T | None:
         try:
@@ -222,6 +222,11 @@ class Tracking:
             log.debug("MLflow's answer", exc_info=error)
             self._warned = True
             return None
+
+
+def _page(experiment: str, run_id: str | None) -> str:
+    """A run's page in MLflow's view for training; it opens in the one for prompts and traces otherwise."""
+    return f"#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
 
 
 def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:

@@ -5,15 +5,18 @@ start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from rlhf_core.config.ppo import WeightSyncConfig
+from rlhf_core.errors import WeightSyncError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.training.distributed import free_port
 from rlhf_core.weight_sync.buckets import TensorSpec, cut, pack
@@ -140,25 +143,40 @@ class _GlooTransport:
         pool = ThreadPoolExecutor(1)
         try:
             received = pool.submit(self._client.update_weights, dict(update))
-            self._broadcast()
+            self._broadcast(received)
             received.result()
         finally:
             # A broken broadcast leaves the engines' call hanging until its timeout; the error must not wait for it.
             pool.shutdown(wait=False)
         self._client.finish_weight_update(version)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, received: Future[None]) -> None:
         stream = self._stream()
         sending: tuple[Any, torch.Tensor] | None = None
-        for bucket in cut(self._specs, self._bucket_bytes):
-            buffer = pack([next(stream)[1].cpu() for _ in bucket])
+        try:
+            for bucket in cut(self._specs, self._bucket_bytes):
+                buffer = pack([next(stream)[1].cpu() for _ in bucket])
+                if sending is not None:
+                    self._finish(sending[0], received)
+                sending = (self._group.send(buffer), buffer)
             if sending is not None:
-                sending[0].wait()
-            sending = (self._group.send(buffer), buffer)
-        if sending is not None:
-            sending[0].wait()
+                self._finish(sending[0], received)
+        except RuntimeError as error:
+            # A broken connection is what is left of an engine's own error, which arrives a moment later.
+            with contextlib.suppress(FutureTimeout):
+                received.result(timeout=5)
+            raise WeightSyncError(f"the broadcast to the engines broke: {error}") from error
         for _ in stream:  # lets the last gather group close
             raise AssertionError("more weights than were declared")
+
+    @staticmethod
+    def _finish(sending: Any, received: Future[None]) -> None:
+        """Wait for a bucket, unless the engines have failed meanwhile: nobody would take it then."""
+        while not sending.is_completed():
+            if received.done():
+                received.result()
+            time.sleep(0.0005)
+        sending.wait()
 
 
 class _VllmTransport:

@@ -1,0 +1,49 @@
+"""Which commit of the Hugging Face hub a name without one means now, so that a stage key changes when the content does."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SECONDS = 5.0
+
+
+@cache
+def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str | None) -> str:
+    """The commit of `repo` at `revision` (a branch or tag; None: `main`), by the hub or else by the local cache.
+
+    Where neither knows, the name itself, with a warning: changes on the hub then go unnoticed.
+    """
+    name = revision or "main"
+    if _COMMIT.fullmatch(name):
+        return name
+    commit = _ask_hub(repo, kind, name) or _cached(repo, kind, name)
+    if commit is None:
+        log.warning("%s %s: the commit of %r is not known here; pin `revision` to notice changes", kind, repo, name)
+    return commit or name
+
+
+def _ask_hub(repo: str, kind: str, name: str) -> str | None:
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        return HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS).sha
+    except Exception as error:  # whatever the network or the hub does, the cache may still know
+        log.debug("%s %s: the hub did not answer: %s", kind, repo, error)
+        return None
+
+
+def _cached(repo: str, kind: str, name: str) -> str | None:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    ref = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type=kind) / "refs" / name
+    return ref.read_text().strip() if ref.is_file() else None

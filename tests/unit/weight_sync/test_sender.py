@@ -1,0 +1,65 @@
+"""The gloo sender against a real group whose receiver misbehaves.
+
+- an engine that fails during the update is named at once, not after the sync's timeout
+- an engine whose process goes away breaks the broadcast at once
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config.ppo import WeightSyncConfig
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.weight_sync.buckets import TensorSpec
+from rlhf_core.weight_sync.gloo import GlooGroup
+from rlhf_core.weight_sync.sender import WeightSender
+
+BIG = 3 << 20
+"""Float32 numbers of each tensor: beyond what sockets buffer, so that a broadcast needs somebody to read it."""
+
+
+class _Engine:
+    """One engine in this process: joins the group and then behaves as told."""
+
+    def __init__(self, leaves: bool) -> None:
+        self._leaves = leaves
+        self.group: Any = None
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.group = GlooGroup(info["address"], info["port"], 1, info["size"], info["timeout"])
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None:
+        if self._leaves:
+            self.group = None
+            time.sleep(1.0)
+        raise ValueError("the engine cannot take this tensor")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def acknowledge(self) -> list[Any]:
+        return []
+
+
+def _weights() -> Iterator[tuple[str, torch.Tensor]]:
+    for name in "abcd":
+        yield name, torch.zeros(BIG)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_engine_that_fails_is_named_at_once(leaves: bool) -> None:
+    specs = [TensorSpec(name, torch.float32, (BIG,)) for name in "abcd"]
+    config = WeightSyncConfig(bucket_mib=12, timeout=60.0)
+    sender = WeightSender(
+        _weights, specs, _Engine(leaves), rank=0, backend="gloo", address="127.0.0.1", receivers=1, config=config
+    )
+    started = time.monotonic()
+    with pytest.raises((ValueError, WeightSyncError), match=r"cannot take this tensor|broke"):
+        sender.send(1)
+    assert time.monotonic() - started < 15
