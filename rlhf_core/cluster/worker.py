@@ -12,9 +12,9 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.placement import Role
 from rlhf_core.cluster.records import FloatArray, LogprobResult, OptimizerStep, Sequence2, TrainSample, Usage
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import Role
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join

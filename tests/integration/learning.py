@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.placement import plan
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Services
 
@@ -77,7 +77,7 @@ def reward_curve(algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_c
     prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, VOCABULARY) for _ in range(4)))) for i in range(64)]
     nowhere: Any = _Nowhere()
     services = Services({}, work, work, nowhere, nowhere, nowhere.progress)
-    placement = plan(config.ppo, critic=config.ppo.uses_critic, reward_model=False, device="cpu")
+    placement = plan(config.ppo)
     folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), work / "model")
     with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
         controller = PPOController(config, fleet, prompts, str, composer, services)
