@@ -157,7 +157,7 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a stage stands in the run; only `register` reads it."""
+    """Where a stage stands in the run."""
 
     inputs: Mapping[StageName, ArtifactRef]
     """The artifacts this stage reads: digests and addresses for the registry."""
@@ -182,6 +182,12 @@ class Services:
     progress: Progress
     lineage: Lineage | None = None
     """None where a stage runs outside a pipeline (unit tests)."""
+
+    def name_of(self, stage: StageName) -> str:
+        """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""
+        if self.lineage is None:
+            return str(self.inputs[stage])
+        return f"artifacts/{stage}/{self.lineage.inputs[stage].key}"
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,11 @@ class PPOController:
         saving = self._fleet.groups["policy"].submit("save_model", "policy", str(folder), average)
         self._fleet.wait(saving, "the policy to be saved")
 
+    def save_adapter(self, folder: Path, base: str) -> None:
+        """The policy's adapter; `base` names the model it belongs to."""
+        saving = self._fleet.groups["policy"].submit("save_adapter", "policy", str(folder), base)
+        self._fleet.wait(saving, "the adapter to be saved")
+
     @property
     def _trained(self) -> tuple[Role, ...]:
         return ("policy", "critic") if self._ppo.uses_critic else ("policy",)

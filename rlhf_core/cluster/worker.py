@@ -48,11 +48,15 @@ class ModelWorker:
             self._models[role] = self._load(role)
 
     def _load(self, role: Role) -> Any:
+        from rlhf_core.models.adapters import WithoutAdapter, add_adapter
         from rlhf_core.models.policy import load_policy
         from rlhf_core.models.score import load_score_model
         from rlhf_core.training.engine import TrainingEngine
 
         ppo = self._config.ppo
+        adapted = {"reference": self._models.get("policy"), "reward": self._models.get("critic")}.get(role)
+        if ppo.lora is not None and adapted is not None:
+            return WithoutAdapter(adapted)
         trained = role in ("policy", "critic")
         sizes = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
         if self._rank.world_size != sizes.ranks:
@@ -70,6 +74,8 @@ class ModelWorker:
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
         if not trained and sizes.zero_stage < 3:
             return model.requires_grad_(False).eval()
+        if trained:
+            add_adapter(model, ppo.lora)
         ema_decay = ppo.ema_decay if role == "policy" else None
         return TrainingEngine(model, sizes, optimizer, self._rank, ema_decay=ema_decay)
 
@@ -150,14 +156,10 @@ class ModelWorker:
 
         policy = self._models["policy"]
         dtype = DTYPES[self._config.ppo.engine.dtype]
-        specs = [
-            TensorSpec(name, dtype, tuple(getattr(parameter, "ds_shape", parameter.shape)))
-            for group in policy.gather_groups()
-            for name, parameter in group
-        ]
+        adapter = self._config.ppo.syncs_adapter
         self._sender = WeightSender(
-            policy.weights,
-            specs,
+            policy.adapter if adapter else policy.weights,
+            [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)],
             RayEngineClient(engines, self._config.ppo.weight_sync.timeout) if self._rank.rank == 0 else None,
             rank=self._rank.rank,
             backend=backend,
@@ -174,6 +176,10 @@ class ModelWorker:
         """Hugging Face layout; `average`: of the weights' moving average. A collective."""
         engine = self._models[role]
         engine.save_model(Path(folder), engine.module.save, average=average)
+
+    def save_adapter(self, role: Role, folder: str, base: str) -> None:
+        """As PEFT saves it; `base` names the model it belongs to. A collective."""
+        self._models[role].save_adapter(Path(folder), base)
 
     def save_checkpoint(self, role: Role, folder: str) -> None:
         """DeepSpeed state of every rank into one folder, which all ranks' hosts must share."""

@@ -152,6 +152,11 @@ class PipelineConfig(Section):
                 "ppo.rewards has a source of type `model`, but there is no reward model: set reward.enabled=true and "
                 "data.preference, or use rule rewards"
             )
+        if self.model.path is None and self.sft.lora is not None:
+            raise ValueError(
+                "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose weights nobody "
+                "has trained; leave sft.lora out (reward.lora and ppo.lora may stay)"
+            )
         if self.model.path is None:
             longest = max(self.max_sequence_tokens, self.data.max_prompt_tokens + self.data.max_response_tokens)
             if longest > self.model.tiny.max_positions:

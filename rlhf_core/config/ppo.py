@@ -8,7 +8,11 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_core.config.rewards import AnyReward, ModelReward
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
+
+
+MAX_ENGINE_RANK = 512
+"""The largest rank of an adapter that vLLM serves."""
 
 
 class KLConfig(Section):
@@ -80,6 +84,10 @@ class WeightSyncConfig(Section):
     backend: Literal["auto", "gloo", "nccl", "ipc"] = Field(
         "auto", description="`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise"
     )
+    lora: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves",
+    )
     bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
     timeout: PositiveFloat = Field(120.0, description="Seconds for one sync")
     canary: bool = Field(
@@ -117,6 +125,10 @@ class PPOConfig(Section):
     )
     policy_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Policy ranks")
     critic_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Critic ranks")
+    lora: LoraConfig | None = Field(
+        None,
+        description="Train adapters of policy and critic (and its head) only; the reference is then the policy without its adapter; None: all parameters",
+    )
     reference_ranks: PositiveInt = Field(
         1, description="Reference workers; ignored where the reference is colocated with the policy"
     )
@@ -196,6 +208,11 @@ class PPOConfig(Section):
         return self.algorithm == "ppo"
 
     @property
+    def syncs_adapter(self) -> bool:
+        """True if the engines hold the base model and only the adapter is sent to them."""
+        return self.lora is not None and self.weight_sync.lora == "adapter"
+
+    @property
     def by_group(self) -> bool:
         """True if advantages compare the samples of one prompt."""
         return self.algorithm not in ("ppo", "reinforce_pp")
@@ -245,6 +262,11 @@ class PPOConfig(Section):
         if self.overlong and self.overlong.buffer > self.max_new_tokens:
             raise ValueError(
                 f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got {self.overlong.buffer}"
+            )
+        if self.weight_sync.lora == "adapter" and (self.lora is None or self.lora.r > MAX_ENGINE_RANK):
+            raise ValueError(
+                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got "
+                f"{'no ppo.lora' if self.lora is None else f'r={self.lora.r}'}; set ppo.lora.r or ppo.weight_sync.lora=merged"
             )
         low, high = self.importance_bounds
         if low > high:

@@ -40,6 +40,18 @@ class DeepSpeedConfig(Section):
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen model (Hu et al. 2021): each adapted layer adds `alpha / r * B A x`."""
+
+    r: PositiveInt = Field(16, description="Rank of the adapters")
+    alpha: PositiveInt = Field(32, description="Their output is scaled by alpha / r")
+    targets: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="Names of the linear layers that get one, such as q_proj; None: all of the decoder's",
+    )
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning."""
 
@@ -47,6 +59,7 @@ class SFTConfig(Section):
         default_factory=lambda: OptimizerConfig(learning_rate=2e-5), description="AdamW and its schedule"
     )
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
+    lora: LoraConfig | None = Field(None, description="Train adapters only; None: all parameters")
     epochs: PositiveInt = Field(1, description="Passes over the demonstrations")
     batch_size: PositiveInt = Field(64, description="Sequences per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(
@@ -68,6 +81,7 @@ class RewardConfig(Section):
         default_factory=lambda: OptimizerConfig(learning_rate=1e-5), description="AdamW and its schedule"
     )
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
+    lora: LoraConfig | None = Field(None, description="Train adapters and the score head only; None: all parameters")
     epochs: PositiveInt = Field(1, description="Passes over the pairs")
     batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(8192, description="Tokens per forward pass of one rank")

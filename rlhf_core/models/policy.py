@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
+from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
@@ -31,6 +32,9 @@ class Policy(nn.Module):
 
     The language-model head runs on the selected positions only: prompts and padding cost no logits.
     """
+
+    lora: LoraConfig | None = None
+    """Its adapter, where it has one (`models.adapters`)."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
@@ -46,6 +47,9 @@ class ScoreStatistics:
 
 class ScoreModel(nn.Module):
     """Backbone and head."""
+
+    lora: LoraConfig | None = None
+    """Its adapter, where it has one (`models.adapters`); the head is then trained beside it."""
 
     def __init__(self, classifier: Any, statistics: ScoreStatistics | None = None) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout), `policy_ema/`
-where an average is kept, and `metrics.jsonl`."""
+where an average is kept, `adapter/` with `ppo.lora`, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         controller = PPOController(config, fleet, prompts, decoder, composer, services, demonstrations=demonstrations)
         controller.run()
         controller.save_policy(services.out / "policy")
+        if ppo.lora is not None:
+            controller.save_adapter(services.out / "adapter", f"{services.name_of('sft')}/model")
         if ppo.ema_decay is not None:
             controller.save_policy(services.out / "policy_ema", average=True)
     for folder in services.out.glob("policy*"):

@@ -1,4 +1,5 @@
-"""Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score statistics."""
+"""Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score statistics;
+`adapter/` with `reward.lora`."""
 
 from __future__ import annotations
 
@@ -45,6 +46,7 @@ def _train(
 
     from rlhf_core.data.dataset import load_pairs
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.score import load_score_model
     from rlhf_core.training.engine import TrainingEngine
     from rlhf_core.training.reward import evaluate_reward, train_reward
@@ -55,6 +57,7 @@ def _train(
         sft / "model", dtype=reward.deepspeed.dtype, attention=config.model.attention, device=rank.torch_device
     )
     pad_id = load_decoder(data).pad
+    add_adapter(model, reward.lora)
     engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank)
     seed = derive_seed(config.run.seed, "reward")
     metrics = train_reward(
@@ -63,6 +66,7 @@ def _train(
     held_out = load_pairs(data, "eval")
     evaluation, model.statistics, scores = evaluate_reward(engine, held_out, reward, pad_id)
     engine.save_model(out / "model", model.save)
+    engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
     if services is not None:
         evaluation |= _examine(held_out, scores.numpy(), out, services)
         services.metrics.log_metrics(evaluation, engine.steps_done)

@@ -1,4 +1,4 @@
-"""Stage `sft`: base model + demonstrations -> `model/` (Hugging Face layout) and `tokenizer/`."""
+"""Stage `sft`: base model + demonstrations -> `model/` (Hugging Face layout, with the tokenizer), and `adapter/` with `sft.lora`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def _train(
 
     from rlhf_core.data.dataset import load_sft
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.training.engine import TrainingEngine
     from rlhf_core.training.sft import train_sft
@@ -58,6 +59,7 @@ def _train(
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
     policy.lm.generation_config.update(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
+    add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)
     metrics = train_sft(
         engine,
@@ -70,6 +72,7 @@ def _train(
         services=services,
     )
     engine.save_model(out / "model", policy.save)
+    engine.save_adapter(out / "adapter", str(folder), revision)
     return metrics
 
 

@@ -7,7 +7,6 @@ float32, whatever the precision of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,10 +17,10 @@ from rlhf_core.errors import CorruptArtifact
 
 
 class WeightAverage:
-    """Of the parameters of `lm`, under their names there. Tied parameters come once."""
+    """Of the trained parameters of `lm`, under their names there. Tied parameters come once."""
 
     def __init__(self, lm: nn.Module, decay: float) -> None:
-        self._parameters = dict(lm.named_parameters())
+        self._parameters = {name: p for name, p in lm.named_parameters() if p.requires_grad}
         self._decay = decay
         self._shards = {name: _local(p).float().clone() for name, p in self._parameters.items()}
 
@@ -30,16 +29,17 @@ class WeightAverage:
         for name, shard in self._shards.items():
             shard.lerp_(_local(self._parameters[name]).float(), 1.0 - self._decay)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor in the model's dtype); a collective under ZeRO-3, in the same order on every rank."""
-        for name, shard in self._shards.items():
-            parameter = self._parameters[name]
-            full = shard
-            if _is_sharded(parameter):
-                parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-                dist.all_gather(parts, shard)
-                full = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)  # type: ignore[attr-defined]
-            yield name, full.to(parameter.dtype)
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def full(self, name: str) -> torch.Tensor:
+        """The whole tensor in the model's dtype; a collective under ZeRO-3."""
+        shard, parameter = self._shards[name], self._parameters[name]
+        if _is_sharded(parameter):
+            parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, shard)
+            shard = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)  # type: ignore[attr-defined]
+        return shard.to(parameter.dtype)
 
     def save(self, folder: Path, rank: int) -> None:
         """This rank's shards into one file; without sharding rank 0's are all there is."""

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from rlhf_core.errors import CorruptArtifact, NonFiniteError
+from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.training.distributed import Rank
 from rlhf_core.training.ema import WeightAverage
 
@@ -59,6 +60,7 @@ class TrainingEngine:
         self.rank = rank
         self.optimizer_config = optimizer
         self.zero_stage = deepspeed_config.zero_stage
+        self.lora: LoraConfig | None = getattr(module, "lora", None)
         self._grad_norm = math.nan
         self.steps_done = 0
         self.skipped_steps = 0
@@ -158,17 +160,36 @@ class TrainingEngine:
             for parameter in parameters:
                 parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, full tensor), one decoder layer gathered at a time.
+    def weights(self, *, average: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the Hugging Face model, full tensor), one decoder layer gathered at a time; adapters are merged.
+        `average`: with the moving average of what is trained.
 
         A collective under ZeRO-3: every rank iterates it to the end, in the same order. Tied parameters come once.
         """
-        for group in self.gather_groups():
+        for group in self._gather_groups():
             with self._gathered([parameter for _, parameter in group]):
-                for name, parameter in group:
-                    yield name, parameter.detach()
+                yield from merged({name: self._value(name, parameter, average) for name, parameter in group}, self.lora)
 
-    def gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter alone, under the names of PEFT's file; as `weights`."""
+        for group in self._gather_groups():
+            named = [(name, parameter) for name, parameter in group if adapter_name(name)]
+            with self._gathered([parameter for _, parameter in named]):
+                for name, parameter in named:
+                    yield str(adapter_name(name)), parameter.detach()
+
+    def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of what `weights`, or `adapter`, yields."""
+        rename = adapter_name if adapter else merged_name
+        parameters = [pair for group in self._gather_groups() for pair in group]
+        return [(new, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters if (new := rename(name))]
+
+    def _value(self, name: str, parameter: nn.Parameter, average: bool) -> torch.Tensor:
+        if average and self._average is not None and name in self._average:
+            return self._average.full(name)
+        return parameter.detach()
+
+    def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Parameters by decoder layer, so that gathering never holds more than one layer."""
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.module.lm.named_parameters():
@@ -182,36 +203,46 @@ class TrainingEngine:
 
         return GatheredParameters(parameters, enabled=self.zero_stage == 3)
 
-    def average_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The moving average, as `weights`."""
-        assert self._average is not None
-        return self._average.weights()
-
     def save_model(
         self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None], *, average: bool = False
     ) -> None:
         """Gather the weights, or their `average`, and let rank 0 `save(folder, state_dict)`; a collective."""
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in self.average_weights() if average else self.weights():
-            if self.rank.rank == 0:
-                state[name] = tensor.cpu().clone()
+        state = self._on_rank_zero(self.weights(average=average))
         if self.rank.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder, state)
 
+    def save_adapter(self, folder: Path, base: str, revision: str | None = None) -> None:
+        """The adapter as PEFT saves it; `base` names the model it belongs to. A collective; without one, nothing."""
+        if self.lora is None:
+            return
+        tensors = self._on_rank_zero(self.adapter())
+        if self.rank.rank == 0:
+            save_adapter(folder, self.module.lm, self.lora, tensors, base, revision)
+
+    def _on_rank_zero(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu().clone() for name, tensor in weights if self.rank.rank == 0}
+
     @property
     def checkpoint_bytes(self) -> int:
         """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies and two
-        moments, and their moving average where there is one."""
-        copies = 0 if self._average is None else 4
+        moments, and their moving average where there is one; frozen ones stay out beside an adapter."""
+        copies = 12 + (0 if self._average is None else 4)
         return sum(
-            getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12 * p.requires_grad + copies)
+            getattr(p, "ds_numel", p.numel()) * (p.element_size() + copies * p.requires_grad)
             for p in self.module.parameters()
+            if p.requires_grad or self.lora is None
         )
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Weights, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
-        self.engine.save_checkpoint(str(folder), tag=_TAG, client_state={_COUNTERS: self._counters()}, save_latest=True)
+        """What is trained, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
+        self.engine.save_checkpoint(
+            str(folder),
+            tag=_TAG,
+            client_state={_COUNTERS: self._counters()},
+            save_latest=True,
+            exclude_frozen_parameters=self.lora is not None,
+        )
         if self._average is not None:
             self._average.save(folder, self.rank.rank)
         for script in folder.rglob("*.py"):
@@ -222,7 +253,7 @@ class TrainingEngine:
         """The inverse, of a verified folder. Raises CorruptArtifact without a usable state, where DeepSpeed alone would start
         afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is called."""
         try:
-            path, client = self.engine.load_checkpoint(str(folder), tag=_TAG)
+            path, client = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
         except pickle.UnpicklingError as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptArtifact(
@@ -247,7 +278,9 @@ class TrainingEngine:
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; norms and biases do not."""
     parameters = [p for p in module.parameters() if p.requires_grad]
-    return [
+    groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    # Adapters are matrices only, and DeepSpeed cannot flatten an empty group.
+    return [group for group in groups if group["params"]]

@@ -103,7 +103,7 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool) -> dict[st
         _ppo(engine, kind, data, sequences, budget, pack)
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
     if ema_decay is not None:
-        weights |= {f"average.{name}": tensor.clone() for name, tensor in engine.average_weights()}
+        weights |= {f"average.{name}": tensor.clone() for name, tensor in engine.weights(average=True)}
     return weights
 
 

@@ -1,0 +1,157 @@
+"""Adapters (LoRA): small trained matrices beside frozen linear layers, through PEFT.
+
+    y = W x + alpha / r * B A x        W frozen, A (r, in) and B (out, r) trained, B zero at the start
+
+The score head of a reward model or critic is trained whole beside them. A model with its adapter off is the one it
+started from, head included: no second copy of the weights is needed for a reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_core.config.training import LoraConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.linear import use_onednn
+
+_HEAD = "score"
+_IN_LAYER = ".base_layer."
+_A, _B = ".lora_A.default.", ".lora_B.default."
+_TRAINED_HEAD, _FIRST_HEAD = f"{_HEAD}.modules_to_save.default.", f"{_HEAD}.original_module."
+
+
+def add_adapter(model: Any, lora: LoraConfig | None) -> Any:
+    """Freeze `model` (a `Policy` or `ScoreModel`) and give it an adapter, in place; None leaves it as it is.
+
+    Seed torch first. Raises ModelError for targets that the decoder does not have as linear layers.
+    """
+    if lora is None:
+        return model
+    from peft import inject_adapter_in_model
+    from peft.utils import ModulesToSaveWrapper
+
+    lm = model.lm
+    lora = lora.model_copy(update={"targets": _targets(lm, lora)})
+    lm.requires_grad_(False)
+    inject_adapter_in_model(_peft_config(lm, lora), lm)
+    if hasattr(lm, _HEAD):
+        lm.score = ModulesToSaveWrapper(lm.score, "default")
+    model.lora = lora
+    use_onednn(lm)
+    return model
+
+
+def _targets(lm: Any, lora: LoraConfig) -> tuple[str, ...]:
+    linear = {name.rsplit(".", 1)[-1] for name, part in lm.model.named_modules() if isinstance(part, nn.Linear)}
+    wrong = sorted(set(lora.targets or ()) - linear)
+    if wrong:
+        raise ModelError(
+            f"lora.targets: {type(lm).__name__} has no linear layer {', '.join(wrong)} in its decoder; use some of "
+            f"{', '.join(sorted(linear))}"
+        )
+    return tuple(sorted(lora.targets or linear))
+
+
+def _peft_config(lm: Any, lora: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets or ()),
+        modules_to_save=[_HEAD] if hasattr(lm, _HEAD) else None,
+        task_type="SEQ_CLS" if hasattr(lm, _HEAD) else "CAUSAL_LM",
+    )
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """`model` computes what it did before it had an adapter. PEFT's own switch would also unfreeze and freeze
+    parameters, which DeepSpeed must not see."""
+    parts = [part for part in model.modules() if hasattr(part, "_disable_adapters")]
+    for part in parts:
+        part._disable_adapters = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._disable_adapters = False  # type: ignore[assignment]
+
+
+class WithoutAdapter:
+    """What `engine` (or a bare model) trains from: the same module, called with its adapter off."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.module = getattr(engine, "module", engine)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with adapter_off(self.module):
+            return self._engine(*args, **kwargs)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def merged_name(name: str) -> str | None:
+    """The name of a parameter in the model without adapters; None if it is not in there."""
+    if _A in name or _B in name or name.startswith(_FIRST_HEAD):
+        return None
+    return name.replace(_TRAINED_HEAD, f"{_HEAD}.").replace(_IN_LAYER, ".")
+
+
+def adapter_name(name: str) -> str | None:
+    """The name of a parameter in PEFT's file; None if it is not part of the adapter."""
+    if not (_A in name or _B in name or name.startswith(_TRAINED_HEAD)):
+        return None
+    name = name.replace(_TRAINED_HEAD, f"{_HEAD}.").replace(_A, ".lora_A.").replace(_B, ".lora_B.")
+    return f"base_model.model.{name}"
+
+
+def merged(tensors: Mapping[str, torch.Tensor], lora: LoraConfig | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the model without adapters, weights with the adapter added) of some parameters, whole layers together.
+    The sum is made in float32 and rounded once."""
+    for name, tensor in tensors.items():
+        plain = merged_name(name)
+        if plain is None:
+            continue
+        if lora is not None and name.endswith(f"{_IN_LAYER}weight"):
+            layer = name.removesuffix(f"{_IN_LAYER}weight")
+            b, a = tensors[f"{layer}{_B}weight"].float(), tensors[f"{layer}{_A}weight"].float()
+            tensor = torch.addmm(tensor.float(), b, a, alpha=lora.alpha / lora.r).to(tensor.dtype)
+        yield plain, tensor
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    folder: Path, lm: Any, lora: LoraConfig, tensors: dict[str, torch.Tensor], base: str, revision: str | None = None
+) -> None:
+    """As PEFT saves it, without its model card. `tensors`: by `adapter_name`. `base`: where the model is that it
+    belongs to; the same weights give the same bytes."""
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in sorted(tensors.items())},
+        folder / SAFETENSORS_WEIGHTS_NAME,
+        metadata={"format": "pt"},
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(lm, lora, base, revision), indent=2) + "\n")
+
+
+def adapter_config(lm: Any, lora: LoraConfig, base: str | None = None, revision: str | None = None) -> dict[str, Any]:
+    """The content of `adapter_config.json`."""
+    config = _peft_config(lm, lora)
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return dict(sorted(plain.items()))
