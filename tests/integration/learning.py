@@ -5,6 +5,7 @@ A random Llama samples 16 tokens; its reward is the share of token ids below hal
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,14 @@ def make_model(folder: Path, seed: int) -> None:
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=None,
         pad_token_id=0,
         dtype="float32",
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    # No EOS: a policy cannot raise its reward by falling silent.
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"eos_token_id": []}))
 
 
 def reward_curve(algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_coef: float = 0.0) -> list[float]:
