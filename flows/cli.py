@@ -1,4 +1,4 @@
-"""The command line: `rlhf run`, `up`, `down`, `status`.
+"""The command line: `rlhf run`, `plan`, `up`, `down`, `status`.
 
 Everything slow is imported inside the commands: a mistake in the configuration is reported before that.
 Exit codes: 0 done; 2 the user's input is wrong; 3 a fault, the same command continues; 130, 143 stopped by a signal.
@@ -98,6 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage")
 
+    plan = _command(
+        commands, "plan", "show the memory and time a configuration needs, and whether it fits", _plan,
+        "rlhf plan deployments/configs/hh-rlhf-llama3-8b.yaml --gpus 8xA100-80G",
+    )  # fmt: skip
+    plan.add_argument("config", metavar="CONFIG", help="YAML file")
+    plan.add_argument("overrides", metavar="key=value", nargs="*", help="fields to override")
+    plan.add_argument("--gpus", metavar="8xA100-80G", help="count and kind of the GPUs; not given: the CPU")
+    plan.add_argument("--model-config", metavar="FILE", help="a config.json to use for the shape of the model")
+
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
         ("down", "stop what `rlhf up` started, and nothing else", _down),
@@ -171,6 +180,17 @@ def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> in
         print(f"{name}: {place}")
     print(f"summary: {home / 'runs' / summary['run'] / 'summary.json'}")
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from flows.plan import show_plan
+
+    fits = show_plan(
+        arguments.config, arguments.overrides, arguments.gpus, arguments.model_config, Console(soft_wrap=False)
+    )
+    return 0 if fits else InputError.exit_code
 
 
 def _up(arguments: argparse.Namespace) -> int:

@@ -26,10 +26,10 @@ import numpy as np
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.collect import Collector, RolloutBatch
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.placement import Role
 from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import Role
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import RewardComposer

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.placement import Group, PlacementPlan, Role
 from rlhf_core.cluster.records import Usage
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied
 from rlhf_core.seeds import derive_seed
 
@@ -156,13 +156,16 @@ class Fleet:
         from ray.util.placement_group import placement_group
 
         plan = self._plan
-        together = self._config.ppo.colocate == "all" and self._device == "cuda"
+        gpus = self._device == "cuda"
+        together = plan.together and gpus
         per_rank = [(group.name, rank) for group in plan.groups for rank in range(group.ranks)]
-        bundles: list[dict[str, float]] = [{"CPU": 2 if together else 1, "GPU": plan.gpus_per_rank} for _ in per_rank]
+        bundles: list[dict[str, float]] = [
+            {"CPU": 2 if together else 1, "GPU": gpus * plan.gpus_per_rank} for _ in per_rank
+        ]
         if together:
             bundles = [{"CPU": 2, "GPU": 1} for _ in per_rank]
         else:
-            bundles += [{"CPU": 1, "GPU": plan.gpus_per_engine} for _ in range(plan.engines)]
+            bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine} for _ in range(plan.engines)]
         bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
         have = ray.cluster_resources()
         for resource in ("CPU", "GPU"):
@@ -175,7 +178,7 @@ class Fleet:
         reserved = placement_group(bundles, strategy="PACK")
         self.wait([reserved.ready()], "Ray to reserve its devices", self._timeout)
         index = {key: i for i, key in enumerate(per_rank)}
-        return _Slots(reserved, index, plan, together)
+        return _Slots(reserved, index, plan, together, gpus)
 
     def _environment(self) -> dict[str, dict[str, str]]:
         """Thread counts: trainers share the cores among themselves, engines too; the two take turns."""
@@ -243,12 +246,15 @@ class _Slots:
     index: dict[tuple[str, int], int]
     plan: PlacementPlan
     together: bool
+    gpus: bool
 
     def rank(self, group: Group, rank: int) -> dict[str, Any]:
-        return self._options(self.index[(group.name, rank)], self.plan.gpus_per_rank)
+        return self._options(self.index[(group.name, rank)], self.gpus * self.plan.gpus_per_rank)
 
     def engine(self, engine: int) -> dict[str, Any]:
-        return self._options(engine if self.together else len(self.index) + engine, self.plan.gpus_per_engine)
+        return self._options(
+            engine if self.together else len(self.index) + engine, self.gpus * self.plan.gpus_per_engine
+        )
 
     def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

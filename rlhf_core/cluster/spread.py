@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.placement import Role
+from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batching import plan_ranks
 

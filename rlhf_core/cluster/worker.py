@@ -12,9 +12,9 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.placement import Role
 from rlhf_core.cluster.records import FloatArray, LogprobResult, OptimizerStep, Sequence2, TrainSample, Usage
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import Role
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join
@@ -63,12 +63,14 @@ class ModelWorker:
             # Groups of frozen models only, with a size of their own: whole copies.
             sizes = DeepSpeedConfig(ranks=self._rank.world_size, dtype=sizes.dtype)
         load = load_policy if role in ("policy", "reference") else load_score_model
-        model = load(
+        model: Any = load(
             self._folders[role],
             dtype=sizes.dtype,
             attention=self._config.model.attention,
             device=self._rank.torch_device,
         )
+        if role == "critic":
+            model.fold_statistics()
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
         if not trained and sizes.zero_stage < 3:
             return model.requires_grad_(False).eval()

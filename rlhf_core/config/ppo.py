@@ -10,7 +10,6 @@ from rlhf_core.config.base import Fraction, NonNegativeFloat, NonNegativeInt, Po
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 
-
 MAX_ENGINE_RANK = 512
 """The largest rank of an adapter that vLLM serves."""
 

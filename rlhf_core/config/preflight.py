@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, safetensors_header, writable
-from rlhf_core.config.devices import cpu_cores, placement, runs_on_gpu, visible_gpus
+from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.placement import plan as placement
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
 from rlhf_core.config.rewards import GoldReward, ModelReward, PythonReward
 from rlhf_core.config.training import DeepSpeedConfig
@@ -41,15 +42,16 @@ def check(config: PipelineConfig) -> list[str]:
     return list(dict.fromkeys(finding for finding in findings if isinstance(finding, str)))
 
 
-def describe(config: PipelineConfig) -> str:
-    """The batch arithmetic and what runs where, in a few lines for people."""
-    ppo, plan = config.ppo, placement(config)
+def describe(config: PipelineConfig, gpus: str | None = None) -> str:
+    """The batch arithmetic and what runs where, in a few lines for people. `gpus`: devices to speak of, such as
+    `8xA100-80G`, instead of those of this machine."""
+    ppo, plan = config.ppo, placement(config.ppo)
     total, minibatch = ppo.rollout_batch_size, ppo.minibatch_size
     ranks = ppo.policy_deepspeed.ranks
-    if runs_on_gpu(config):
-        where = f"on {visible_gpus()} GPUs: {plan.arithmetic}"
+    if gpus is not None or runs_on_gpu(config):
+        where = f"on {gpus or f'{visible_gpus()} GPUs'}: {plan.describe()}"
     else:
-        where = f"on the CPU, {cpu_cores()} cores: {plan.processes} processes ({plan.arithmetic})"
+        where = f"on the CPU, {cpu_cores()} cores: {plan.processes} processes ({plan.describe()})"
     rewards = " + ".join(f"{source.weight:g} x {source.name or source.type}" for source in ppo.rewards)
     lines = [
         f"model   {config.model.path or 'a tiny Llama from scratch'}, sequences of at most {config.max_sequence_tokens} tokens",
@@ -267,16 +269,16 @@ def _gpu_counts(config: PipelineConfig, gpus: int) -> Iterator[Finding]:
     ):
         if ranks > gpus:
             yield ConfigError(f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}")
-    plan = placement(config)
+    plan = placement(config.ppo)
     if plan.devices > gpus:
         yield ConfigError(
-            f"ppo: needs {plan.devices} GPUs ({plan.arithmetic}; colocate={config.ppo.colocate}); got {gpus} visible; "
+            f"ppo: needs {plan.devices} GPUs ({plan.describe()}; colocate={config.ppo.colocate}); got {gpus} visible; "
             "lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
 
 
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
-    ppo, cores, plan = config.ppo, cpu_cores(), placement(config)
+    ppo, cores, plan = config.ppo, cpu_cores(), placement(config.ppo)
     if ppo.weight_sync.backend in ("nccl", "ipc"):
         yield ConfigError(
             f"ppo.weight_sync.backend: {ppo.weight_sync.backend} needs GPUs; got 0 visible; use auto or gloo"
@@ -290,7 +292,7 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(f"{field}.offload: optimizer needs a GPU to offload from; got 0 visible; use none")
     if plan.busy > cores:
         yield (
-            f"ppo has {plan.busy} processes at work at once ({plan.arithmetic}) on {cores} CPU cores: they will take "
+            f"ppo has {plan.busy} processes at work at once ({plan.describe()}) on {cores} CPU cores: they will take "
             "turns; lower ranks or ppo.engine.count for speed"
         )
     memory = ppo.engine.count * ppo.engine.kv_cache_gib

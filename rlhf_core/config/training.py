@@ -85,6 +85,9 @@ class RewardConfig(Section):
     epochs: PositiveInt = Field(1, description="Passes over the pairs")
     batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(8192, description="Tokens per forward pass of one rank")
+    pack: bool = Field(
+        True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
+    )
     center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     min_accuracy: Fraction = Field(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.evaluation.calibration import Calibration
 from rlhf_core.evaluation.history import Column, History
 
 SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
@@ -37,6 +38,23 @@ def reward_sources(history: History) -> Any:
         _line(axes, history.column("step"), history.column(name), color, name.removeprefix("rewards/"))
     axes.legend(loc="best", frameon=False)
     _label(axes, "Reward sources during PPO", "PPO step", "mean raw value")
+    return figure
+
+
+def reliability(found: Calibration) -> Any:
+    """Share of right answers against the model's confidence in them; a calibrated model lies on the diagonal."""
+    figure, (axes,) = _figure(5.4, 4.6)
+    axes.plot([0.5, 1.0], [0.5, 1.0], color=SFT, linewidth=1.2, linestyle=(0, (4, 2)), label="calibrated")
+    sizes = 20 + 240 * np.asarray(found.count) / max(found.count)
+    axes.plot(found.confidence, found.accuracy, color=PPO, linewidth=1.2, alpha=0.5)
+    axes.scatter(found.confidence, found.accuracy, s=sizes, color=PPO, label="held-out pairs (area: how many)")
+    axes.legend(loc="upper left", frameon=False)
+    _label(
+        axes,
+        f"Reliability, expected calibration error {found.error:.3f}",
+        "predicted probability of the preferred response",
+        "share of pairs where the annotators agree",
+    )
     return figure
 
 

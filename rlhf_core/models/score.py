@@ -55,16 +55,24 @@ class ScoreModel(nn.Module):
         super().__init__()
         self.lm = classifier
         self.statistics = statistics or ScoreStatistics()
+        self._offset = 0.0
+
+    def fold_statistics(self) -> None:
+        """Make the normalised score the model's own output: a critic then starts on the scale of the rewards."""
+        with torch.no_grad():
+            self.lm.score.weight.div_(self.statistics.std)
+        self._offset = self.statistics.mean / self.statistics.std
+        self.statistics = ScoreStatistics()
 
     def forward(self, batch: TokenBatch, at: str) -> torch.Tensor:
         """`at="last"`: (S,) score at each sequence's last token. `at="tokens"`: (N,) value before each target token.
-        float32, not normalised."""
+        float32, not normalised unless the statistics were folded in."""
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         where = batch.last_S if at == "last" else batch.select_N
         hidden = hidden_BLH.flatten(0, 1).index_select(0, where)
         values: torch.Tensor = self.lm.score(hidden).squeeze(-1).float()
-        return values
+        return values - self._offset
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Hugging Face layout and the statistics."""

@@ -7,8 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
-from rlhf_core.cluster.placement import Role, plan
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import Role, plan
 from rlhf_core.types import Services, StageResult
 
 
@@ -26,7 +26,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     device = resolve_device(config.run.device)
     decoder = load_decoder(data)
     prompts = load_prompts(data, "train")
-    placement = plan(ppo, critic=ppo.uses_critic, reward_model=ppo.uses_reward_model, device=device)
+    placement = plan(ppo)
     services.progress("ppo start", 0, 1, "fleets")
     with (
         RewardComposer(ppo.rewards) as composer,

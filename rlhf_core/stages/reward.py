@@ -68,26 +68,45 @@ def _train(
     engine.save_model(out / "model", model.save)
     engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
     if services is not None:
+        evaluation |= _examine(held_out, scores.numpy(), out, services)
         services.metrics.log_metrics(evaluation, engine.steps_done)
-        by_source = _accuracy_by_source(held_out, scores)
-        (out / "accuracy_by_source.json").write_text(json.dumps(by_source, indent=2) + "\n")
         services.metrics.log_table("reward_pairs", _table(data, held_out, scores))
     return {
         "accuracy": evaluation["eval/accuracy"],
         "margin": evaluation["eval/margin"],
         "eval_loss": evaluation["eval/loss"],
         "pairs": float(len(held_out)),
+        **({"calibration_error": evaluation["eval/calibration_error"]} if services is not None else {}),
         "score_mean": model.statistics.mean,
         "score_std": model.statistics.std,
         **metrics,
     }
 
 
-def _accuracy_by_source(pairs: list[PairExample], scores: Any) -> dict[str, float]:
-    right: dict[str, list[bool]] = {}
-    for pair, (chosen, rejected) in zip(pairs, scores.tolist(), strict=True):
-        right.setdefault(pair.source or "unnamed", []).append(chosen > rejected)
-    return {source: sum(flags) / len(flags) for source, flags in sorted(right.items())}
+def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, services: Services) -> dict[str, float]:
+    """Calibration, length bias, accuracy by source and length: `examination.json`, a plot, and metrics."""
+    from dataclasses import asdict
+
+    from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
+    from rlhf_core.evaluation.plots import reliability
+
+    lengths = [(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
+    found, bias = calibration(scores_P2), length_bias(scores_P2, lengths)
+    by_source = accuracy_by([pair.source or "unnamed" for pair in pairs], scores_P2)
+    content = {
+        "calibration": asdict(found),
+        "length_bias": bias,
+        "accuracy_by_source": by_source,
+        "accuracy_by_length": accuracy_by_length(scores_P2, lengths),
+    }
+    (out / "examination.json").write_text(json.dumps(content, indent=2) + "\n")
+    services.metrics.log_file(out / "examination.json")
+    services.metrics.log_figure("reliability", reliability(found))
+    return {
+        "eval/calibration_error": found.error,
+        **{f"eval/length_{name}": value for name, value in bias.items()},
+        **{f"eval/accuracy_by_source/{name}": value for name, value in by_source.items()},
+    }
 
 
 def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:

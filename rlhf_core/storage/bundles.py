@@ -112,12 +112,20 @@ def commit(
     if (there := _in_the_way(store, prefix)) is not None:
         return there if there.folder == folder else None
     try:
-        _upload(store, source, manifest)
-        may_commit()
+        lost = _upload(store, source, manifest)
+        if not lost:
+            may_commit()
+    except FileNotFoundError as error:
+        lost = str(error)
     except BaseException:
-        if (place := store.local_path(manifest.data)) is not None:
-            shutil.rmtree(place, ignore_errors=True)
+        _drop(store, manifest)
         raise
+    if lost:
+        _drop(store, manifest)
+        # Whoever commits first clears what lies beside it, also the files of a later attempt that is still at it.
+        if _in_the_way(store, prefix) is not None:
+            return None
+        raise StoreError(f"The store did not keep {lost}; the same command tries again.")
     if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
         return manifest
     if (there := _in_the_way(store, prefix)) is not None and there.folder == folder:
@@ -138,14 +146,20 @@ def _in_the_way(store: Store, prefix: str) -> Manifest | None:
         return None
 
 
-def _upload(store: Store, source: Path, manifest: Manifest) -> None:
+def _upload(store: Store, source: Path, manifest: Manifest) -> str:
+    """What the store did not keep (`wrong_files`); '' if all is there."""
     place = store.local_path(manifest.data)
     if place is not None and not on_one_disk(source, place):
         require_free(place, sum(entry.size for entry in manifest.files), f"{store.uri(manifest.prefix)}")
     for entry in manifest.files:
         store.put_file(source / entry.path, f"{manifest.data}/{entry.path}", link=True)
-    if wrong := wrong_files(store, manifest):
-        raise StoreError(f"The store did not keep {wrong}; the same command tries again.")
+    return wrong_files(store, manifest)
+
+
+def _drop(store: Store, manifest: Manifest) -> None:
+    """Free the disk of what was not committed; in a bucket it goes with the next clean-up."""
+    if (place := store.local_path(manifest.data)) is not None:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def encode(manifest: Manifest) -> bytes:

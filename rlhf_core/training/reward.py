@@ -50,9 +50,8 @@ def train_reward(
         if services is not None:
             metrics["train/tokens_per_s"] = tokens / seconds
             services.metrics.log_metrics(metrics, step)
-            services.progress(
-                "reward", step, total, "steps", loss=metrics["train/loss"], accuracy=metrics["train/accuracy"]
-            )
+            shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
+            services.progress("reward", step, total, "steps", **shown)
         if step % config.checkpoint_every == 0 and step < total:
             checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds})
     return {"tokens_per_s": tokens / max(seconds, 1e-9)}
@@ -65,7 +64,7 @@ def _step(
 
     def losses() -> Iterator[torch.Tensor]:
         for group in _my_groups(engine, batch, config):
-            chosen, rejected = _forward(engine, [batch[i] for i in group], pad_id)
+            chosen, rejected = _forward(engine, [batch[i] for i in group], config, pad_id)
             if not group:
                 yield 0.0 * chosen.sum()
                 continue
@@ -77,15 +76,15 @@ def _step(
     norm = engine.train_step(losses(), total)
     dist.all_reduce(sums)
     loss, right, margin = sums.tolist()
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"reward: the loss of optimizer step {engine.steps_done} is {loss}")
-    return {
+    metrics = {
         "train/loss": loss,
         "train/accuracy": right / len(batch),
         "train/margin": margin / len(batch),
         "train/grad_norm": norm,
         "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
+        "train/skipped_steps": float(engine.skipped_steps),
     }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 @torch.no_grad()
@@ -97,7 +96,7 @@ def evaluate_reward(
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
     for group in _my_groups(engine, held_out, config):
-        chosen, rejected = _forward(engine, [held_out[i] for i in group], pad_id)
+        chosen, rejected = _forward(engine, [held_out[i] for i in group], config, pad_id)
         for i, c, r in zip(group, chosen.tolist(), rejected.tolist(), strict=False):
             scores[i] = torch.tensor([c, r], dtype=torch.float64)
     scores = scores.to(engine.rank.torch_device)
@@ -116,14 +115,18 @@ def evaluate_reward(
     return metrics, ScoreStatistics(scores.mean().item(), std), scores
 
 
-def _forward(engine: TrainingEngine, pairs: Sequence[PairExample], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    engine: TrainingEngine, pairs: Sequence[PairExample], config: RewardConfig, pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     sequences = [TokenSequence.of(p.prompt_ids, p.chosen_ids) for p in pairs]
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
-    scores = engine(collate(sequences, pad_id=pad_id).to(engine.rank.torch_device), "last")
+    scores = engine(collate(sequences, pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device), "last")
     return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]
 
 
 def _my_groups(engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig) -> list[list[int]]:
     rank = engine.rank
     lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in batch]
-    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens)[rank.rank]
+    if config.pack:
+        lengths = [2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.pack)[rank.rank]

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.placement import Role, plan
 from rlhf_core.cluster.worker import process_usage
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import Role, plan
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Services
 
@@ -98,7 +98,7 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
     folders: dict[Role, Path] = dict.fromkeys(roles, work / "model")
     nowhere: Any = _Nowhere()
     services = Services({}, work, work, nowhere, nowhere, nowhere.progress)
-    placement = plan(config.ppo, critic=True, reward_model=False, device="cpu")
+    placement = plan(config.ppo)
     with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
 
         def cpu_seconds() -> float:

@@ -9,6 +9,7 @@ seconds and CPU seconds of an iteration.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -120,8 +121,8 @@ def main() -> None:
         clock.ticks = [(time.monotonic(), time.process_time())]
         trainer.train()
     ticks = clock.ticks[args.warm_up :]
-    wall = [b[0] - a[0] for a, b in zip(ticks, ticks[1:], strict=False)]
-    cpu = [b[1] - a[1] for a, b in zip(ticks, ticks[1:], strict=False)]
+    wall = [b[0] - a[0] for a, b in itertools.pairwise(ticks)]
+    cpu = [b[1] - a[1] for a, b in itertools.pairwise(ticks)]
     print(f"iterations: {len(wall)}")
     print(f"seconds: {statistics.median(wall):.3f}  CPU seconds: {statistics.median(cpu):.3f}")
 

@@ -5,14 +5,15 @@ A random Llama samples 16 tokens; its reward is the share of token ids below hal
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.placement import plan
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Services
 
@@ -43,11 +44,14 @@ def make_model(folder: Path, seed: int) -> None:
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=None,
         pad_token_id=0,
         dtype="float32",
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    # No EOS: a policy cannot raise its reward by falling silent.
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"eos_token_id": []}))
 
 
 def reward_curve(algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_coef: float = 0.0) -> list[float]:
@@ -77,7 +81,7 @@ def reward_curve(algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_c
     prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, VOCABULARY) for _ in range(4)))) for i in range(64)]
     nowhere: Any = _Nowhere()
     services = Services({}, work, work, nowhere, nowhere, nowhere.progress)
-    placement = plan(config.ppo, critic=config.ppo.uses_critic, reward_model=False, device="cpu")
+    placement = plan(config.ppo)
     folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), work / "model")
     with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
         controller = PPOController(config, fleet, prompts, str, composer, services)

@@ -16,8 +16,8 @@ import pytest
 
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.placement import plan
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Services
@@ -88,7 +88,7 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
     prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, 101) for _ in range(4 + i % 7)))) for i in range(20)]
     nothing: Any = _Nothing()
     services = Services({}, tmp_path, tmp_path, nothing, nothing, nothing.progress)
-    placement = plan(config.ppo, critic=True, reward_model=False, device="cpu")
+    placement = plan(config.ppo)
     folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), model)
     with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
         controller = PPOController(config, fleet, prompts, str, composer, services)

@@ -373,44 +373,10 @@ def test_the_devices_of_a_ray_cluster_elsewhere_are_not_counted_here(monkeypatch
     assert check(elsewhere) == []
 
 
-# Ranks: policy 2, critic 2, reference 1, reward 1; 3 engines of 2 GPUs = 6.
-@pytest.mark.parametrize(
-    ("colocate", "needed"),
-    [
-        ("none", 2 + 1 + 2 + 1 + 6),
-        ("policy_reference", 2 + 2 + 1 + 6),
-        ("critic_reward", 2 + 1 + 2 + 6),
-        ("pairs", 2 + 2 + 6),
-    ],
-)
-def test_the_gpus_needed_follow_from_what_is_colocated(colocate: str, needed: int) -> None:
-    plan = devices.placement(
-        config(
-            f"ppo.colocate={colocate}",
-            "ppo.policy_deepspeed.ranks=2",
-            "ppo.critic_deepspeed.ranks=2",
-            "ppo.engine.count=3",
-            "ppo.engine.tensor_parallel=2",
-        )
-    )
-    assert plan.devices == needed
-    assert plan.arithmetic.endswith(f"= {needed}")
-
-
-def test_all_together_need_no_more_gpus_than_ranks() -> None:
-    ranks = ("ppo.colocate=all", "ppo.policy_deepspeed.ranks=2", "ppo.critic_deepspeed.ranks=2")
-    assert devices.placement(config(*ranks, "ppo.engine.count=2")).devices == 2
-
-
 @pytest.mark.parametrize("engine", ["ppo.engine.count=3", "ppo.engine.tensor_parallel=2"])
 def test_engines_that_cannot_share_a_rank_s_device_are_refused(engine: str) -> None:
     with pytest.raises(ConfigError, match=r"ppo\.colocate=all puts each engine on the device of one rank"):
         config("ppo.colocate=all", "ppo.policy_deepspeed.ranks=2", "ppo.critic_deepspeed.ranks=2", engine)
-
-
-def test_without_a_reward_model_no_device_is_set_aside_for_it() -> None:
-    ruled = config("ppo.rewards=[{type: gold}]", "ppo.colocate=none", "reward.enabled=false")
-    assert devices.placement(ruled).devices == 1 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,16 @@ def test_the_statistics_and_the_head_come_back_from_the_saved_model(causal: Path
     torch.testing.assert_close(again.lm.score.weight, model.lm.score.weight)
     # (10 - 2) / 4 = 2
     assert again.statistics.normalize(torch.tensor([10.0])).item() == 2.0
+
+
+@torch.no_grad()
+def test_a_critic_made_from_a_reward_model_starts_on_the_scale_of_its_normalised_scores(causal: Path) -> None:
+    reward, critic = _load(causal), _load(causal)
+    reward.statistics = critic.statistics = ScoreStatistics(mean=-3.0, std=0.25)
+    critic.fold_statistics()
+    # The response's last token read as the value before one more token.
+    batch = collate([TokenSequence.of((5, 6), (7, 8))], pad_id=0)
+    longer = collate([TokenSequence.of((5, 6, 7, 8), (9,))], pad_id=0)
+    normalised = reward.statistics.normalize(reward(batch, "last"))
+    torch.testing.assert_close(critic(longer, "tokens"), normalised, rtol=1e-4, atol=1e-4)
+    assert critic.statistics == ScoreStatistics()

@@ -2,16 +2,17 @@
 
 - each colocation puts the right roles together, with the right number of ranks
 - without a reward model or a critic no process is made for it
-- the count agrees with what the preflight tells the user
+- what shares devices needs no more of them than its larger half
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from rlhf_core.cluster.placement import plan
-from rlhf_core.config.devices import placement as preflight_placement
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
 
 PPO = {
     "prompts_per_step": 8,
@@ -35,19 +36,41 @@ PPO = {
 )
 def test_each_colocation_puts_the_named_roles_together(colocate: str, groups: dict[str, int]) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": colocate}}, "test")
-    made = plan(config.ppo, critic=True, reward_model=True, device="cuda")
+    made = plan(config.ppo)
     assert {group.name: group.ranks for group in made.groups} == groups
     assert made.processes == sum(groups.values()) + 2
-    assert made.processes == preflight_placement(config).processes
 
 
-def test_no_process_is_made_for_a_model_that_does_not_exist() -> None:
-    config = config_from_tree({"ppo": {**PPO, "colocate": "none"}}, "test")
-    made = plan(config.ppo, critic=True, reward_model=False, device="cpu")
-    assert [group.name for group in made.groups] == ["policy", "reference", "critic"]
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ({"rewards": [{"type": "repetition"}]}, ["policy", "reference", "critic"]),
+        ({"algorithm": "reinforce_pp"}, ["policy", "reference", "reward"]),
+    ],
+)
+def test_no_process_is_made_for_a_model_that_does_not_exist(settings: dict[str, Any], groups: list[str]) -> None:
+    config = config_from_tree({"ppo": {**PPO, "colocate": "none", **settings}}, "test")
+    assert [group.name for group in plan(config.ppo).groups] == groups
 
 
 def test_together_trainers_and_engines_share_each_device_half_and_half() -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": "all"}}, "test")
-    made = plan(config.ppo, critic=True, reward_model=True, device="cuda")
+    made = plan(config.ppo)
     assert (made.gpus_per_rank, made.gpus_per_engine) == (0.5, 0.5)
+    assert made.devices == 2 and made.describe().endswith("= 2")
+
+
+@pytest.mark.parametrize(
+    ("colocate", "devices"),
+    [
+        ("none", 2 + 3 + 2 + 1 + 4),
+        ("policy_reference", 2 + 2 + 1 + 4),
+        ("critic_reward", 2 + 3 + 2 + 4),
+        ("pairs", 2 + 2 + 4),
+    ],
+)
+def test_the_devices_needed_follow_from_what_is_colocated(colocate: str, devices: int) -> None:
+    engines = {"engine": {"count": 2, "tensor_parallel": 2}}
+    made = plan(config_from_tree({"ppo": {**PPO, **engines, "colocate": colocate}}, "test").ppo)
+    assert made.devices == devices
+    assert made.describe().endswith(f"= {devices}")
