@@ -37,7 +37,7 @@ def suggest(key: str, owner: type[BaseModel], path: Keys) -> str:
     same = [found for found in all_fields() if found[-1] == key]
     alike = [found for found in all_fields() if _stands_for(key, found[-1])]
     guesses = (
-        [(*path, name) for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)],
+        [(*path, name) for name in difflib.get_close_matches(key, known, n=1, cutoff=0.7)],
         [found for found in same if found[: len(path)] == path],
         [(*path, name) for name in known if _stands_for(key, name)][:1],
         [found for found in alike if found[: len(path)] == path],
