@@ -81,11 +81,14 @@ class EngineActor:
         self._engine.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None) -> None:
-        if self._adapter_config is not None:
-            # vLLM numbers adapters from 1.
-            number = int(str(weight_version)) + 1
-            self._engine.llm.collective_rpc("load_adapter", args=(number, self._adapter_config))
-        self._engine.llm.finish_weight_update(weight_version)
+        llm = self._engine.llm
+        if self._adapter_config is None:
+            llm.finish_weight_update(weight_version)
+            return
+        # Finishing throws all adapters out of the engine; the version counts once the new one is in. Numbers start at 1.
+        llm.finish_weight_update()
+        llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
+        llm.update_weight_version(weight_version)
 
     def acknowledge(self) -> Acknowledgement:
         """The version and what arrived; an engine of several workers must have the same on all."""
