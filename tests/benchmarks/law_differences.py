@@ -3,7 +3,7 @@
     python -m tests.benchmarks.law_differences
 
 Settings: the loss, 1 or 2 ranks, ZeRO 0 to 3, how many micro-batches, padded or packed. The reference of each loss is
-one rank, ZeRO 0, one padded micro-batch.
+one rank, ZeRO 0, one padded micro-batch (with an adapter: packed ones).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.integration.deepspeed_step import label, largest_difference, run_all
+from tests.integration.deepspeed_step import largest_difference, reference_label, run_all
 
 
 def main() -> None:
@@ -23,12 +23,12 @@ def main() -> None:
     table = Table(title="Largest difference of a parameter, float32")
     for column in ("loss", "settings", "largest difference", "setting", "parameter"):
         table.add_column(column)
-    for kind in ("sft", "policy", "value"):
-        reference = results[label(1, kind, 0, 1000, False)]
+    for kind in ("sft", "policy", "value", "policy-lora", "value-lora"):
+        reference = results[reference_label(kind)]
         found = {
             name: largest_difference(weights, reference)
             for name, weights in results.items()
-            if name.startswith(f"{kind}-")
+            if name.startswith(f"{kind}-ranks")
         }
         worst = max(found, key=lambda name: found[name])
         table.add_row(kind, str(len(found)), f"{found[worst][0]:.2g}", worst, found[worst][1])

@@ -40,8 +40,8 @@ SETTINGS = [
     (kind, stage, budget, pack)
     for kind, stage, (budget, pack) in itertools.product(("sft", "policy", "value"), (0, 2, 3), CUTS)
 ] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
-LORA = ("policy-lora", "policy-lora-resumed", "value-lora", "value-lora-resumed")
-SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(LORA, (0, 1, 2, 3))]
+SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(("policy-lora", "value-lora"), range(4))]
+SETTINGS += [(kind, stage, 60, True) for kind, stage in (("policy-lora-resumed", 2), ("value-lora-resumed", 3))]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
 
 _SHAPE = {
@@ -117,7 +117,9 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
             engine = new_engine(rank, kind, stage)
             engine.load_checkpoint(checkpoint)
         _ppo(engine, kind, data, sequences, budget, pack)
-    streams = {"": engine.weights(), "average.": engine.weights(average=True), "adapter.": engine.adapter()}
+    streams = {"": engine.weights(), "adapter.": engine.adapter()}
+    if kind.startswith("policy"):
+        streams["average."] = engine.weights(average=True)
     return {prefix + name: tensor.clone() for prefix, stream in streams.items() for name, tensor in stream}
 
 
@@ -177,6 +179,11 @@ def main() -> None:
 
 def label(ranks: int, kind: str, stage: int, budget: int, pack: bool) -> str:
     return f"{kind}-ranks{ranks}-zero{stage}-{budget}-{'packed' if pack else 'padded'}"
+
+
+def reference_label(kind: str) -> str:
+    """One rank, ZeRO 0, in one padded micro-batch; with an adapter, in packed ones."""
+    return label(1, kind, 0, *((60, True) if "lora" in kind else (1000, False)))
 
 
 def run_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
