@@ -61,6 +61,7 @@ def save_pretrained(lm: Any, folder: Path, state_dict: dict[str, torch.Tensor] |
         del config.quantization_config
         with torch.device("meta"):
             shell = type(lm)(config).to(next(iter(state_dict.values())).dtype)
-        shell.generation_config = lm.generation_config
+        if hasattr(lm, "generation_config"):
+            shell.generation_config = lm.generation_config
         lm = shell
     lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)

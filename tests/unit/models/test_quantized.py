@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
@@ -26,9 +26,9 @@ from rlhf_core.models.quantized import loading_options, save_pretrained, shape, 
 LOADING: Any = {"dtype": "float32", "attention": "eager", "device": "cpu"}
 
 
-def _lm(seed: int) -> LlamaForCausalLM:
+def _lm(seed: int, kind: Any = LlamaForCausalLM) -> Any:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
+    return kind(
         LlamaConfig(
             hidden_size=64,
             intermediate_size=128,
@@ -37,17 +37,19 @@ def _lm(seed: int) -> LlamaForCausalLM:
             vocab_size=40,
             max_position_embeddings=32,
             tie_word_embeddings=True,
+            num_labels=1,
         )
     )
 
 
-def test_a_quantized_model_saves_the_weights_that_it_is_given(tmp_path: Path) -> None:
-    lm, given = _lm(0), {name: p.detach() for name, p in _lm(1).named_parameters()}
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, LlamaForSequenceClassification])
+def test_a_quantized_model_saves_the_weights_that_it_is_given(kind: Any, tmp_path: Path) -> None:
+    lm, given = _lm(0, kind), {name: p.detach() for name, p in _lm(1, kind).named_parameters()}
     lm.hf_quantizer = object()
     lm.config.quantization_config = {"quant_method": "bitsandbytes"}
     save_pretrained(lm, tmp_path, dict(given))
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    opened = load_policy(tmp_path, **LOADING).lm
+    opened = kind.from_pretrained(tmp_path)
     assert dict(opened.named_parameters()).keys() == given.keys()
     assert all(torch.equal(p, given[name]) for name, p in opened.named_parameters())
 
