@@ -17,7 +17,15 @@ class EngineActor:
     """`index`: 0 .. engines - 1."""
 
     def __init__(
-        self, index: int, model: str, engine_json: str, device: str, max_model_len: int, seed: int, backend: str
+        self,
+        index: int,
+        model: str,
+        engine_json: str,
+        device: str,
+        max_model_len: int,
+        seed: int,
+        backend: str,
+        adapter_rank: int | None,
     ) -> None:
         from rlhf_core.rollout.engine import Engine
 
@@ -25,9 +33,16 @@ class EngineActor:
         config = EngineConfig.model_validate_json(engine_json)
         self._tensor_parallel = config.tensor_parallel
         self._engine = Engine(
-            Path(model), config, device=device, max_model_len=max_model_len, seed=seed, weight_transfer=backend
+            Path(model),
+            config,
+            device=device,
+            max_model_len=max_model_len,
+            seed=seed,
+            weight_transfer=backend,
+            adapter_rank=adapter_rank,
         )
         self._version = -1
+        self._adapter_config: dict[str, Any] | None = None
 
     def warm_up(self) -> None:
         """Two tokens, so that the first rollout does not pay for lazy initialisation."""
@@ -45,6 +60,7 @@ class EngineActor:
             temperature=temperature,
             seeds=seeds,
             policy_version=self._version,
+            adapter=None if self._adapter_config is None else self._version + 1,
         )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -54,6 +70,10 @@ class EngineActor:
             init_info = {**init_info, "rank_offset": offset + self._index * self._tensor_parallel}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
 
+    def expect_adapter(self, config: dict[str, Any]) -> None:
+        """What is sent is an adapter; `config` as PEFT describes it."""
+        self._adapter_config = config
+
     def start_weight_update(self) -> None:
         self._engine.llm.start_weight_update()
 
@@ -61,7 +81,14 @@ class EngineActor:
         self._engine.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None) -> None:
-        self._engine.llm.finish_weight_update(weight_version)
+        llm = self._engine.llm
+        if self._adapter_config is None:
+            llm.finish_weight_update(weight_version)
+            return
+        # Finishing throws all adapters out of the engine; the version counts once the new one is in. Numbers start at 1.
+        llm.finish_weight_update()
+        llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
+        llm.update_weight_version(weight_version)
 
     def acknowledge(self) -> Acknowledgement:
         """The version and what arrived; an engine of several workers must have the same on all."""
@@ -95,6 +122,9 @@ class RayEngineClient:
     def init_weight_transfer_engine(self, init_info: Any) -> None:
         # vLLM's trainer engines wrap the dict in a request object.
         self._all("init_weight_transfer_engine", getattr(init_info, "init_info", init_info))
+
+    def expect_adapter(self, config: dict[str, Any]) -> None:
+        self._all("expect_adapter", config)
 
     def start_weight_update(self) -> None:
         self._all("start_weight_update")

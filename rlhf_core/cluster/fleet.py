@@ -100,6 +100,8 @@ class Fleet:
         config_json = self._config.model_dump_json(by_alias=True)
         environment = self._environment()
         backend = self.sync_backend
+        lora = self._config.ppo.lora if self._config.ppo.syncs_adapter else None
+        adapter_rank = None if lora is None else lora.r
         seed = derive_seed(self._config.run.seed, "ppo", "engine")
         for index in range(self._plan.engines):
             options = slots.engine(index) | {"runtime_env": {"env_vars": environment["engine"]}}
@@ -114,6 +116,7 @@ class Fleet:
                     self._config.max_sequence_tokens,
                     seed,
                     backend,
+                    adapter_rank,
                 )
             )
         for group in self._plan.groups:

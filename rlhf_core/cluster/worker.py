@@ -151,6 +151,7 @@ class ModelWorker:
     def connect_engines(self, backend: str, address: str, engines: list[Any], receivers: int) -> None:
         """Prepare weight sync into `engines` (actor handles); a collective of the policy ranks."""
         from rlhf_core.cluster.engine_actor import RayEngineClient
+        from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
         from rlhf_core.weight_sync.buckets import TensorSpec
         from rlhf_core.weight_sync.sender import WeightSender
@@ -158,10 +159,13 @@ class ModelWorker:
         policy = self._models["policy"]
         dtype = DTYPES[self._config.ppo.engine.dtype]
         adapter = self._config.ppo.syncs_adapter
+        client = RayEngineClient(engines, self._config.ppo.weight_sync.timeout) if self._rank.rank == 0 else None
+        if adapter and client is not None:
+            client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
         self._sender = WeightSender(
             policy.adapter if adapter else policy.weights,
             [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)],
-            RayEngineClient(engines, self._config.ppo.weight_sync.timeout) if self._rank.rank == 0 else None,
+            client,
             rank=self._rank.rank,
             backend=backend,
             address=address,

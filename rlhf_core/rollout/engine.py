@@ -12,6 +12,8 @@ from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.types import PromptExample, Rollout
 
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for."""
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 
 
@@ -27,9 +29,11 @@ class Engine:
         max_model_len: int,
         seed: int,
         weight_transfer: str | None = None,
+        adapter_rank: int | None = None,
     ) -> None:
         """`model`: Hugging Face folder, whose `eos_token_id` ends a response. `device`: "cpu" or "cuda".
-        `weight_transfer`: "gloo", "nccl" or "ipc" if its weights will be updated."""
+        `weight_transfer`: "gloo", "nccl" or "ipc" if its weights will be updated. `adapter_rank`: if these are an
+        adapter's, of this rank, on the weights of `model`."""
         _set_environment(engine, device)
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -43,6 +47,9 @@ class Engine:
         if weight_transfer is not None:
             options["weight_transfer_config"] = WeightTransferConfig(backend=f"rlhf_{weight_transfer}")
             options["worker_extension_cls"] = _EXTENSION
+        if adapter_rank is not None:
+            size = next(size for size in _ADAPTER_RANKS if size >= adapter_rank)
+            options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
         if engine.tensor_parallel == 1:
             options["distributed_executor_backend"] = "uni"
         if device == "cuda":
@@ -73,13 +80,16 @@ class Engine:
         temperature: float,
         seeds: Sequence[int],
         policy_version: int,
+        adapter: int | None = None,
     ) -> list[Rollout]:
         """`n` responses to each prompt, all prompts at once; in the order of prompts, then of samples.
 
         The n samples of a prompt are one request with one seed. Only the temperature shapes the distribution: a
-        truncating sampler would make every log-probability of PPO wrong.
+        truncating sampler would make every log-probability of PPO wrong. `adapter`: the number under which
+        `SyncExtension.load_adapter` loaded one; no other is used instead.
         """
         from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
 
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=list(prompt.input_ids)) for prompt in prompts],
@@ -96,6 +106,8 @@ class Engine:
                 for seed in seeds
             ],
             use_tqdm=False,
+            # Its address leads nowhere: an adapter that was not loaded by a sync is an error.
+            lora_request=None if adapter is None else LoRARequest(f"policy-{adapter}", adapter, "not-synced"),
         )
         rollouts = []
         for prompt, output in zip(prompts, outputs, strict=True):

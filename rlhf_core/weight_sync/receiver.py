@@ -2,12 +2,18 @@
 
 vLLM imports this module in each of an engine's workers (`worker_extension_cls`), which registers the backends:
 `rlhf_gloo` is ours; `rlhf_nccl` and `rlhf_ipc` are vLLM's own with the checksums added.
+
+Where LoRA is enabled in the engine, what arrives is an adapter: it is kept aside, the model's weights stay, and
+`SyncExtension.load_adapter` hands it to vLLM's own loader.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,8 +64,9 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.checksums: dict[str, str] = {}
-        initialize_layerwise_reload(self.model)
+        self.inbox = _Inbox(self.model, keep=self.vllm_config.lora_config is not None)
+        if not self.inbox.keep:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class ends in torch.accelerator.synchronize(), which a CPU does not have.
@@ -72,13 +79,14 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
         ]
         for bucket in cut(specs, self._bucket_bytes):
             buffer = self._group.receive(sum(spec.bytes for spec in bucket))
-            pairs = [(spec.name, tensor) for spec, tensor in zip(bucket, unpack(buffer, bucket), strict=True)]
-            self.checksums.update((name, tensor_checksum(tensor)) for name, tensor in pairs)
-            self.model.load_weights(pairs)
+            names = [spec.name for spec in bucket]
+            self.inbox.load_weights(zip(names, unpack(buffer, bucket), strict=True))
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        if self.inbox.keep:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_embeddings(self.model)
 
@@ -100,19 +108,26 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-class _Hashing:
-    """Stands in for the model while vLLM's own backend receives: checksums each tensor, then loads it."""
+class _Inbox:
+    """Stands in for the model while weights arrive: checksums each tensor, then loads it, or keeps it if it belongs to
+    an adapter (`keep`)."""
 
-    def __init__(self, model: torch.nn.Module, checksums: dict[str, str]) -> None:
+    def __init__(self, model: torch.nn.Module, *, keep: bool) -> None:
         self._model = model
-        self._checksums = checksums
+        self.keep = keep
+        self.checksums: dict[str, str] = {}
+        self.kept: dict[str, torch.Tensor] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         def hashed() -> Iterable[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                self._checksums[name] = tensor_checksum(tensor)
+                self.checksums[name] = tensor_checksum(tensor)
                 yield name, tensor
 
+        if self.keep:
+            # Copies: vLLM's backends reuse their buffers.
+            self.kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in hashed())
+            return None
         return self._model.load_weights(hashed())  # type: ignore[operator]
 
     def __getattr__(self, name: str) -> Any:
@@ -120,22 +135,27 @@ class _Hashing:
 
 
 def _checksummed(base: Any) -> Any:
-    """vLLM's backend `base` with `checksums` of what arrived."""
+    """vLLM's backend `base` with an inbox."""
 
     class Checksummed(base):  # type: ignore[misc]
         model: Any
 
         def start_weight_update(self) -> None:
-            self.checksums: dict[str, str] = {}
-            super().start_weight_update()
+            self.inbox = _Inbox(self.model, keep=self.vllm_config.lora_config is not None)
+            if not self.inbox.keep:
+                super().start_weight_update()
 
         def receive_weights(self, update_info: Any) -> None:
             model = self.model
-            self.model = _Hashing(model, self.checksums)
+            self.model = self.inbox
             try:
                 super().receive_weights(update_info)
             finally:
                 self.model = model
+
+        def finish_weight_update(self) -> None:
+            if not self.inbox.keep:
+                super().finish_weight_update()
 
     Checksummed.__name__ = f"Checksummed{base.__name__}"
     return Checksummed
@@ -145,10 +165,26 @@ class SyncExtension:
     """Mixed into vLLM's worker class; called by name through `collective_rpc`."""
 
     weight_transfer_engine: Any
+    add_lora: Any
 
     def received_checksums(self) -> dict[str, str]:
         """Tensor name -> checksum of the last update."""
-        return dict(self.weight_transfer_engine.checksums)
+        return dict(self.weight_transfer_engine.inbox.checksums)
+
+    def load_adapter(self, number: int, config: dict[str, Any]) -> None:
+        """Serve the adapter of the last update as `number`, in place of any other. `config`: PEFT's.
+
+        vLLM loads adapters from files only; these live for a moment.
+        """
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        inbox = self.weight_transfer_engine.inbox
+        with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
+            save_file(inbox.kept, Path(folder) / "adapter_model.safetensors")
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+            self.add_lora(LoRARequest(f"policy-{number}", number, folder))
+        inbox.kept = {}
 
 
 def _register() -> None:

@@ -117,7 +117,9 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
             engine = new_engine(rank, kind, stage)
             engine.load_checkpoint(checkpoint)
         _ppo(engine, kind, data, sequences, budget, pack)
-    streams = {"": engine.weights(), "average.": engine.weights(average=True), "adapter.": engine.adapter()}
+    streams = {"": engine.weights(), "adapter.": engine.adapter()}
+    if kind.startswith("policy"):
+        streams["average."] = engine.weights(average=True)
     return {prefix + name: tensor.clone() for prefix, stream in streams.items() for name, tensor in stream}
 
 
