@@ -322,7 +322,9 @@ def _disk(config: PipelineConfig) -> Iterator[Finding]:
     while not place.exists() and place != place.parent:
         place = place.parent
     copies = config.store.keep_checkpoints + config.store.keep_best + 1 if "://" not in config.store_url else 1
-    need = 200_000_000 + 2 * _parameters(config) * _BYTES_PER_PARAMETER * copies
+    # With an adapter nothing large is in a checkpoint; the merged model is saved once.
+    each = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
+    need = 200_000_000 + 2 * _parameters(config) * each
     free = shutil.disk_usage(place).free
     if free < need:
         yield (

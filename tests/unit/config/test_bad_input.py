@@ -166,6 +166,21 @@ FIELDS = (
     Bad(
         "heads that do not fit", "model: {tiny: {heads: 3}}\n", ("model.tiny.hidden_size / heads", "128 / 3", "heads=4")
     ),
+    Bad(
+        "an adapter for a model from scratch",
+        "sft: {lora: {r: 8}}\n",
+        ("c.yaml:1", "sft.lora adapts a pretrained model", "model.path", "leave sft.lora out"),
+    ),
+    Bad(
+        "an adapter to send without one",
+        "ppo: {weight_sync: {lora: adapter}}\n",
+        ("ppo.weight_sync.lora=adapter needs ppo.lora", "got no ppo.lora"),
+    ),
+    Bad(
+        "an adapter too large for the engines",
+        "ppo: {lora: {r: 600}, weight_sync: {lora: adapter}}\n",
+        ("at most 512", "got r=600", "ppo.weight_sync.lora=merged"),
+    ),
     Bad("nccl on the CPU", "run: {device: cpu}\nppo: {weight_sync: {backend: nccl}}\n", ("backend=nccl", "gloo")),
     Bad("a reward model that is not trained", "reward: {enabled: false}\n", ("ppo.rewards", "reward.enabled=true")),
     Bad("two rewards of one name", "ppo: {rewards: [{type: model}, {type: model}]}\n", ("distinct names", "`name`")),
