@@ -68,6 +68,7 @@ class ModelWorker:
             dtype=sizes.dtype,
             attention=self._config.model.attention,
             device=self._rank.torch_device,
+            quantize=ppo.lora.quantize if ppo.lora is not None and trained else None,
         )
         if role == "critic":
             model.fold_statistics()

@@ -337,3 +337,9 @@ def writable(folder: Path) -> str | None:
     if not here.is_dir():
         return f"{here} is a file"
     return None if os.access(here, os.W_OK | os.X_OK) else f"{here} is not writable for this user"
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Header entries of a local model's tensors, by name; none of files that are damaged."""
+    files = folder.glob("*.safetensors") if folder.is_dir() else ()
+    return {name: entry for file in files for name, entry in safetensors_header(file)[0].items()}

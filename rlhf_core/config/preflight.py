@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, safetensors_header, writable
+from rlhf_core.config.checkadapters import check_adapters
+from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, tensors, writable
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as placement
@@ -34,7 +36,7 @@ _BYTES_PER_PARAMETER = 16
 def check(config: PipelineConfig) -> list[str]:
     """Warnings, one sentence each. Raises ConfigError, DataError or ModelError (the class of the first problem) whose
     message lists every problem, a line each."""
-    parts = (_addresses, _folders, _data, _model, _rewards, _consistency, _devices, _disk)
+    parts = (_addresses, _folders, _data, _model, check_adapters, _rewards, _consistency, _devices, _disk)
     findings: list[Finding] = [finding for part in parts for finding in part(config)]
     errors = [finding for finding in findings if isinstance(finding, InputError)]
     if errors:
@@ -312,14 +314,7 @@ def _parameters(config: PipelineConfig) -> int:
         return tiny.layers * layer + tiny.vocab_size * tiny.hidden_size * (1 if tiny.tie_embeddings else 2)
     if not is_local(config.model.path) or not Path(config.model.path).is_dir():
         return 0
-    count = 0
-    for file in Path(config.model.path).glob("*.safetensors"):
-        for entry in safetensors_header(file)[0].values():
-            size = 1
-            for axis in entry["shape"]:
-                size *= axis
-            count += size
-    return count
+    return sum(math.prod(entry["shape"]) for entry in tensors(Path(config.model.path)).values())
 
 
 def _disk(config: PipelineConfig) -> Iterator[Finding]:

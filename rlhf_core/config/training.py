@@ -50,6 +50,9 @@ class LoraConfig(Section):
         min_length=1,
         description="Names of the linear layers that get one, such as q_proj; None: all of the decoder's",
     )
+    quantize: Literal["nf4"] | None = Field(
+        None, description="`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are"
+    )
 
 
 class SFTConfig(Section):

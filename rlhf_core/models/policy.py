@@ -14,6 +14,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_onednn
+from rlhf_core.models.quantized import loading_options, save_pretrained
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,19 +51,35 @@ class Policy(nn.Module):
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `self.lm`."""
-        self.lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+        save_pretrained(self.lm, folder, state_dict)
 
 
-def load_policy(folder: Path | str, *, dtype: str, attention: str, device: str, revision: str | None = None) -> Policy:
-    """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first)."""
+def load_policy(
+    folder: Path | str,
+    *,
+    dtype: str,
+    attention: str,
+    device: str,
+    revision: str | None = None,
+    quantize: str | None = None,
+) -> Policy:
+    """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first).
+
+    `quantize`: hold its linear layers in 4 bits, see `models.quantized`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {"dtype": DTYPES[dtype], "attn_implementation": implementation(attention), "trust_remote_code": False}
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype],
+        "attn_implementation": implementation(attention),
+        "trust_remote_code": False,
+    }
     try:
         if is_config_only(folder):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             lm = AutoModelForCausalLM.from_config(config, **options)
         else:
+            options |= loading_options(quantize, DTYPES[dtype], device)
             lm = AutoModelForCausalLM.from_pretrained(folder, revision=revision, use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"model.path: cannot load a causal language model from {folder}: {error}") from error

@@ -21,6 +21,7 @@ from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.policy import DTYPES, without_dropout
+from rlhf_core.models.quantized import loading_options, save_pretrained
 
 _STATISTICS = "score_statistics.json"
 
@@ -76,12 +77,17 @@ class ScoreModel(nn.Module):
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Hugging Face layout and the statistics."""
-        self.lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+        save_pretrained(self.lm, folder, state_dict)
         self.statistics.save(folder)
 
 
-def load_score_model(folder: Path | str, *, dtype: str, attention: str, device: str) -> ScoreModel:
-    """From a causal LM (new head, N(0, 1/(h+1))) or from a saved score model (its own head). Seed torch first."""
+def load_score_model(
+    folder: Path | str, *, dtype: str, attention: str, device: str, quantize: str | None = None
+) -> ScoreModel:
+    """From a causal LM (new head, N(0, 1/(h+1))) or from a saved score model (its own head). Seed torch first.
+
+    `quantize`: as for a policy.
+    """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from_causal = not _is_classifier(Path(folder))
@@ -94,6 +100,7 @@ def load_score_model(folder: Path | str, *, dtype: str, attention: str, device: 
             attn_implementation=implementation(attention),
             trust_remote_code=False,
             use_safetensors=True,
+            **loading_options(quantize, DTYPES[dtype], device),
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot make a score model from {folder}: {error}") from error

@@ -54,7 +54,11 @@ def _train(
     reward = config.reward
     torch.manual_seed(derive_seed(config.run.seed, "reward", "init"))
     model = load_score_model(
-        sft / "model", dtype=reward.deepspeed.dtype, attention=config.model.attention, device=rank.torch_device
+        sft / "model",
+        dtype=reward.deepspeed.dtype,
+        attention=config.model.attention,
+        device=rank.torch_device,
+        quantize=None if reward.lora is None else reward.lora.quantize,
     )
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)

@@ -54,7 +54,12 @@ def _train(
     folder, revision = base_model(config, data)
     torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))
     policy = load_policy(
-        folder, dtype=sft.deepspeed.dtype, attention=config.model.attention, device=rank.torch_device, revision=revision
+        folder,
+        dtype=sft.deepspeed.dtype,
+        attention=config.model.attention,
+        device=rank.torch_device,
+        revision=revision,
+        quantize=None if sft.lora is None else sft.lora.quantize,
     )
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})

@@ -20,6 +20,7 @@ from torch import nn
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
+from rlhf_core.models.quantized import shape, whole
 from rlhf_core.training.distributed import Rank
 from rlhf_core.training.ema import WeightAverage
 
@@ -182,12 +183,12 @@ class TrainingEngine:
         """Names and shapes of what `weights`, or `adapter`, yields."""
         rename = adapter_name if adapter else merged_name
         parameters = [pair for group in self._gather_groups() for pair in group]
-        return [(new, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters if (new := rename(name))]
+        return [(new, shape(p)) for name, p in parameters if (new := rename(name))]
 
     def _value(self, name: str, parameter: nn.Parameter, average: bool) -> torch.Tensor:
         if average and self._average is not None and name in self._average:
             return self._average.full(name)
-        return parameter.detach()
+        return whole(parameter)
 
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Parameters by decoder layer, so that gathering never holds more than one layer."""

@@ -1,0 +1,67 @@
+"""Frozen weights in 4 bits under an adapter (QLoRA, Dettmers et al. 2023). The only importer of bitsandbytes.
+
+Layers compute with the weights that their 4 bits stand for; those weights are what is merged, sent and saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_core.errors import ModelError
+
+
+def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """What `from_pretrained` takes besides; nothing for None. Raises ModelError where bitsandbytes is missing."""
+    if quantize is None:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(f"lora.quantize={quantize} needs bitsandbytes; install it, or leave quantize out")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["lm_head", "score"],
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter's numbers, in the model's precision."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    numbers: torch.Tensor = dequantize_4bit(parameter.data, state)
+    return numbers
+
+
+def shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of `whole`, also where the parameter is sharded."""
+    state = getattr(parameter, "quant_state", None)
+    return tuple(getattr(parameter, "ds_shape", parameter.shape) if state is None else state.shape)
+
+
+def save_pretrained(lm: Any, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+    """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `lm`; None: its own.
+
+    A quantized model would save its 4 bits whatever it is given, so an empty shell of it takes its place.
+    """
+    if getattr(lm, "hf_quantizer", None) is not None and state_dict is not None:
+        config = copy.deepcopy(lm.config)
+        del config.quantization_config
+        with torch.device("meta"):
+            shell = type(lm)(config).to(next(iter(state_dict.values())).dtype)
+        if hasattr(lm, "generation_config"):
+            shell.generation_config = lm.generation_config
+        lm = shell
+    lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)

@@ -1,0 +1,71 @@
+"""Adapters before a run starts.
+
+- targets that the model's layers do not have are refused, with those that they have
+- quantization is refused without a GPU or bitsandbytes, under ZeRO-3, and in PPO where engines or reference would hold
+  other weights than the policy
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import checkadapters
+from rlhf_core.config.checkadapters import check_adapters
+from rlhf_core.config.load import config_from_tree
+
+
+def _problems(*overrides: str, **tree: Any) -> list[str]:
+    return [str(finding) for finding in check_adapters(config_from_tree(tree, overrides=overrides))]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    names = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head")
+    header = {f"{name}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return tmp_path
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkadapters, "runs_on_gpu", lambda _config: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_targets_that_the_layers_do_not_have_are_refused(model: Path, stage: str) -> None:
+    good = {stage: {"lora": {"targets": ["q_proj", "down_proj"]}}, "model": {"path": str(model)}}
+    assert _problems(**good) == []
+    bad = {stage: {"lora": {"targets": ["q_proj", "query", "lm_head"]}}, "model": {"path": str(model)}}
+    (problem,) = _problems(**bad)
+    assert problem.startswith(
+        f"{stage}.lora.targets: {model} has no lm_head, query in its layers; it has down_proj, q_proj;"
+    )
+
+
+def test_quantization_needs_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = {"reward": {"lora": {"quantize": "nf4"}}}
+    (problem,) = _problems("run.device=cpu", **tree)
+    assert problem.startswith("reward.lora.quantize: nf4 needs a GPU; got 0 visible")
+    monkeypatch.setattr(checkadapters, "runs_on_gpu", lambda _config: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    (problem,) = _problems(**tree)
+    assert "needs bitsandbytes, which is not installed" in problem
+
+
+@pytest.mark.usefixtures("gpu")
+def test_quantization_is_refused_where_others_would_hold_other_weights() -> None:
+    tree: dict[str, Any] = {"ppo": {"lora": {"quantize": "nf4"}}}
+    assert _problems(**tree) == []
+    (problem,) = _problems("ppo.critic_deepspeed.zero_stage=3", **tree)
+    assert "zero_stage 0, 1 or 2" in problem
+    for setting in ("ppo.weight_sync.lora=adapter", "ppo.colocate=critic_reward"):
+        (problem,) = _problems(setting, **tree)
+        assert "needs ppo.weight_sync.lora=merged and ppo.colocate=pairs" in problem
