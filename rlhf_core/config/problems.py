@@ -36,8 +36,10 @@ def suggest(key: str, owner: type[BaseModel], path: Keys) -> str:
     known = list(fields(owner))
     same = [found for found in all_fields() if found[-1] == key]
     alike = [found for found in all_fields() if _stands_for(key, found[-1])]
+    # Two or three letters are an abbreviation sooner than a slip.
+    cutoff = 0.6 if len(key) > 3 else 0.8
     guesses = (
-        [(*path, name) for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)],
+        [(*path, name) for name in difflib.get_close_matches(key, known, n=1, cutoff=cutoff)],
         [found for found in same if found[: len(path)] == path],
         [(*path, name) for name in known if _stands_for(key, name)][:1],
         [found for found in alike if found[: len(path)] == path],

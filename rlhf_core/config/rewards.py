@@ -95,6 +95,17 @@ class TokenShareReward(RewardSource):
     below: PositiveInt = Field(description="Token ids under this count")
 
 
+class AnswerReward(RewardSource):
+    """1 if the response's final answer equals the one that the prompt's row gives, else 0: for problems with a known result."""
+
+    type: Literal["answer"] = "answer"
+    field: str = Field("answer", min_length=1, description="Field of the prompt's row that holds the right answer")
+    extract: Literal["auto", "final_number", "boxed"] = Field(
+        "auto",
+        description="Where the response's answer stands: its last number (behind `####` if there is one), its last \\boxed{}, or `auto`: boxed if there is one",
+    )
+
+
 class PythonReward(RewardSource):
     """A function of yours: `list[RewardInput] -> list[float]`."""
 
@@ -117,6 +128,7 @@ AnyReward = Annotated[
     | RelevanceReward
     | WellFormedReward
     | TokenShareReward
+    | AnswerReward
     | PythonReward,
     Field(discriminator="type"),
 ]

@@ -35,14 +35,11 @@ def add_adapter(model: Any, lora: LoraConfig | None) -> Any:
     if lora is None:
         return model
     from peft import inject_adapter_in_model
-    from peft.utils import ModulesToSaveWrapper
 
     lm = model.lm
     lora = lora.model_copy(update={"targets": _targets(lm, lora)})
     lm.requires_grad_(False)
     inject_adapter_in_model(_peft_config(lm, lora), lm)
-    if hasattr(lm, _HEAD):
-        lm.score = ModulesToSaveWrapper(lm.score, "default")
     model.lora = lora
     use_onednn(lm)
     return model

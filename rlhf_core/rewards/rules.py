@@ -14,6 +14,7 @@ from typing import Any
 import regex
 
 from rlhf_core.config.rewards import (
+    AnswerReward,
     AnyReward,
     FormatReward,
     GoldReward,
@@ -24,7 +25,8 @@ from rlhf_core.config.rewards import (
     TokenShareReward,
     WellFormedReward,
 )
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.answers import boxed, final_number, same_answer
 from rlhf_core.types import RewardInput
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,26 @@ def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
             return well_formed(sample)
         case TokenShareReward():
             return token_share(source, sample)
+        case AnswerReward():
+            return answer(source, sample)
         case _:
             raise AssertionError(f"{source.type} is not a rule reward")
+
+
+def answer(source: AnswerReward, sample: RewardInput) -> float:
+    """0 or 1. Raises `RewardError` where the prompt's row has no answer."""
+    wanted = sample.meta.get(source.field)
+    if wanted is None:
+        raise RewardError(
+            f"reward answer: the row of prompt {sample.prompt_id} has no field {source.field!r}; set `field` to the one that "
+            f"holds the answer; it has {', '.join(sorted(sample.meta)) or 'none'}"
+        )
+    given = boxed(sample.response) if source.extract in ("auto", "boxed") else None
+    if given is None and source.extract != "boxed":
+        given = final_number(sample.response)
+    # GSM8K's own answers end with `#### 18`.
+    right = str(wanted).rpartition("####")[2] or str(wanted)
+    return float(given is not None and same_answer(given, boxed(right) or right))
 
 
 def gold(sample: RewardInput) -> float:

@@ -2,7 +2,8 @@
 `test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on two.
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
-a moving average of the weights), `value` (clipped squared error). `nan` takes the policy through three steps of which
+a moving average of the weights), `value` (clipped squared error); with `lora` adapters only are trained, and with
+`resumed` another engine takes the second step, from a checkpoint. `nan` takes the policy through three steps of which
 the second has a gradient that is not finite.
 """
 
@@ -22,7 +23,8 @@ import torch
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, SFTConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
+from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, plan_ranks
 from rlhf_core.models.policy import Policy
@@ -38,6 +40,8 @@ SETTINGS = [
     (kind, stage, budget, pack)
     for kind, stage, (budget, pack) in itertools.product(("sft", "policy", "value"), (0, 2, 3), CUTS)
 ] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
+LORA = ("policy-lora", "policy-lora-resumed", "value-lora", "value-lora-resumed")
+SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(LORA, (0, 1, 2, 3))]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
 
 _SHAPE = {
@@ -55,10 +59,11 @@ def model(kind: str) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(**_SHAPE, attn_implementation=implementation("sdpa"))
-    if kind != "value":
-        return Policy(LlamaForCausalLM(config))
+    lora = LoraConfig(r=4, alpha=8) if "lora" in kind else None
+    if not kind.startswith("value"):
+        return add_adapter(Policy(LlamaForCausalLM(config)), lora)
     config.num_labels = 1
-    return ScoreModel(LlamaForSequenceClassification(config))
+    return add_adapter(ScoreModel(LlamaForSequenceClassification(config)), lora)
 
 
 def samples() -> list[TrainSample]:
@@ -88,11 +93,15 @@ def samples() -> list[TrainSample]:
     return made
 
 
-def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool) -> dict[str, torch.Tensor]:
+def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
     deepspeed = DeepSpeedConfig.model_validate({"zero_stage": stage})
-    ema_decay = 0.5 if kind == "policy" else None
-    engine = TrainingEngine(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
+    ema_decay = 0.5 if kind.startswith("policy") else None
+    return TrainingEngine(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
+
+
+def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Path) -> dict[str, torch.Tensor]:
+    engine = new_engine(rank, kind, stage)
     data = samples()
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in data]
     if kind == "sft":
@@ -101,10 +110,15 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool) -> dict[st
             sft_step(engine, sequences, config, 2, 0)
     else:
         _ppo(engine, kind, data, sequences, budget, pack)
-    weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    if ema_decay is not None:
-        weights |= {f"average.{name}": tensor.clone() for name, tensor in engine.weights(average=True)}
-    return weights
+        if kind.endswith("resumed"):
+            checkpoint = folder / label(rank.world_size, kind, stage, budget, pack)
+            engine.save_checkpoint(checkpoint)
+            torch.distributed.barrier()
+            engine = new_engine(rank, kind, stage)
+            engine.load_checkpoint(checkpoint)
+        _ppo(engine, kind, data, sequences, budget, pack)
+    streams = {"": engine.weights(), "average.": engine.weights(average=True), "adapter.": engine.adapter()}
+    return {prefix + name: tensor.clone() for prefix, stream in streams.items() for name, tensor in stream}
 
 
 def _ppo(
@@ -132,13 +146,12 @@ def _ppo(
     plan = plan_ranks(lengths, rank.world_size, budget, pack=pack)[rank.rank]
     tokens = sum(len(s.response_ids) for s in data)
     denominator = step_denominator(ppo.aggregation, tokens, len(data))
-    ptx = plan if kind != "value" else []
-    step = OptimizerStep(plan, denominator, ptx, tokens)
-    if kind == "value":
-        update_critic(engine, data, [step, step], ppo, 0)
+    critic = kind.startswith("value")
+    step = OptimizerStep(plan, denominator, [] if critic else plan, tokens)
+    if critic:
+        update_critic(engine, data, [step], ppo, 0)
         return
-    update_policy(engine, data, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
-    if kind == "nan":
+    if kind == "nan" and engine.steps_done == 1:
         broken = [s if i else _broken(s) for i, s in enumerate(data)]
         before = {name: tensor.clone() for name, tensor in engine.weights()}
         sums = update_policy(engine, broken, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
@@ -155,7 +168,7 @@ def main() -> None:
     rank = Rank.from_environment("cpu")
     join(rank)
     for setting in SETTINGS:
-        weights = train(rank, *setting)
+        weights = train(rank, *setting, Path(sys.argv[1]))
         if rank.rank == 0:
             torch.save(weights, Path(sys.argv[1]) / f"{label(rank.world_size, *setting)}.pt")
     torch.distributed.barrier()

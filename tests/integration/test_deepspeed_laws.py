@@ -4,6 +4,8 @@
   padded and packed, for 9 sequences of uneven length: token loss, clipped surrogate with entropy, KL and pretraining
   loss, clipped value loss
 - so does the moving average of the weights, sharded or not
+- the same holds for adapters on a frozen model, trained head included; another engine that goes on from the checkpoint
+  of the first step, which leaves the frozen weights out, ends in the same bits
 - a step whose gradient is not finite changes no parameter and no moment: the steps around it end as if it had not been
 """
 
@@ -22,18 +24,34 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tor
     return run_all(tmp_path_factory.mktemp("laws"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "policy", "value"])
+@pytest.mark.parametrize("kind", ["sft", "policy", "value", "policy-lora", "value-lora"])
 def test_neither_ranks_nor_zero_nor_micro_batches_nor_packing_change_a_step(
     results: dict[str, dict[str, torch.Tensor]], kind: str
 ) -> None:
-    reference = results[label(1, kind, 0, 1000, False)]
-    start = dict(model(kind).lm.named_parameters())
+    reference = results[label(1, kind, *((0, 60, True) if "lora" in kind else (0, 1000, False)))]
+    start = dict(model(kind.removesuffix("-lora")).lm.named_parameters())
     assert largest_difference(reference, {name: p.detach() for name, p in start.items()})[0] > 1e-3
-    same = [name for name in results if name.startswith(f"{kind}-")]
+    same = [name for name in results if name.startswith(f"{kind}-ranks")]
     assert len(same) == 2 * sum(setting[0] == kind for setting in SETTINGS)
     for name in same:
         difference, parameter = largest_difference(results[name], reference)
         assert difference <= TOLERANCE, f"{name}: {parameter} differs by {difference:.2g}"
+
+
+@pytest.mark.parametrize("kind", ["policy-lora", "value-lora"])
+def test_adapters_leave_all_else_alone_and_continue_from_a_checkpoint_with_the_same_bits(
+    results: dict[str, dict[str, torch.Tensor]], kind: str
+) -> None:
+    start = dict(model(kind.removesuffix("-lora")).lm.named_parameters())
+    layers = {name: p for name, p in start.items() if "_proj" not in name and "score" not in name}
+    uninterrupted = [name for name in results if name.startswith(f"{kind}-ranks")]
+    assert len(uninterrupted) == 8
+    for name in uninterrupted:
+        weights = results[name]
+        assert set(start) == {key for key in weights if not key.startswith(("adapter.", "average."))}
+        assert largest_difference(weights, layers)[0] == 0.0, name
+        resumed = results[name.replace(kind, f"{kind}-resumed")]
+        assert all(torch.equal(resumed[key], tensor) for key, tensor in weights.items()), name
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_leaves_no_trace(

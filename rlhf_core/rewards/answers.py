@@ -1,0 +1,70 @@
+"""Verifiable answers: the final number or the boxed expression of a response, compared with the row's own answer.
+
+    final number   after the last `####` if there is one (GSM8K), else the last number of the text
+    boxed          what the last `\\boxed{...}` holds, braces inside included (MATH)
+
+Numbers are compared exactly, as fractions: `1,234.50`, `$18`, `-3`, `3/4`, `\\frac{3}{4}`, `25%` (as 25). Anything else is
+compared as text without spaces, dollar signs, `\\text{}` and the full stop at its end.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import regex
+
+_NUMBER = regex.compile(
+    r"(?<![\w.])[-+−]?\s?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?(?![\d])",
+)
+_FRAC = regex.compile(r"^([-+−]?)\\[dt]?frac\{([-+−]?\d+)\}\{(\d+)\}$")
+_WHOLE = regex.compile(r"^([-+−]?)(\d+(?:\.\d+)?|\.\d+)(?:/(\d+))?%?$")
+_TEXT = regex.compile(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}")
+
+
+def boxed(response: str) -> str | None:
+    """The content of the last `\\boxed{...}`; None without a whole one."""
+    start = response.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, first = 1, start + len("\\boxed{")
+    for i in range(first, len(response)):
+        depth += {"{": 1, "}": -1}.get(response[i], 0)
+        if depth == 0:
+            return response[first:i]
+    return None
+
+
+def final_number(response: str) -> str | None:
+    """The last number after the last `####`, or of the whole response; None without one."""
+    _, marker, after = response.rpartition("####")
+    found = _NUMBER.findall(after if marker else response)
+    if not found:
+        return None
+    # Behind a marker the answer comes first, and words may follow it; in free text the answer comes last.
+    return str(found[0] if marker else found[-1])
+
+
+def same_answer(given: str, wanted: str) -> bool:
+    """Equal as numbers where both are, else as text."""
+    left, right = _as_number(given), _as_number(wanted)
+    if left is not None and right is not None:
+        return left == right
+    return _as_text(given) == _as_text(wanted)
+
+
+def _as_number(text: str) -> Fraction | None:
+    text = regex.sub(r"[\s,$€£]|\\[,;!$%]|\\left|\\right", "", text).rstrip(".")
+    if found := _FRAC.match(text):
+        sign, top, bottom = found[1], found[2].replace("−", "-"), int(found[3])
+        value = Fraction(int(top), bottom) if bottom else None
+    elif found := _WHOLE.match(text):
+        sign, bottom = found[1], int(found[3] or 1)
+        value = Fraction(found[2]) / bottom if bottom else None
+    else:
+        return None
+    return None if value is None else -value if sign in ("-", "−") else value
+
+
+def _as_text(text: str) -> str:
+    plain = regex.sub(r"[\s$]|\\[,;!]", "", _TEXT.sub(r"\1", text))
+    return str(plain).rstrip(".").casefold()
