@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def show(plan: Plan, console: Console) -> None:
     for problem in plan.verdict.problems:
         say(f"does not fit: {problem.text}")
     if plan.changes is not None:
-        say(f"fits with: {_pasted(plan.changes)}")
+        say(f"fits with: {shlex.join(plan.changes)}")
     else:
         say("none of the changes tried makes it fit: use more or larger devices")
 
@@ -156,11 +157,6 @@ def _row(load: DeviceLoad) -> dict[str, Any]:
     return {**place, **asdict(load.bytes), "total": load.total, "host": load.host}
 
 
-def _pasted(changes: Sequence[str]) -> str:
-    """As a shell takes them."""
-    return " ".join(f"'{change}'" if "{" in change else change for change in changes)
-
-
 def _batch_table(config: PipelineConfig) -> Table:
     from rich.table import Table
 
@@ -177,9 +173,7 @@ def _memory_table(plan: Plan) -> Table:
     device = plan.hardware.device
     unit, name = (2**20, "MiB") if device.is_cpu else (GIB, "GiB")
     where = "for each process; the machine" if device.is_cpu else f"on each device; {device.name}"
-    table = Table(
-        title=f"\n{name} {where} has {device.memory / unit:,.1f}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = Table(title=f"\n{name} {where} has {device.memory / unit:,.1f}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage: on n devices", overflow="fold")
     for column in (*KINDS.values(), "total"):
         table.add_column(column, justify="right", no_wrap=True)

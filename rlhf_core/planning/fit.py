@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
@@ -18,8 +19,8 @@ from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
 from rlhf_core.planning.memory import engine_memory
 from rlhf_core.planning.shape import ModelShape, shape_of
 
-_MAX_TRIALS = 800
-"""Configurations tried for one problem: about a second."""
+_MAX_TRIALS = 1500
+"""Configurations tried for one problem: about two seconds."""
 
 Changes = dict[str, str]
 """Field -> value, as overrides spell them."""
@@ -34,6 +35,10 @@ class Problem:
     """Roles, `engine`, or `devices` where there are too few."""
     text: str
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.stage, self.what
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -47,10 +52,6 @@ class Verdict:
     @property
     def fits(self) -> bool:
         return not self.problems
-
-    def has(self, problem: Problem) -> bool:
-        """Whether the same part of the same stage still does not fit."""
-        return any((p.stage, p.what) == (problem.stage, problem.what) for p in self.problems)
 
 
 def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verdict:
@@ -78,7 +79,7 @@ def check_memory(config: PipelineConfig) -> None:
     verdict = judge(config, shape, hardware)
     if not verdict.fits:
         changes = advise(config, lambda changed: judge(changed, shape, hardware))
-        fix = f"it fits with {' '.join(changes)}" if changes else "use more or larger GPUs"
+        fix = f"it fits with {shlex.join(changes)}" if changes else "use more or larger GPUs"
         raise ConfigError("\n".join(problem.text for problem in verdict.problems) + f"; {fix}")
 
 
@@ -113,7 +114,9 @@ def _peaks(loads: tuple[DeviceLoad, ...]) -> list[DeviceLoad]:
 
 def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
     if tokens < config.max_sequence_tokens:
-        text = f"ppo: an engine's KV cache holds {tokens} tokens, less than one sequence of {config.max_sequence_tokens}"
+        text = (
+            f"ppo: an engine's KV cache holds {tokens} tokens, less than one sequence of {config.max_sequence_tokens}"
+        )
         yield Problem("ppo", "engine", text)
 
 
@@ -168,16 +171,16 @@ def _solve(
     changed: Callable[[Changes], tuple[PipelineConfig, Verdict] | None],
 ) -> Changes | None:
     """Uniform-cost search for the first problem of `now`: the cheapest changes without it and without a new one."""
-    problem, known = now[1].problems[0], now[1].problems
+    problem, known = now[1].problems[0], {p.key for p in now[1].problems}
     order = count()
     frontier = [(0.0, next(order), start, now)]
     seen = {frozenset(start.items())}
     while frontier and len(seen) < _MAX_TRIALS:
         cost, _, changes, (config, verdict) = heapq.heappop(frontier)
-        others = [p for p in verdict.problems if not any((p.stage, p.what) == (k.stage, k.what) for k in known)]
-        if not verdict.has(problem) and not others:
+        mine = [p for p in verdict.problems if p.key == problem.key or p.key not in known]
+        if not mine:
             return changes
-        for field, value, price in _moves(config, problem):
+        for field, value, price in chain.from_iterable(_moves(config, p) for p in mine):
             further = {**changes, field: value}
             key = frozenset(further.items())
             if key in seen:
@@ -196,7 +199,9 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
         if problem.what == "devices":
             yield f"{problem.stage}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
             return
-        yield from _smaller_passes(problem.stage, section.micro_batch_tokens, largest_pass(config, problem.stage).longest)
+        yield from _smaller_passes(
+            problem.stage, section.micro_batch_tokens, largest_pass(config, problem.stage).longest
+        )
         yield from _trainer(f"{problem.stage}.deepspeed", section.deepspeed)
         if section.lora is None:
             yield f"{problem.stage}.lora", "{r: 16, alpha: 32}", 6.0
@@ -236,9 +241,10 @@ def _trainer(field: str, deepspeed: DeepSpeedConfig) -> Iterator[tuple[str, str,
     if not deepspeed.gradient_checkpointing:
         yield f"{field}.gradient_checkpointing", "true", 1.0
     if deepspeed.zero_stage < 3:
-        yield f"{field}.zero_stage", str(deepspeed.zero_stage + 1), 1.0
-    yield f"{field}.ranks", str(2 * deepspeed.ranks), 2.0
+        yield f"{field}.zero_stage", str(deepspeed.zero_stage + 1), 0.5
+    step = deepspeed.ranks if field.startswith(("sft", "reward")) else 1
+    yield f"{field}.ranks", str(deepspeed.ranks + step), 1.0
     if deepspeed.dtype == "float32":
-        yield f"{field}.dtype", "bfloat16", 2.0
+        yield f"{field}.dtype", "bfloat16", 1.0
     if deepspeed.offload == "none" and deepspeed.zero_stage > 0:
-        yield f"{field}.offload", "optimizer", 3.0
+        yield f"{field}.offload", "optimizer", 4.0

@@ -1,8 +1,8 @@
 """Who lies on which device in each phase of a stage, and how much of it that takes.
 
-    sft, reward     one model on `deepspeed.ranks` devices:        load -> backward -> step
-    ppo             each group of `config.placement`:              load -> score -> backward -> step
-                    each GPU of the engines:                       rollout; with `colocate: all` beside the group
+sft, reward     one model on `deepspeed.ranks` devices:        load -> backward -> step
+ppo             each group of `config.placement`:              load -> score -> backward -> step
+                each GPU of the engines:                       rollout; with `colocate: all` beside the group
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rlhf_core.config.placement import Group, Role
 from rlhf_core.config.placement import plan as place
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.planning.hardware import GIB, Device
-from rlhf_core.planning.memory import Bytes, ForwardPass, Model, engine_memory
+from rlhf_core.planning.memory import NOTHING, Bytes, ForwardPass, Model, engine_memory
 from rlhf_core.planning.shape import ModelShape
 from rlhf_core.types import StageName
 
 CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
 """Of one process, whatever it computes: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its libraries."""
 FRAGMENTATION = 1.05
-"""What CUDA's allocator holds beyond what tensors need."""
+"""What CUDA's allocator holds beyond what tensors need, once they come and go."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,27 @@ class DeviceLoad:
     phase: str
     devices: int
     """How many devices look like this."""
-    bytes: Bytes
+    trainer: Bytes = NOTHING
+    """Of the training rank."""
+    engine: Bytes = NOTHING
+    """Of an engine, whose share has room for all it needs."""
     device: str = "cuda"
-    processes: int = 1
     host: float = 0.0
     """Bytes in host memory for each of them (offload)."""
 
     @property
+    def bytes(self) -> Bytes:
+        """What lies there, by kind."""
+        return self.trainer + self.engine
+
+    @property
     def total(self) -> float:
-        slack = FRAGMENTATION if self.device == "cuda" else 1.0
-        return self.bytes.total * slack + self.processes * CONTEXT[self.device]
+        """With the processes themselves."""
+        if self.device == "cpu":
+            return self.bytes.total + CONTEXT["cpu"]
+        slack = 1.0 if self.phase == "load" else FRAGMENTATION
+        context = CONTEXT["cuda"] if self.trainer.total else 0.0
+        return self.trainer.total * slack + context + self.engine.total
 
 
 def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> tuple[DeviceLoad, ...]:
@@ -85,9 +96,9 @@ def _reward(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[De
 
 def _training(stage: StageName, what: str, model: Model, batch: ForwardPass, kind: str) -> Iterator[DeviceLoad]:
     ranks, host = model.deepspeed.ranks, model.host
-    yield DeviceLoad(stage, what, "load", ranks, model.loading, kind, host=host)
-    yield DeviceLoad(stage, what, "backward", ranks, model.state + model.backward(batch), kind, host=host)
-    yield DeviceLoad(stage, what, "step", ranks, model.state + model.step, kind, host=host)
+    yield DeviceLoad(stage, what, "load", ranks, model.loading, device=kind, host=host)
+    yield DeviceLoad(stage, what, "backward", ranks, model.state + model.backward(batch), device=kind, host=host)
+    yield DeviceLoad(stage, what, "step", ranks, model.state + model.step, device=kind, host=host)
 
 
 def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> Iterator[DeviceLoad]:
@@ -96,12 +107,12 @@ def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -
     shared = placement.together and not device.is_cpu
     for group in placement.groups:
         models = ppo_models(config, shape, group, kind)
-        beside, processes = (serving, 2) if shared else (Bytes(), 1)
+        beside = serving if shared else NOTHING
         what, host = group.name + ("+engine" if shared else ""), sum(model.host for model in models.values())
         for phase, load in _phases(config, models).items():
-            yield DeviceLoad("ppo", what, phase, group.ranks, load + beside, kind, processes, host)
+            yield DeviceLoad("ppo", what, phase, group.ranks, load, beside, kind, host)
     if not shared:
-        yield DeviceLoad("ppo", "engine", "rollout", engine.count * engine.tensor_parallel, serving, kind)
+        yield DeviceLoad("ppo", "engine", "rollout", engine.count * engine.tensor_parallel, engine=serving, device=kind)
 
 
 def ppo_models(config: PipelineConfig, shape: ModelShape, group: Group, kind: str = "cuda") -> dict[Role, Model]:
@@ -122,7 +133,7 @@ def ppo_models(config: PipelineConfig, shape: ModelShape, group: Group, kind: st
 
 def _phases(config: PipelineConfig, models: dict[Role, Model]) -> dict[str, Bytes]:
     """Of one group: its roles are loaded and compute one after the other; all of them stay."""
-    resting, loading = Bytes(), Bytes()
+    resting, loading = NOTHING, NOTHING
     for model in models.values():
         loading = max(loading, resting + model.loading, key=lambda load: load.total)
         resting = resting + model.state

@@ -5,8 +5,8 @@ parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
 
     ZeRO       weights   gradients   optimizer (master weights, two moments of Adam)      buffers
     0          eP        eT          8T; bfloat16 12T
-    1          eP        eT          12T/N                                                a bucket of 5e8 gradients
-    2          eP        eT/N        12T/N                                                a bucket of 5e8 gradients
+    1          eP        eT          12T/N                                                a bucket of gradients
+    2          eP        eT/N        12T/N                                                a bucket of gradients
     3          eP/N      eT/N        12T/N                                                the bucket, gathered weights
 
 Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`, each sequence
@@ -25,11 +25,15 @@ from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.shape import ModelShape
 
 REDUCE_BUCKET = 500_000_000
-"""Gradients that ZeRO 1-3 reduce at a time (DeepSpeed's reduce_bucket_size); the buffer is allocated whole."""
+"""Gradients that ZeRO 1-3 reduce at a time, at most (`training.engine`); the buffer is allocated whole."""
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time (sub_group_size)."""
+ENGINE_CONTEXT = 0.8 * GIB
+"""CUDA's context and libraries of an engine, inside its share."""
+GRAPHS = 1.0 * GIB
+"""CUDA graphs of an engine."""
 LOSS_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 19}
 """Logits that `algo.logprobs` works on at a time, in float32."""
 
@@ -54,6 +58,9 @@ class Bytes:
     @property
     def total(self) -> float:
         return float(sum(getattr(self, kind.name) for kind in fields(Bytes)))
+
+
+NOTHING = Bytes()
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Model:
         average = 4 * self._whole / (n if self.stage == 3 else 1) * self.average
         return Bytes(
             weights=weights,
-            gradients=self._gradients if self.stage == 3 else 0.0,
+            gradients=self.gradients if self.stage == 3 else 0.0,
             optimizer=0.0 if self.offloaded else self._optimizer,
             buffers=average + (self._bucket if self.stage == 3 else 0.0),
         )
@@ -135,7 +142,7 @@ class Model:
         return 12 * self.trainable / n if self.stage else (8 if self.size == 4 else 12) * self.trainable
 
     @property
-    def _gradients(self) -> float:
+    def gradients(self) -> float:
         """As they accumulate over micro-batches."""
         if self.stage < 2:
             return self.size * self.trainable
@@ -143,8 +150,7 @@ class Model:
 
     @property
     def _bucket(self) -> float:
-        # On the CPU memory that is never touched costs nothing.
-        return REDUCE_BUCKET * self.size * (self.trained and self.stage > 0 and self.device != "cpu")
+        return self.size * min(self.trainable, REDUCE_BUCKET) if self.stage else 0.0
 
     @property
     def host(self) -> float:
@@ -153,41 +159,47 @@ class Model:
 
     @property
     def loading(self) -> Bytes:
-        """What is needed on top of nothing while the whole model is loaded, before ZeRO cuts it."""
-        return Bytes(weights=self.size * self.parameters * (2 if self.stage in (1, 2) else 1))
+        """While the model is loaded: all of it, before ZeRO cuts it; ZeRO-1 and 2 make a flat copy of what is trained."""
+        return Bytes(weights=self.size * (self.parameters + self.trainable * (self.stage in (1, 2))))
 
     # -- at work: on top of `state` -----------------------------------------------------------------------------
 
     def backward(self, batch: ForwardPass) -> Bytes:
         """The largest moment of a forward and backward pass, with the gradients of the micro-batches before."""
-        kept, layer = self._kept(batch), batch.tokens * self._layer(batch)
-        logits, largest = self._logits(batch), self.size * self._largest
-        recomputed = layer if self.deepspeed.gradient_checkpointing else 0.0
-        # Gradients of the three inner products of the MLP, of the residual and of a float32 norm.
-        flowing = batch.tokens * (3 * self.shape.intermediate * self.size + 8 * self.shape.hidden)
-        held = self._gradients if self.stage < 3 else 0.0
+        shape, size = self.shape, self.size
+        layers = batch.tokens * shape.layers * (size * shape.hidden if self._checkpoints else self._layer(batch))
+        kept = layers + batch.tokens * (self._norm(shape.hidden) + size * shape.hidden)
+        logits = self._logits(batch)
+        # While a layer's own pass is undone: its activations, made again, and gradients inside its MLP.
+        undone = batch.tokens * (
+            size * (shape.intermediate + 2 * shape.hidden) + self._checkpoints * self._layer(batch)
+        )
+        # A new gradient lies beside the old one until it is added.
+        new = size * shape.hidden * (self.lora is None)
+        held = self.gradients if self.stage < 3 else 0.0
         common = Bytes(gradients=held, buffers=self._gathered)
         reducing = Bytes(buffers=self._bucket if self.stage in (1, 2) else 0.0)
         loss = Bytes(activations=kept, logits=2 * logits, buffers=self._chunks(logits, 3 if self.size == 2 else 2))
         if self.stage == 1:
             loss = loss + reducing
-        head = Bytes(activations=kept, logits=logits, buffers=largest) + reducing
-        last = Bytes(activations=kept + recomputed + flowing, buffers=largest) + reducing
-        moments = (loss, head, last) if logits else (last,)
-        return common + max(moments, key=lambda moment: moment.total)
+        head = Bytes(activations=kept, logits=logits, buffers=new * shape.vocabulary) + reducing
+        last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
+        if self.scores:  # the last norm's gradients, in float32
+            loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing
+        return common + max(loss, head, last, key=lambda moment: moment.total)
 
     @property
     def step(self) -> Bytes:
         """The optimizer step: gradients, and the float32 copies DeepSpeed makes of what it updates."""
         if self.offloaded:
-            return Bytes(gradients=self._gradients if self.stage < 2 else 0.0)
+            return Bytes(gradients=self.gradients if self.stage < 2 else 0.0)
         n, copies = self.deepspeed.ranks, self.size + (4 if self.size == 2 else 0)
         if self.stage == 3:
             return Bytes(buffers=copies * min(self.trainable, SUB_GROUP) / n)
         if self.stage:
-            return Bytes(gradients=self._gradients, buffers=copies * self.trainable / n)
+            return Bytes(gradients=self.gradients, buffers=copies * self.trainable / n)
         flat = self.size * min(self.trainable, REDUCE_BUCKET)
-        return Bytes(gradients=self._gradients, buffers=4 * self.trainable if self.size == 2 else flat)
+        return Bytes(gradients=self.gradients, buffers=4 * self.trainable if self.size == 2 else flat)
 
     def scoring(self, batch: ForwardPass) -> Bytes:
         """A forward pass without gradients: one layer, the logits and the loss's chunks."""
@@ -205,24 +217,14 @@ class Model:
         return self.size * min(self.parameters, LIVE_PARAMETERS)
 
     @property
-    def _largest(self) -> int:
-        """Parameters of the largest trained matrix: its new gradient lies beside the old one."""
-        if self.lora is not None or not self.trained:
-            return 0
-        return self.shape.hidden * max(self.shape.intermediate, 0 if self.scores else self.shape.vocabulary)
+    def _checkpoints(self) -> bool:
+        return self.deepspeed.gradient_checkpointing
 
     def _logits(self, batch: ForwardPass) -> float:
         return 0.0 if self.scores else self.size * batch.tokens * self.shape.vocabulary
 
     def _chunks(self, logits: float, copies: int) -> float:
         return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self.size)
-
-    def _kept(self, batch: ForwardPass) -> float:
-        """What the forward pass keeps for the backward pass, without the logits."""
-        shape, size = self.shape, self.size
-        per_layer = size * shape.hidden if self.deepspeed.gradient_checkpointing else self._layer(batch)
-        final = self._norm(shape.hidden) + (0 if self.scores else size * shape.hidden)
-        return batch.tokens * (shape.layers * per_layer + final)
 
     def _layer(self, batch: ForwardPass) -> float:
         """A decoder layer's kept activations, per token."""
@@ -258,7 +260,7 @@ def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device) -> En
     batched = 16384 if device.memory >= 70 * GIB and not device.name.startswith("A100") else 8192
     layer = size * (3 * shape.intermediate / parallel + 6 * shape.hidden)
     work = batched * layer + engine.max_num_seqs * shape.vocabulary * (size + 8)
-    work += 0.3 * GIB + (0 if engine.enforce_eager else 1.0 * GIB)
+    work += ENGINE_CONTEXT + (0 if engine.enforce_eager else GRAPHS)
     if device.is_cpu:
         work, cache = 0.0, engine.kv_cache_gib * GIB
     else:

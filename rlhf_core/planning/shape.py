@@ -11,7 +11,6 @@ from typing import Any
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ModelError
 
-
 _FAMILIES = ("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """`model_type`s whose layers are counted here; transformers is asked for each of them in the tests."""
 
@@ -124,7 +123,9 @@ def _config_file(config: PipelineConfig, local: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(config.model.path, "config.json", revision=config.model.revision, local_files_only=local))
+        return Path(
+            hf_hub_download(config.model.path, "config.json", revision=config.model.revision, local_files_only=local)
+        )
     except Exception as error:
         raise ModelError(
             f"model.path: the shape of {config.model.path} cannot be read from the hub or its cache "
