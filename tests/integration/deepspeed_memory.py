@@ -29,10 +29,8 @@ from tests.integration.deepspeed_step import model
 
 PEAKS: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bfloat16": {"dtype": "bfloat16"},
     "checkpointing": {"dtype": "bfloat16", "gradient_checkpointing": True},
     "adapters": {"dtype": "bfloat16", "gradient_checkpointing": True, "lora": {"r": 8}},
-    "zero-1": {"dtype": "bfloat16", "zero_stage": 1},
     "zero-2": {"dtype": "bfloat16", "zero_stage": 2},
     "zero-3": {"dtype": "bfloat16", "zero_stage": 3},
     "scores": {"dtype": "bfloat16", "scores": True},

@@ -29,7 +29,8 @@ TOLERANCE = 0.05
 def measured(tmp_path: Path, *arguments: str, ranks: int = 1) -> Any:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if not arguments else []
     script = str(Path(__file__).parent / "deepspeed_memory.py")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path.cwd())}
+    paths = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, *launch, script, str(tmp_path / "found.json"), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
