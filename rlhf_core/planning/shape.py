@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ModelError
 
-_FAMILIES = ("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3")
+_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose layers are counted here; transformers is asked for each of them in the tests."""
 
 

@@ -50,7 +50,6 @@ def read(model: Any, tmp_path: Path) -> ModelShape:
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
         ("gemma", {"head_dim": 32}),
-        ("phi3", {}),
     ],
 )
 def test_parameters_are_counted_as_transformers_does(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
