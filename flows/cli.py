@@ -99,13 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage")
 
     plan = _command(
-        commands, "plan", "show the memory and time a configuration needs, and whether it fits", _plan,
-        "rlhf plan deployments/configs/hh-rlhf-llama3-8b.yaml --gpus 8xA100-80G",
+        commands, "plan", "show the memory and time a configuration needs, and whether it fits (exit code 2: it does not)",
+        _plan, "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8",
     )  # fmt: skip
-    plan.add_argument("config", metavar="CONFIG", help="YAML file")
-    plan.add_argument("overrides", metavar="key=value", nargs="*", help="fields to override")
-    plan.add_argument("--gpus", metavar="8xA100-80G", help="count and kind of the GPUs; not given: the CPU")
-    plan.add_argument("--model-config", metavar="FILE", help="a config.json to use for the shape of the model")
+    plan.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
+    plan.add_argument("overrides", metavar="key=value", nargs="*", help="fields to override, such as sft.lora={r: 16}")
+    plan.add_argument("--gpus", metavar="8xA100-80G", help="count and kind of GPUs (default: those of this machine)")
+    plan.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/ has some",
+    )
+    plan.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
 
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
@@ -129,10 +134,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from flows.parameters import check_range
     from rlhf_core.config.load import load_config
     from rlhf_core.config.preflight import check
+    from rlhf_core.planning.fit import check_memory
     from rlhf_core.storage.store import Store
 
     config = load_config(arguments.config, arguments.overrides)
     check(config)
+    check_memory(config)
     check_range(arguments.start, arguments.until)
     Store(config.store_url, config.store.endpoint).check()
     home = Path(config.run.home).resolve()
@@ -183,14 +190,16 @@ def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> in
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
+    from flows.plan import as_json, make_plan, show
 
-    from flows.plan import show_plan
+    plan = make_plan(arguments.config, arguments.overrides, arguments.gpus, arguments.model_config)
+    if arguments.json:
+        print(as_json(plan))
+    else:
+        from rich.console import Console
 
-    fits = show_plan(
-        arguments.config, arguments.overrides, arguments.gpus, arguments.model_config, Console(soft_wrap=False)
-    )
-    return 0 if fits else InputError.exit_code
+        show(plan, Console())
+    return 0 if plan.verdict.fits else InputError.exit_code
 
 
 def _up(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
+from rlhf_core.planning.fit import check_memory
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -184,6 +185,7 @@ def open_pipeline(
     settings = load_config(config, overrides)
     for warning in check(settings):
         log.warning("%s", warning)
+    check_memory(settings)
     Store(settings.store_url, settings.store.endpoint).check()
     run = Pipeline(settings, config, start, until)
     run.parent_run_id = run.tracking.parent_run(

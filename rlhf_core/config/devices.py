@@ -44,13 +44,24 @@ def _torch_is_cpu_build() -> bool:
         return False
 
 
+def gpu_names() -> list[str]:
+    """What the driver calls the GPUs of this machine, such as `NVIDIA A100-SXM4-80GB`; empty if it does not say."""
+    files = [folder / "information" for folder in sorted(_DRIVER.iterdir())] if _DRIVER.is_dir() else []
+    lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names or [line.partition(":")[2].partition("(")[0].strip() for line in _listed_gpus()]
+
+
 def _installed_gpus() -> int:
-    if _DRIVER.is_dir():
-        return len(list(_DRIVER.iterdir()))
+    return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else len(_listed_gpus())
+
+
+def _listed_gpus() -> list[str]:
+    """`GPU 0: NVIDIA H100 80GB HBM3 (UUID: ...)`, a line for each."""
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return []
+    return [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]

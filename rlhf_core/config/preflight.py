@@ -1,7 +1,7 @@
 """Everything about a run that can be checked before anything heavy starts: files, folders, devices, arithmetic.
 
-`check` looks and raises one error that lists all problems, `describe` says what will run. Nothing is imported or
-executed on the way: reward functions and models are only looked at.
+`check` looks and raises one error that lists all problems. Nothing is imported or executed on the way: reward functions
+and models are only looked at.
 """
 
 from __future__ import annotations
@@ -42,41 +42,6 @@ def check(config: PipelineConfig) -> list[str]:
     if errors:
         raise type(errors[0])("\n".join(dict.fromkeys(error.message for error in errors)))
     return list(dict.fromkeys(finding for finding in findings if isinstance(finding, str)))
-
-
-def describe(config: PipelineConfig, gpus: str | None = None) -> str:
-    """The batch arithmetic and what runs where, in a few lines for people. `gpus`: devices to speak of, such as
-    `8xA100-80G`, instead of those of this machine."""
-    ppo, plan = config.ppo, placement(config.ppo)
-    total, minibatch = ppo.rollout_batch_size, ppo.minibatch_size
-    ranks = ppo.policy_deepspeed.ranks
-    if gpus is not None or runs_on_gpu(config):
-        where = f"on {gpus or f'{visible_gpus()} GPUs'}: {plan.describe()}"
-    else:
-        where = f"on the CPU, {cpu_cores()} cores: {plan.processes} processes ({plan.describe()})"
-    rewards = " + ".join(f"{source.weight:g} x {source.name or source.type}" for source in ppo.rewards)
-    lines = [
-        f"model   {config.model.path or 'a tiny Llama from scratch'}, sequences of at most {config.max_sequence_tokens} tokens",
-        f"sft     {config.sft.epochs} epoch(s), {config.sft.batch_size} sequences a step over {config.sft.deepspeed.ranks} rank(s)",
-    ]
-    if config.reward.enabled:
-        lines.append(
-            f"reward  {config.reward.epochs} epoch(s), {config.reward.batch_size} pairs a step over "
-            f"{config.reward.deepspeed.ranks} rank(s)"
-        )
-    lines += [
-        f"ppo     {ppo.steps} steps of {ppo.prompts_per_step} prompts x {ppo.samples_per_prompt} = {total} responses; "
-        f"{ppo.epochs} epoch(s) x {ppo.minibatches} minibatches of {minibatch} "
-        f"({-(-minibatch // ranks)} a rank); {ppo.steps * total} responses in all",
-        f"        score = {rewards}",
-        f"        {where}",
-        f"store   {_safe(config.store_url)}",
-    ]
-    return "\n".join(lines)
-
-
-def _safe(url: str) -> str:
-    return HIDDEN if has_credentials(url) else url
 
 
 def _addresses(config: PipelineConfig) -> Iterator[Finding]:

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+import os
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain, count
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import load_config
-from rlhf_core.config.placement import plan
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan as place
 from rlhf_core.config.training import DeepSpeedConfig
-from rlhf_core.errors import InputError
-from rlhf_core.planning.hardware import GIB, Device
-from rlhf_core.planning.memory import DeviceLoad, Part, kv_tokens, model_part
-from rlhf_core.planning.shape import ModelShape
+from rlhf_core.errors import ConfigError, InputError, ModelError
+from rlhf_core.planning.hardware import GIB, Hardware, visible_hardware
+from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
+from rlhf_core.planning.memory import engine_memory
+from rlhf_core.planning.shape import ModelShape, shape_of
 
-_MAX_CHANGES = 3
+_MAX_TRIALS = 1500
+"""Configurations tried for one problem: about two seconds."""
+
+Changes = dict[str, str]
+"""Field -> value, as overrides spell them."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that does not fit."""
+
+    stage: str
+    what: str
+    """Roles, `engine`, or `devices` where there are too few."""
+    text: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.stage, self.what
 
 
 @dataclass(frozen=True)
@@ -26,111 +47,204 @@ class Verdict:
     loads: tuple[DeviceLoad, ...]
     kv_tokens: int
     """Of one engine's KV cache."""
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
     @property
     def fits(self) -> bool:
         return not self.problems
 
 
-def judge(config: PipelineConfig, shape: ModelShape, gpus: int, device: Device) -> Verdict:
-    """Every phase against `gpus` devices."""
-    loads = tuple(_loads(config, shape, device))
-    engine = config.ppo.engine
-    cache = kv_tokens(shape, engine, device.memory)
-    problems = [
-        f"{load.phase}: {load.what} needs {load.total / GIB:.1f} GiB on each device; {device.name} has "
-        f"{device.memory / GIB:.1f}"
-        for load in loads
-        if load.total > device.memory
-    ]
-    for phase, needed in _devices(config).items():
-        if needed > gpus:
-            problems.append(f"{phase}: needs {needed} devices; there are {gpus}")
-    if cache < config.max_sequence_tokens:
-        problems.append(
-            f"ppo: an engine's KV cache holds {cache} tokens, less than one sequence of {config.max_sequence_tokens}"
-        )
-    return Verdict(loads, cache, tuple(problems))
+def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verdict:
+    """Every phase against the devices."""
+    device = hardware.device
+    loads = device_loads(config, shape, device)
+    tokens = engine_memory(shape, config.ppo.engine, device).tokens
+    find = _in_shared_memory if device.is_cpu else _on_each_device
+    problems = [*find(loads, hardware), *_engine(config, tokens)]
+    if not device.is_cpu:
+        problems += _too_few(config, hardware)
+    return Verdict(loads, tokens, tuple(problems))
 
 
-def _devices(config: PipelineConfig) -> dict[str, int]:
-    needed = {"sft": config.sft.deepspeed.ranks, "ppo": plan(config.ppo).devices}
-    return needed | ({"reward": config.reward.deepspeed.ranks} if config.reward.enabled else {})
+def check_memory(config: PipelineConfig) -> None:
+    """For the preflight: raises ConfigError if this machine's GPUs are known and too small. Asks nobody: a model whose
+    shape is not on this machine is not judged."""
+    hardware = visible_hardware()
+    if hardware is None or config.run.device == "cpu" or os.environ.get("RAY_ADDRESS"):
+        return  # without GPUs, with unknown ones, or on those of a Ray cluster elsewhere
+    try:
+        shape = shape_of(config, local=True)
+    except ModelError:
+        return
+    verdict = judge(config, shape, hardware)
+    if not verdict.fits:
+        changes = advise(config, lambda changed: judge(changed, shape, hardware))
+        fix = f"it fits with {shlex.join(changes)}" if changes else "use more or larger GPUs"
+        raise ConfigError("\n".join(problem.text for problem in verdict.problems) + f"; {fix}")
 
 
-def _loads(config: PipelineConfig, shape: ModelShape, device: Device) -> Iterator[DeviceLoad]:
-    sft, reward, ppo = config.sft, config.reward, config.ppo
-    longest = max(config.data.max_prompt_tokens + config.data.max_response_tokens, config.data.max_text_tokens)
-    tokens = max(sft.micro_batch_tokens, longest)
-    part = model_part("policy", shape, sft.deepspeed, tokens, trained=True, scores=False)
-    yield DeviceLoad("sft", "policy", sft.deepspeed.ranks, (part,))
-    if reward.enabled:
-        pair = 2 * (config.data.max_prompt_tokens + config.data.max_response_tokens)
-        tokens = max(reward.micro_batch_tokens, pair)
-        part = model_part("reward", shape, reward.deepspeed, tokens, trained=True, scores=True)
-        yield DeviceLoad("reward", "reward model", reward.deepspeed.ranks, (part,))
-    placement = plan(ppo)
-    engine_share = ppo.engine.gpu_memory_utilization * device.memory
-    tokens = max(ppo.micro_batch_tokens, config.max_sequence_tokens)
-    for group in placement.groups:
-        # The update of the largest trained role is the peak; the others of the group lie idle beside it.
-        at_work = next((role for role in group.roles if role in ("policy", "critic")), group.roles[0])
-        parts: list[Part] = []
-        for role in group.roles:
-            sizes = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
-            if sizes.ranks != group.ranks:
-                sizes = DeepSpeedConfig(ranks=group.ranks, dtype=sizes.dtype)
-            trained, scores = role in ("policy", "critic"), role in ("critic", "reward")
-            parts.append(
-                model_part(role, shape, sizes, tokens, trained=trained, scores=scores, resident_only=role != at_work)
+def _on_each_device(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
+    memory = hardware.device.memory
+    for load in _peaks(loads):
+        if load.total > memory:
+            text = (
+                f"{load.stage}: {load.what} needs {load.total / GIB:.1f} GiB on each device ({load.phase}); "
+                f"{hardware.device.name} has {memory / GIB:.1f}"
             )
-        reserved = engine_share if placement.together else 0.0
-        what = group.name + ("+engine" if placement.together else "")
-        yield DeviceLoad("ppo", what, group.ranks, tuple(parts), 2 if placement.together else 1, reserved)
-    if not placement.together:
-        yield DeviceLoad("ppo", "engine", ppo.engine.count * ppo.engine.tensor_parallel, (), 1, engine_share)
+            yield Problem(load.stage, load.what, text)
 
 
-def advise(
-    config_path: str,
-    overrides: Sequence[str],
-    config: PipelineConfig,
-    judged: Callable[[PipelineConfig], Verdict],
-) -> tuple[str, ...] | None:
-    """The fewest overrides, cheapest first, with which the verdict is good; None if none of those tried is enough."""
-    candidates = _candidates(config)
-    for count in range(1, _MAX_CHANGES + 1):
-        for chosen in itertools.combinations(candidates, count):
-            if len({text.partition("=")[0] for text in chosen}) < count:
+def _in_shared_memory(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
+    memory, peaks = hardware.device.memory, _peaks(loads)
+    for stage in dict.fromkeys(load.stage for load in peaks):
+        total = sum(load.total * load.devices for load in peaks if load.stage == stage)
+        if total > memory:
+            text = f"{stage}: all processes need {total / GIB:.1f} GiB; this machine has {memory / GIB:.1f}"
+            yield Problem(stage, "memory", text)
+
+
+def _peaks(loads: tuple[DeviceLoad, ...]) -> list[DeviceLoad]:
+    """The largest phase of each part."""
+    largest: dict[tuple[str, str], DeviceLoad] = {}
+    for load in loads:
+        key = (load.stage, load.what)
+        largest[key] = max(largest.get(key, load), load, key=lambda found: found.total)
+    return list(largest.values())
+
+
+def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
+    if tokens < config.max_sequence_tokens:
+        text = (
+            f"ppo: an engine's KV cache holds {tokens} tokens, less than one sequence of {config.max_sequence_tokens}"
+        )
+        yield Problem("ppo", "engine", text)
+
+
+def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
+    placement = place(config.ppo)
+    needed = {"sft": (config.sft.deepspeed.ranks, ""), "ppo": (placement.devices, f" ({placement.describe()})")}
+    if config.reward.enabled:
+        needed["reward"] = (config.reward.deepspeed.ranks, "")
+    for stage, (devices, how) in needed.items():
+        if devices > hardware.count:
+            yield Problem(stage, "devices", f"{stage}: needs {devices} devices{how}; there are {hardware.count}")
+
+
+# -- what would make it fit -------------------------------------------------------------------------------------------
+
+
+def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) -> tuple[str, ...] | None:
+    """Overrides with which the verdict is good, none of which could be left out; None if none of those tried is enough.
+
+    One problem after the other, each by the cheapest changes (`_moves`) that solve it and add no other.
+    """
+    tree = config.model_dump(mode="json", by_alias=True)
+
+    def changed(changes: Changes) -> tuple[PipelineConfig, Verdict] | None:
+        try:
+            found = config_from_tree(tree, "plan", [f"{field}={value}" for field, value in changes.items()])
+        except InputError:
+            return None
+        return found, judged(found)
+
+    changes: Changes = {}
+    now = (config, judged(config))
+    while now[1].problems:
+        more = _solve(changes, now, changed)
+        if more is None:
+            return None
+        changes = more
+        found = changed(changes)
+        assert found is not None, "a change that was tried is valid"
+        now = found
+    for field in list(changes):
+        fewer = {name: value for name, value in changes.items() if name != field}
+        found = changed(fewer)
+        if found is not None and found[1].fits:
+            changes = fewer
+    return tuple(f"{field}={value}" for field, value in changes.items())
+
+
+def _solve(
+    start: Changes,
+    now: tuple[PipelineConfig, Verdict],
+    changed: Callable[[Changes], tuple[PipelineConfig, Verdict] | None],
+) -> Changes | None:
+    """Uniform-cost search for the first problem of `now`: the cheapest changes without it and without a new one."""
+    problem, known = now[1].problems[0], {p.key for p in now[1].problems}
+    order = count()
+    frontier = [(0.0, next(order), start, now)]
+    seen = {frozenset(start.items())}
+    while frontier and len(seen) < _MAX_TRIALS:
+        cost, _, changes, (config, verdict) = heapq.heappop(frontier)
+        mine = [p for p in verdict.problems if p.key == problem.key or p.key not in known]
+        if not mine:
+            return changes
+        for field, value, price in chain.from_iterable(_moves(config, p) for p in mine):
+            further = {**changes, field: value}
+            key = frozenset(further.items())
+            if key in seen:
                 continue
-            try:
-                changed = load_config(Path(config_path), [*overrides, *chosen])
-            except InputError:
-                continue
-            if judged(changed).fits:
-                return chosen
+            seen.add(key)
+            found = changed(further)
+            if found is not None:
+                heapq.heappush(frontier, (cost + price, next(order), further, found))
     return None
 
 
-def _candidates(config: PipelineConfig) -> list[str]:
-    """Single changes, from those that cost nothing but time to those that cost more of it."""
-    found: list[str] = []
-    trainers = [("sft", config.sft.deepspeed, config.sft.micro_batch_tokens)]
-    if config.reward.enabled:
-        trainers.append(("reward", config.reward.deepspeed, config.reward.micro_batch_tokens))
-    deepspeeds = [(f"{name}.deepspeed", deepspeed) for name, deepspeed, _ in trainers]
-    deepspeeds.append(("ppo.policy_deepspeed", config.ppo.policy_deepspeed))
-    if config.ppo.uses_critic:
-        deepspeeds.append(("ppo.critic_deepspeed", config.ppo.critic_deepspeed))
-    for name, _, budget in [*trainers, ("ppo", None, config.ppo.micro_batch_tokens)]:
-        found += [f"{name}.micro_batch_tokens={budget // factor}" for factor in (2, 4) if budget // factor >= 512]
-    for name, deepspeed in deepspeeds:
-        if not deepspeed.gradient_checkpointing:
-            found.append(f"{name}.gradient_checkpointing=true")
-        found += [f"{name}.zero_stage={stage}" for stage in (2, 3) if stage > deepspeed.zero_stage]
-        if deepspeed.offload == "none" and deepspeed.zero_stage >= 1:
-            found.append(f"{name}.offload=optimizer")
-    if config.ppo.colocate == "all":
-        found += [f"ppo.engine.gpu_memory_utilization={share}" for share in (0.4, 0.3, 0.25)]
-    return found
+def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str, float]]:
+    """(field, next value, price): first what costs some time, then what moves work, then what changes the training."""
+    if problem.stage in ("sft", "reward"):
+        section = config.sft if problem.stage == "sft" else config.reward
+        if problem.what == "devices":
+            yield f"{problem.stage}.deepspeed.ranks", str(max(1, section.deepspeed.ranks // 2)), 1.0
+            return
+        yield from _smaller_passes(
+            problem.stage, section.micro_batch_tokens, largest_pass(config, problem.stage).longest
+        )
+        yield from _trainer(f"{problem.stage}.deepspeed", section.deepspeed)
+        if section.lora is None:
+            yield f"{problem.stage}.lora", "{r: 16, alpha: 32}", 6.0
+        return
+    ppo, engine = config.ppo, config.ppo.engine
+    if problem.what in ("devices", "memory"):
+        yield "ppo.engine.count", str(max(1, engine.count - 1)), 1.0
+        yield from (("ppo.colocate", way, 2.0) for way in ("pairs", "all") if way != ppo.colocate)
+        for name, ranks in (("policy", ppo.policy_deepspeed.ranks), ("critic", ppo.critic_deepspeed.ranks)):
+            yield f"ppo.{name}_deepspeed.ranks", str(max(1, ranks // 2)), 1.5
+    if "engine" in problem.what:
+        share = engine.gpu_memory_utilization + (-0.1 if "+engine" in problem.what else 0.05)
+        if 0.1 < share <= 0.95:
+            yield "ppo.engine.gpu_memory_utilization", f"{share:.2f}", 1.0
+        if engine.dtype == "float32":
+            yield "ppo.engine.dtype", "bfloat16", 2.0
+        if ppo.colocate != "all":
+            yield "ppo.engine.tensor_parallel", str(2 * engine.tensor_parallel), 3.0
+            yield "ppo.engine.count", str(max(1, engine.count // 2)), 1.0
+    if problem.what in ("engine", "devices"):
+        return
+    yield from _smaller_passes("ppo", ppo.micro_batch_tokens, config.max_sequence_tokens)
+    if "policy" in problem.what or "reference" in problem.what:
+        yield from _trainer("ppo.policy_deepspeed", ppo.policy_deepspeed)
+    if "critic" in problem.what or "reward" in problem.what:
+        yield from _trainer("ppo.critic_deepspeed", ppo.critic_deepspeed)
+    if ppo.lora is None:
+        yield "ppo.lora", "{r: 16, alpha: 32}", 6.0
+
+
+def _smaller_passes(section: str, budget: int, longest: int) -> Iterator[tuple[str, str, float]]:
+    if budget // 2 >= longest:
+        yield f"{section}.micro_batch_tokens", str(budget // 2), 1.0
+
+
+def _trainer(field: str, deepspeed: DeepSpeedConfig) -> Iterator[tuple[str, str, float]]:
+    if not deepspeed.gradient_checkpointing:
+        yield f"{field}.gradient_checkpointing", "true", 1.0
+    if deepspeed.zero_stage < 3:
+        yield f"{field}.zero_stage", str(deepspeed.zero_stage + 1), 0.5
+    step = deepspeed.ranks if field.startswith(("sft", "reward")) else 1
+    yield f"{field}.ranks", str(deepspeed.ranks + step), 1.0
+    if deepspeed.dtype == "float32":
+        yield f"{field}.dtype", "bfloat16", 1.0
+    if deepspeed.offload == "none" and deepspeed.zero_stage > 0:
+        yield f"{field}.offload", "optimizer", 4.0

@@ -1,10 +1,12 @@
-"""Devices as `rlhf plan --gpus` names them: memory, arithmetic, bandwidth."""
+"""Devices as `rlhf plan --gpus` names them, or as this machine has them: memory, arithmetic, bandwidth."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
+from rlhf_core.config.devices import cpu_cores, gpu_names, visible_gpus
 from rlhf_core.errors import ConfigError
 
 GIB = 2**30
@@ -23,22 +25,40 @@ class Device:
     """Bytes per second from its own memory."""
     link: float
     """Bytes per second to a neighbour: NVLink, or PCIe where there is none."""
+    pattern: str = ""
+    """How its driver calls it."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for cores, which all share one memory."""
+        return self.name == "CPU"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Equal devices of one host."""
+
+    count: int
+    device: Device
+
+    def __str__(self) -> str:
+        return f"{self.count} CPU cores" if self.device.is_cpu else f"{self.count} x {self.device.name}"
 
 
 _DEVICES = {
     device.name: device
     for device in (
-        Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9),
-        Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9),
-        Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9),
-        Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9),
-        Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9),
-        Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9),
+        Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, "A100.*40GB"),
+        Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, "A100.*80GB"),
+        Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "H100"),
+        Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "H200"),
+        Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "L40S"),
+        Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "RTX 4090"),
     )
 }
 
 
-def parse_gpus(text: str) -> tuple[int, Device]:
+def parse_gpus(text: str) -> Hardware:
     """`8xA100-80G`, `A100-80G` (one), in any case. Raises ConfigError with the known names."""
     found = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([\w-]+)", text.strip())
     name = found[2].upper() if found else ""
@@ -49,4 +69,18 @@ def parse_gpus(text: str) -> tuple[int, Device]:
         raise ConfigError(
             f"--gpus: must be a count and a device, such as 8xA100-80G; got {text!r}; known: {', '.join(_DEVICES)}"
         )
-    return int(found[1] or 1), matches[0]
+    return Hardware(int(found[1] or 1), matches[0])
+
+
+def visible_hardware() -> Hardware | None:
+    """The GPUs of this machine that a process would see; None without any, and for kinds not known here."""
+    count = visible_gpus()
+    names = gpu_names() if count else []
+    kinds = {device for name in names for device in _DEVICES.values() if re.search(device.pattern, name)}
+    return Hardware(count, kinds.pop()) if len(kinds) == 1 else None
+
+
+def cpu_hardware() -> Hardware:
+    """The cores and the memory of this machine. A core's figures are those of a common server core, in float32."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(cpu_cores(), Device("CPU", float(memory), 0.15e12, 10e9, 1e9))

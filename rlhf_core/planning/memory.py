@@ -1,150 +1,278 @@
-"""Bytes per device of each part of a model in training, frozen or serving.
+"""Bytes per device of each model in training, frozen or serving.
 
-Parameters, gradients and optimizer state are counted as DeepSpeed allocates them (`training.engine`); activations and
-logits are estimated for the largest micro-batch.
+Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `training.engine`, with P
+parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
 
-    float32    weights 4, gradients 4, Adam 8 bytes a parameter; ZeRO 1-3 add a flat copy of the rank's share, 4
-    bfloat16   weights 2, gradients 2 (ZeRO 0: 2 and 4 in float32), master weights and Adam 12
-    ZeRO       1: optimizer state / ranks; 2: gradients too; 3: weights too
+    ZeRO       weights   gradients   optimizer (master weights, two moments of Adam)      buffers
+    0          eP        eT          8T; bfloat16 12T
+    1          eP        eT          12T/N                                                a bucket of gradients
+    2          eP        eT/N        12T/N                                                a bucket of gradients
+    3          eP/N      eT/N        12T/N                                                the bucket, gathered weights
+
+Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`, each sequence
+of a micro-batch being as long as allowed and each token a target. `tests/integration/test_planned_memory.py` holds
+all of it against measurements.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 from rlhf_core.config.ppo import EngineConfig
-from rlhf_core.config.training import DeepSpeedConfig
-from rlhf_core.planning.hardware import GIB
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.shape import ModelShape
 
-CONTEXT = 1.2 * GIB
-"""CUDA context, cuBLAS and NCCL buffers of one process."""
-FRAGMENTATION = 1.05
-"""What the allocator holds beyond what tensors need."""
-ENGINE_OVERHEAD = 1.5 * GIB
-"""vLLM's own activations and graphs, inside its share."""
+REDUCE_BUCKET = 500_000_000
+"""Gradients that ZeRO 1-3 reduce at a time, at most (`training.engine`); the buffer is allocated whole."""
 LIVE_PARAMETERS = 1_000_000_000
-"""ZeRO-3 gathers at most this many parameters at a time."""
+"""Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
+SUB_GROUP = 1_000_000_000
+"""Parameters that ZeRO-3 updates at a time (sub_group_size)."""
+ENGINE_CONTEXT = 0.8 * GIB
+"""CUDA's context and libraries of an engine, inside its share."""
+GRAPHS = 1.0 * GIB
+"""CUDA graphs of an engine."""
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a parameter of a quantized linear layer: 4 bits, a byte of scale for 64 of them, a float for 256 scales."""
+LOSS_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 19}
+"""Logits that `algo.logprobs` works on at a time, in float32."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes on one device of one role in one phase, by kind."""
+class Bytes:
+    """What lies on one device."""
 
-    role: str
-    bytes: dict[str, float]
-    host: float = 0.0
-    """Bytes in host memory for each rank (offload)."""
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    """DeepSpeed's buckets and gathered weights, copies made while stepping, chunks of the loss."""
+    cache: float = 0.0
+    """KV cache."""
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(getattr(self, kind.name) + getattr(other, kind.name) for kind in fields(Bytes)))
 
     @property
     def total(self) -> float:
-        return sum(self.bytes.values())
+        return float(sum(getattr(self, kind.name) for kind in fields(Bytes)))
+
+
+NOTHING = Bytes()
 
 
 @dataclass(frozen=True)
-class DeviceLoad:
-    """All that lies on one device at the same time."""
+class ForwardPass:
+    """The largest micro-batch of one rank."""
 
-    phase: str
-    what: str
-    devices: int
-    """How many devices look like this."""
-    parts: tuple[Part, ...]
-    processes: int = 1
-    reserved: float = 0.0
-    """An engine's share, which it takes whole."""
-    notes: tuple[str, ...] = field(default=())
+    tokens: int
+    longest: int
+    """Tokens of its longest sequence."""
+    packed: bool = True
+    """Sequences of different lengths in one row."""
+    attention: str = "sdpa"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model in the process of one rank."""
+
+    shape: ModelShape
+    deepspeed: DeepSpeedConfig
+    trained: bool = True
+    scores: bool = False
+    """A score head in place of the language-model head."""
+    lora: LoraConfig | None = None
+    average: bool = False
+    """A float32 moving average of the weights is kept beside them."""
+    device: str = "cuda"
 
     @property
-    def total(self) -> float:
-        return sum(part.total for part in self.parts) * FRAGMENTATION + self.reserved + self.processes * CONTEXT
+    def size(self) -> int:
+        """Bytes of a parameter."""
+        return 4 if self.deepspeed.dtype == "float32" else 2
+
+    @property
+    def trainable(self) -> int:
+        if not self.trained:
+            return 0
+        if self.lora is None:
+            return self._whole
+        head = self.shape.hidden if self.scores else 0
+        return self.shape.adapter_parameters(self.lora.r, self.lora.targets) + head
+
+    @property
+    def parameters(self) -> int:
+        return self._whole + (self.trainable if self.lora is not None else 0)
+
+    @property
+    def _whole(self) -> int:
+        return self.shape.score_parameters if self.scores else self.shape.parameters
+
+    @property
+    def _weights(self) -> float:
+        if self.lora is None or self.lora.quantize is None:
+            return self.size * self.parameters
+        packed = self.shape.linear_parameters
+        return self.size * (self.parameters - packed) + NF4 * packed
+
+    @property
+    def stage(self) -> int:
+        """Only ZeRO-3 means anything for a frozen model."""
+        stage = self.deepspeed.zero_stage
+        return stage if self.trained or stage == 3 else 0
+
+    @property
+    def offloaded(self) -> bool:
+        return self.deepspeed.offload == "optimizer" and self.stage > 0
+
+    # -- at rest ------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Bytes:
+        """Weights and optimizer state, between steps."""
+        n = self.deepspeed.ranks
+        weights = self._weights / (n if self.stage == 3 else 1)
+        average = 4 * self._whole / (n if self.stage == 3 else 1) * self.average
+        return Bytes(
+            weights=weights,
+            gradients=self.gradients if self.stage == 3 else 0.0,
+            optimizer=0.0 if self.offloaded else self._optimizer,
+            buffers=average + (self._bucket if self.stage == 3 else 0.0),
+        )
+
+    @property
+    def _optimizer(self) -> float:
+        n = self.deepspeed.ranks
+        return 12 * self.trainable / n if self.stage else (8 if self.size == 4 else 12) * self.trainable
+
+    @property
+    def gradients(self) -> float:
+        """As they accumulate over micro-batches."""
+        if self.stage < 2:
+            return self.size * self.trainable
+        return 0.0 if self.offloaded else self.size * self.trainable / self.deepspeed.ranks
+
+    @property
+    def _bucket(self) -> float:
+        return self.size * min(self.trainable, REDUCE_BUCKET) if self.stage else 0.0
 
     @property
     def host(self) -> float:
-        return sum(part.host for part in self.parts) * self.devices
+        """Bytes of a rank in host memory: offloaded optimizer state, a float32 gradient and a copy of the weights."""
+        return (self._optimizer + (4 + self.size) * self.trainable / self.deepspeed.ranks) * self.offloaded
+
+    @property
+    def loading(self) -> Bytes:
+        """While the model is loaded: all of it, before ZeRO cuts it; ZeRO-1 and 2 make a flat copy of what is trained."""
+        return Bytes(weights=self._weights + self.size * self.trainable * (self.stage in (1, 2)))
+
+    # -- at work: on top of `state` -----------------------------------------------------------------------------
+
+    def backward(self, batch: ForwardPass) -> Bytes:
+        """The largest moment of a forward and backward pass, with the gradients of the micro-batches before."""
+        shape, size = self.shape, self.size
+        layers = batch.tokens * shape.layers * (size * shape.hidden if self._checkpoints else self._layer(batch))
+        kept = layers + batch.tokens * (self._norm(shape.hidden) + size * shape.hidden)
+        logits = self._logits(batch)
+        # While a layer's own pass is undone: its activations, made again, and gradients inside its MLP.
+        undone = batch.tokens * (
+            size * (shape.intermediate + 2 * shape.hidden) + self._checkpoints * self._layer(batch)
+        )
+        # A new gradient lies beside the old one until it is added.
+        new = size * shape.hidden * (self.lora is None)
+        held = self.gradients if self.stage < 3 else 0.0
+        common = Bytes(gradients=held, buffers=self._gathered)
+        reducing = Bytes(buffers=self._bucket if self.stage in (1, 2) else 0.0)
+        loss = Bytes(activations=kept, logits=2 * logits, buffers=self._chunks(logits, 3 if self.size == 2 else 2))
+        if self.stage == 1:
+            loss = loss + reducing
+        head = Bytes(activations=kept, logits=logits, buffers=new * shape.vocabulary) + reducing
+        last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
+        if self.scores:  # the last norm's gradients, in float32
+            loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing
+        return common + max(loss, head, last, key=lambda moment: moment.total)
+
+    @property
+    def step(self) -> Bytes:
+        """The optimizer step: gradients, and the float32 copies DeepSpeed makes of what it updates."""
+        if self.offloaded:
+            return Bytes(gradients=self.gradients if self.stage < 2 else 0.0)
+        n, copies = self.deepspeed.ranks, self.size + (4 if self.size == 2 else 0)
+        if self.stage == 3:
+            return Bytes(buffers=copies * min(self.trainable, SUB_GROUP) / n)
+        if self.stage:
+            return Bytes(gradients=self.gradients, buffers=copies * self.trainable / n)
+        flat = self.size * min(self.trainable, REDUCE_BUCKET)
+        return Bytes(gradients=self.gradients, buffers=4 * self.trainable if self.size == 2 else flat)
+
+    def scoring(self, batch: ForwardPass) -> Bytes:
+        """A forward pass without gradients: one layer, the logits and the loss's chunks."""
+        shape, logits = self.shape, self._logits(batch)
+        layer = batch.tokens * (self.size * (3 * shape.intermediate + 4 * shape.hidden) + 8 * shape.hidden)
+        return Bytes(activations=layer, logits=logits, buffers=self._gathered + self._chunks(logits, 3))
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    @property
+    def _gathered(self) -> float:
+        """Whole weights that ZeRO-3 holds for what it computes now and soon again."""
+        if self.stage < 3 or self.deepspeed.ranks == 1:
+            return 0.0
+        return self.size * min(self.parameters, LIVE_PARAMETERS)
+
+    @property
+    def _checkpoints(self) -> bool:
+        return self.deepspeed.gradient_checkpointing
+
+    def _logits(self, batch: ForwardPass) -> float:
+        return 0.0 if self.scores else self.size * batch.tokens * self.shape.vocabulary
+
+    def _chunks(self, logits: float, copies: int) -> float:
+        return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self.size)
+
+    def _layer(self, batch: ForwardPass) -> float:
+        """A decoder layer's kept activations, per token."""
+        shape, size = self.shape, self.size
+        joined = batch.packed and batch.attention == "sdpa"  # outputs of the row's sequences, put together once more
+        attention = size * ((3 if joined else 2) * shape.query + 2 * shape.kv) + 4 * shape.heads
+        if batch.attention == "eager":
+            attention += shape.heads * batch.longest * (4 + 2 * size)
+        adapters = 0 if self.lora is None else size * self.lora.r * len(self.lora.targets or shape.linear_layers)
+        norms = 2 * self._norm(shape.hidden) + shape.qk_norm * self._norm(shape.query + shape.kv)
+        return norms + attention + 4 * size * shape.intermediate + adapters
+
+    def _norm(self, width: int) -> float:
+        """Input in float32, normalised (for the gradient of the norm's weight), and output."""
+        return width * (4 + self.size * (self.lora is None) + self.size)
 
 
-def state_bytes(parameters: int, deepspeed: DeepSpeedConfig, *, trained: bool) -> tuple[dict[str, float], float]:
-    """({"weights", "gradients", "optimizer"} on the device, bytes in host memory) of one rank."""
-    n, stage = deepspeed.ranks, deepspeed.zero_stage
-    low = deepspeed.dtype != "float32"
-    size = 2 if low else 4
-    share = parameters / n
-    sharded = stage == 3
-    weights = size * (share if sharded else parameters)
-    if not trained:
-        return {"weights": weights}, 0.0
-    gradients = size * (share if stage >= 2 else parameters)
-    optimizer = (12.0 if low else 8.0) * (share if stage >= 1 else parameters)
-    if low and stage == 0:
-        gradients += 4.0 * parameters
-        optimizer = 12.0 * share  # DeepSpeed's bfloat16 optimizer shards its state even without ZeRO
-    if not low and stage >= 1:
-        optimizer += 4.0 * share
-    if deepspeed.offload == "optimizer" and stage >= 1:
-        host = optimizer + (gradients if stage >= 2 else 0.0)
-        return {"weights": weights, "gradients": 0.0 if stage >= 2 else gradients, "optimizer": 0.0}, host
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}, 0.0
+@dataclass(frozen=True)
+class EngineMemory:
+    """One GPU of a vLLM engine."""
+
+    bytes: Bytes
+    tokens: int
+    """That the engine's KV cache holds, over all its GPUs."""
 
 
-def gathered_bytes(shape: ModelShape, parameters: int, deepspeed: DeepSpeedConfig) -> float:
-    """Whole weights that ZeRO-3 holds at a time: two layers and the largest matrix, or what its limit allows."""
-    if deepspeed.zero_stage < 3 or deepspeed.ranks == 1:
-        return 0.0
-    size = 4 if deepspeed.dtype == "float32" else 2
-    return size * min(parameters, LIVE_PARAMETERS, 2 * shape.layer_parameters + shape.embedding_parameters)
-
-
-def activation_bytes(shape: ModelShape, tokens: int, deepspeed: DeepSpeedConfig, *, trained: bool) -> float:
-    """What one forward pass over `tokens` keeps for its backward pass; without one, what a layer needs."""
-    size = 4 if deepspeed.dtype == "float32" else 2
-    query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Per token and layer: two norms (input and normalised, in float32 too), q k v and output, gate, up and product.
-    norms = 2 * shape.hidden * (size + 4)
-    attention = size * (2 * shape.hidden + 2 * query + 2 * kv) + 4 * shape.heads
-    mlp = size * (4 * shape.intermediate + shape.hidden)
-    layer = norms + attention + mlp
-    if not trained:
-        return tokens * layer
-    if deepspeed.gradient_checkpointing:
-        return tokens * (size * shape.hidden * shape.layers + layer)
-    return tokens * layer * shape.layers
-
-
-def logits_bytes(shape: ModelShape, tokens: int, deepspeed: DeepSpeedConfig, *, trained: bool) -> float:
-    """The logits, and in training their gradient; the softmax is made in chunks (`algo.logprobs`)."""
-    size = 4 if deepspeed.dtype == "float32" else 2
-    return tokens * shape.vocabulary * size * (2 if trained else 1)
-
-
-def model_part(
-    role: str,
-    shape: ModelShape,
-    deepspeed: DeepSpeedConfig,
-    tokens: int,
-    *,
-    trained: bool,
-    scores: bool,
-    resident_only: bool = False,
-) -> Part:
-    """`scores`: a score head in place of the language-model head. `resident_only`: idle while another role works."""
-    parameters = shape.score_parameters if scores else shape.parameters
-    kinds, host = state_bytes(parameters, deepspeed, trained=trained)
-    if not resident_only:
-        kinds["gathered"] = gathered_bytes(shape, parameters, deepspeed)
-        kinds["activations"] = activation_bytes(shape, tokens, deepspeed, trained=trained)
-        kinds["logits"] = 0.0 if scores else logits_bytes(shape, tokens, deepspeed, trained=trained)
-    return Part(role, {name: value for name, value in kinds.items() if value}, host)
-
-
-def engine_weights(shape: ModelShape, engine: EngineConfig) -> float:
-    """Bytes of an engine's weights on each of its GPUs."""
-    return shape.parameters * (4 if engine.dtype == "float32" else 2) / engine.tensor_parallel
-
-
-def kv_tokens(shape: ModelShape, engine: EngineConfig, memory: float) -> int:
-    """Tokens that one engine's KV cache holds on devices of so many bytes."""
+def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device) -> EngineMemory:
+    """vLLM takes its share of the device; what weights and the largest forward pass leave is KV cache."""
     size = 4 if engine.dtype == "float32" else 2
-    free = engine.gpu_memory_utilization * memory - engine_weights(shape, engine) - ENGINE_OVERHEAD
-    return max(0, math.floor(free * engine.tensor_parallel / (shape.kv_width * size)))
+    parallel = engine.tensor_parallel
+    weights = shape.parameters * size / parallel
+    # vLLM's own default for offline use (`max_num_batched_tokens`), which its profile run fills.
+    batched = 16384 if device.memory >= 70 * GIB and not device.name.startswith("A100") else 8192
+    layer = size * (3 * shape.intermediate / parallel + 6 * shape.hidden)
+    work = batched * layer + engine.max_num_seqs * shape.vocabulary * (size + 8)
+    work += ENGINE_CONTEXT + (0 if engine.enforce_eager else GRAPHS)
+    if device.is_cpu:
+        work, cache = 0.0, engine.kv_cache_gib * GIB
+    else:
+        cache = max(0.0, engine.gpu_memory_utilization * device.memory - weights - work)
+    per_token = 2 * shape.layers * shape.kv * size / parallel
+    return EngineMemory(Bytes(weights=weights, activations=work, cache=cache), math.floor(cache / per_token))

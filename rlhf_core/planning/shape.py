@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ModelError
 
+_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s whose layers are counted here; transformers is asked for each of them in the tests."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with gated MLPs (Llama, Qwen, Mistral, ...)."""
+    """A decoder with grouped-query attention, gated MLPs and two norms a layer."""
 
     hidden: int
     intermediate: int
@@ -23,14 +27,53 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Norms on the queries and keys of each head (Qwen3)."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Name -> (inputs, outputs) of a decoder layer's linear layers, as an adapter's targets name them."""
+        return {
+            "q_proj": (self.hidden, self.query),
+            "k_proj": (self.hidden, self.kv),
+            "v_proj": (self.hidden, self.kv),
+            "o_proj": (self.query, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
 
     @property
     def layer_parameters(self) -> int:
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * query + 2 * kv)
-        biases = query + 2 * kv if self.attention_bias else 0
-        return attention + biases + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        biases = self.qkv_bias * (self.query + 2 * self.kv) + self.output_bias * self.hidden
+        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
+        norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
+        return sum(i * o for i, o in self.linear_layers.values()) + biases + norms
+
+    def adapter_parameters(self, r: int, targets: Sequence[str] | None) -> int:
+        """Of LoRA's A and B on the targets of every layer; None: all linear layers. Raises ModelError for other names."""
+        known = self.linear_layers
+        if wrong := set(targets or ()) - set(known):
+            raise ModelError(f"lora.targets: must be some of {', '.join(known)}; got {', '.join(sorted(wrong))}")
+        return self.layers * sum(r * sum(known[name]) for name in targets or known)
+
+    @property
+    def linear_parameters(self) -> int:
+        """Of all linear layers of the decoder, which is what QLoRA quantizes."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
 
     @property
     def embedding_parameters(self) -> int:
@@ -57,8 +100,9 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def shape_of(config: PipelineConfig, given: Path | None = None) -> ModelShape:
-    """`given`: a `config.json` to use instead of the model's own. Raises ModelError if there is none to be read."""
+def shape_of(config: PipelineConfig, given: Path | None = None, *, local: bool = False) -> ModelShape:
+    """`given`: a `config.json` to use instead of the model's own, which the hub is asked for where there is no folder of
+    that name, unless it must be `local`. Raises ModelError if there is none to be read."""
     if given is None and config.model.path is None:
         tiny = config.model.tiny
         return ModelShape(
@@ -71,20 +115,22 @@ def shape_of(config: PipelineConfig, given: Path | None = None) -> ModelShape:
             vocabulary=tiny.vocab_size,
             tied=tiny.tie_embeddings,
         )
-    return _from_json(_read(given or _config_file(config)))
+    return _from_json(_read(given or _config_file(config, local)))
 
 
-def _config_file(config: PipelineConfig) -> Path:
+def _config_file(config: PipelineConfig, local: bool) -> Path:
     assert config.model.path is not None
-    local = Path(config.model.path).expanduser() / "config.json"
-    if local.is_file():
-        return local
-    if local.parent.exists() or config.model.path.startswith((".", "/", "~")):
+    file = Path(config.model.path).expanduser() / "config.json"
+    if file.is_file():
+        return file
+    if file.parent.exists() or config.model.path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: {config.model.path} has no config.json; give a model's folder or a hub id")
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(config.model.path, "config.json", revision=config.model.revision))
+        return Path(
+            hf_hub_download(config.model.path, "config.json", revision=config.model.revision, local_files_only=local)
+        )
     except Exception as error:
         raise ModelError(
             f"model.path: the shape of {config.model.path} cannot be read from the hub or its cache "
@@ -107,7 +153,12 @@ def _from_json(found: dict[str, Any]) -> ModelShape:
     missing = [name for name in wanted if not isinstance(found.get(name), int)]
     if missing:
         raise ModelError(f"config.json: {', '.join(missing)} must be integers; use a decoder-only architecture")
-    heads = found["num_attention_heads"]
+    family = found.get("model_type", "llama")
+    if family not in _FAMILIES:
+        raise ModelError(
+            f"config.json: model_type must be one of {', '.join(_FAMILIES)}, whose memory can be counted; got {family}"
+        )
+    heads, bias = found["num_attention_heads"], bool(found.get("attention_bias", False))
     return ModelShape(
         hidden=found["hidden_size"],
         intermediate=found["intermediate_size"],
@@ -116,6 +167,9 @@ def _from_json(found: dict[str, Any]) -> ModelShape:
         kv_heads=found.get("num_key_value_heads") or heads,
         head_dim=found.get("head_dim") or found["hidden_size"] // heads,
         vocabulary=found["vocab_size"],
-        tied=bool(found.get("tie_word_embeddings", False)),
-        attention_bias=bool(found.get("attention_bias", found.get("model_type") == "qwen2")),
+        tied=bool(found.get("tie_word_embeddings", family == "gemma")),
+        qkv_bias=bias or family == "qwen2",
+        output_bias=bias,
+        mlp_bias=bool(found.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
     )

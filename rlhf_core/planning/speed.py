@@ -1,4 +1,6 @@
-"""Seconds of one PPO step, phase by phase, from arithmetic and bandwidth at an assumed utilisation."""
+"""Seconds of one PPO step, phase by phase, and of an optimizer step of SFT and reward model: arithmetic, memory and
+links at an assumed share of what the data sheets say. Every sequence is as long as allowed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from dataclasses import dataclass
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.planning.hardware import Device
+from rlhf_core.planning.loads import largest_pass, ppo_models
+from rlhf_core.planning.memory import Model, engine_memory
 from rlhf_core.planning.shape import ModelShape
 
 TRAINING_MFU = 0.35
@@ -15,6 +19,8 @@ SCORING_MFU = 0.45
 DECODE_BANDWIDTH = 0.6
 LINK = 0.5
 """Shares of the data sheet's figures that are assumed to be reached."""
+LAUNCH = 0.3e-3
+"""Seconds that the kernels of one layer take to launch for one token, without CUDA graphs."""
 OFFLOAD_BYTES = 12e9
 """Bytes a second between device and host memory, for offloaded optimizer state."""
 
@@ -34,50 +40,82 @@ class StepTime:
 
 
 def step_time(config: PipelineConfig, shape: ModelShape, device: Device) -> StepTime:
-    """Of one PPO iteration with every sequence at its length limit."""
-    ppo = config.ppo
-    sequences, length = ppo.rollout_batch_size, config.max_sequence_tokens
-    tokens = sequences * length
-    forward = 2.0 * shape.parameters * tokens + _attention_flops(shape, sequences, length)
-    groups = plan(ppo).groups
-    roles = {role: group.ranks for group in groups for role in group.roles}
-
-    def seconds(flops: float, ranks: int, utilisation: float) -> float:
-        return flops / (ranks * device.flops * utilisation)
-
-    # Groups work at the same time; roles of one group one after the other.
-    scoring = max(len(group.roles) * seconds(forward, group.ranks, SCORING_MFU) for group in groups)
-    passes = ppo.epochs * (4.0 if ppo.policy_deepspeed.gradient_checkpointing else 3.0)
-    trained = ["policy", *(["critic"] if ppo.uses_critic else [])]
-    per_role = []
-    for role in trained:
-        deepspeed = ppo.policy_deepspeed if role == "policy" else ppo.critic_deepspeed
-        steps = ppo.epochs * ppo.minibatches
-        moved = 2.0 * 4.0 * shape.parameters / deepspeed.ranks * steps / OFFLOAD_BYTES
-        per_role.append(
-            seconds(passes * forward, roles[role], TRAINING_MFU)  # type: ignore[index]
-            + (moved if deepspeed.offload == "optimizer" else 0.0)
+    """Of one PPO iteration: the groups work at the same time, the roles of one group one after the other."""
+    ppo, length = config.ppo, config.max_sequence_tokens
+    count, optimizer_steps = ppo.rollout_batch_size, ppo.epochs * ppo.minibatches
+    budget = largest_pass(config, "ppo").tokens
+    scoring, training = [], []
+    for group in plan(ppo).groups:
+        models = ppo_models(config, shape, group)
+        # With adapters, the roles without a model of their own still make their pass.
+        frozen = models.get("policy") or next(iter(models.values()))
+        scoring.append(len(group.roles) * _seconds(_forward(shape, count, length), group.ranks, device, SCORING_MFU))
+        scoring[-1] += len(group.roles) * _gathering(frozen, count * length, budget, device)
+        training.append(
+            sum(
+                optimizer_steps * optimizer_step_time(model, ppo.minibatch_size, length, budget, device)
+                for model in models.values()
+                if model.trained
+            )
         )
-    training = sum(per_role) if ppo.colocate == "all" else max(per_role)
-    weight_bytes = shape.parameters * (4 if ppo.engine.dtype == "float32" else 2)
-    return StepTime(_rollout(config, shape, device), scoring, training, weight_bytes / (device.link * LINK))
+    return StepTime(_rollout(config, shape, device), max(scoring), max(training), _sync(config, shape, device))
 
 
-def _attention_flops(shape: ModelShape, sequences: int, length: int) -> float:
-    """Causal scores and their sum over values, forward."""
-    return 2.0 * sequences * length**2 * shape.heads * shape.head_dim * shape.layers
+def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, device: Device) -> float:
+    """Forward and backward passes over `sequences`, what ranks tell each other, and the step."""
+    n, deepspeed = model.deepspeed.ranks, model.deepspeed
+    # The backward pass costs two forward passes, one of them for the gradients of weights, which adapters do not need.
+    passes = (3.0 if model.lora is None else 2.0) + deepspeed.gradient_checkpointing
+    seconds = passes * _seconds(_forward(model.shape, sequences, length), n, device, TRAINING_MFU)
+    if n > 1:
+        micro_batches = math.ceil(sequences * length / n / budget)
+        # Reduced after every micro-batch; ZeRO-1 and 2 then gather the weights that each rank has updated.
+        reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches + (deepspeed.zero_stage in (1, 2))
+        seconds += reduced * model.size * model.trainable * (n - 1) / n / (device.link * LINK)
+        seconds += 2 * _gathering(model, sequences * length, budget, device)
+    return seconds + 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES * model.offloaded
+
+
+def _forward(shape: ModelShape, sequences: int, length: int) -> float:
+    """Operations of a forward pass: two for each weight and token, and causal attention."""
+    attention = 2.0 * sequences * length**2 * shape.query * shape.layers
+    return 2.0 * shape.parameters * sequences * length + attention
+
+
+def _seconds(flops: float, ranks: int, device: Device, utilisation: float) -> float:
+    return flops / (ranks * device.flops * utilisation)
+
+
+def _gathering(model: Model, tokens: int, budget: int, device: Device) -> float:
+    """ZeRO-3 gathers all weights for every micro-batch."""
+    n = model.deepspeed.ranks
+    if model.stage < 3 or n == 1:
+        return 0.0
+    return math.ceil(tokens / n / budget) * model.size * model.parameters * (n - 1) / n / (device.link * LINK)
+
+
+def _sync(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
+    """The weights, or the adapter alone, over the link to the engines."""
+    ppo = config.ppo
+    parameters = shape.parameters
+    if ppo.lora is not None and ppo.syncs_adapter:
+        parameters = shape.adapter_parameters(ppo.lora.r, ppo.lora.targets)
+    return parameters * (4 if ppo.engine.dtype == "float32" else 2) / (device.link * LINK)
 
 
 def _rollout(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
-    """Prefill by arithmetic, decoding by reading weights and KV cache once a token."""
+    """Prefill by arithmetic; decoding by reading weights and KV cache once a token, as many sequences at once as the
+    cache holds."""
     ppo, engine = config.ppo, config.ppo.engine
     size = 4 if engine.dtype == "float32" else 2
     per_engine = math.ceil(ppo.rollout_batch_size / engine.count)
-    waves = math.ceil(per_engine / engine.max_num_seqs)
+    held = engine_memory(shape, engine, device).tokens // config.max_sequence_tokens
+    waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, held)))
     at_once = math.ceil(per_engine / waves)
-    prefill = 2.0 * shape.parameters * per_engine * config.data.max_prompt_tokens
+    prefill = _forward(shape, per_engine, config.data.max_prompt_tokens)
     mean_context = config.data.max_prompt_tokens + ppo.max_new_tokens / 2
-    read = shape.parameters * size + at_once * mean_context * shape.kv_width * size
+    read = shape.parameters * size + at_once * mean_context * 2 * shape.layers * shape.kv * size
     bandwidth = device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH
-    decode = waves * ppo.max_new_tokens * read / bandwidth
-    return prefill / (device.flops * engine.tensor_parallel * SCORING_MFU) + decode
+    arithmetic = 2.0 * shape.parameters * at_once / (device.flops * engine.tensor_parallel * SCORING_MFU)
+    token = max(read / bandwidth, arithmetic) + LAUNCH * shape.layers * engine.enforce_eager
+    return _seconds(prefill, engine.tensor_parallel, device, SCORING_MFU) + waves * ppo.max_new_tokens * token

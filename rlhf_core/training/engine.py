@@ -26,6 +26,9 @@ from rlhf_core.training.ema import WeightAverage
 
 log = logging.getLogger(__name__)
 
+REDUCE_BUCKET = 500_000_000
+"""Gradients that ZeRO reduces at a time, at most."""
+
 _TAG = "state"
 _COUNTERS = "rlhf_counters"
 """DeepSpeed's own counters share the same map."""
@@ -85,7 +88,7 @@ class TrainingEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=torch_optimizer,
-            config=self._ds_config(deepspeed_config),
+            config=self._ds_config(deepspeed_config, sum(p.numel() for p in module.parameters() if p.requires_grad)),
             dist_init_required=False,
         )
         self._own_clipping = optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
@@ -94,7 +97,7 @@ class TrainingEngine:
             torch_optimizer.register_step_pre_hook(self._clip)
         self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
 
-    def _ds_config(self, config: DeepSpeedConfig) -> dict[str, Any]:
+    def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
         # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
         stage = config.zero_stage if self.optimizer_config is not None or config.zero_stage == 3 else 0
         clip = self.optimizer_config.max_grad_norm if self.optimizer_config is not None else 0.0
@@ -104,7 +107,12 @@ class TrainingEngine:
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
             "steps_per_print": 10**9,
-            "zero_optimization": {"stage": stage, "overlap_comm": False},
+            # The bucket's buffer is allocated whole: with adapters there is little to put into DeepSpeed's 5e8.
+            "zero_optimization": {
+                "stage": stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
+            },
             "zero_force_ds_cpu_optimizer": False,
         }
         if config.offload == "optimizer" and stage > 0:

@@ -1,26 +1,58 @@
-"""Measures what DeepSpeed allocates for a tiny policy under each ZeRO stage in float32: a script for
-`test_planned_memory`, started with torchrun. Prints JSON: stage -> {"weights", "gradients", "optimizer"} in bytes."""
+"""Measures what training on the CPU allocates, a script for `test_planned_memory`: `python deepspeed_memory.py FILE [peaks]`.
+
+State, under torchrun: for every precision and ZeRO stage, the bytes of "weights", "gradients" and "optimizer" of a tiny
+policy. Peaks, in one process: the most bytes of tensors at a time over two whole SFT steps of a small policy.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.algo.losses import sft_loss
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from rlhf_core.models.adapters import add_adapter
+from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.linear import use_onednn
+from rlhf_core.models.policy import DTYPES, Policy
+from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
 from tests.integration.deepspeed_step import model
 
+PEAKS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "checkpointing": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    "adapters": {"dtype": "bfloat16", "gradient_checkpointing": True, "lora": {"r": 8}},
+    "zero-2": {"dtype": "bfloat16", "zero_stage": 2},
+    "zero-3": {"dtype": "bfloat16", "zero_stage": 3},
+    "scores": {"dtype": "bfloat16", "scores": True},
+    "scores, checkpointing": {"dtype": "bfloat16", "gradient_checkpointing": True, "scores": True},
+    "scores, adapters": {"gradient_checkpointing": True, "lora": {"r": 8}, "scores": True},
+}
+"""Name -> DeepSpeed's settings, `lora`, and `scores` for a score head."""
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 2048,
+}  # fmt: skip
+_TRAINING = "planned training"
+LENGTHS = (384, 256, 200, 184)
 
-def measure(rank: Rank, stage: int) -> dict[str, int]:
-    deepspeed = DeepSpeedConfig.model_validate({"ranks": rank.world_size, "zero_stage": stage})
-    engine = TrainingEngine(model("policy"), deepspeed, OptimizerConfig(), rank)
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def measure_state(rank: Rank, dtype: str, stage: int) -> dict[str, int]:
+    deepspeed = DeepSpeedConfig.model_validate({"ranks": rank.world_size, "zero_stage": stage, "dtype": dtype})
+    engine = TrainingEngine(model("policy").to(DTYPES[dtype]), deepspeed, OptimizerConfig(), rank)
     batch = collate([TokenSequence.of((1, 2, 3), (4, 5, 6))], pad_id=0)
     seen: dict[str, int] = {}
 
@@ -30,14 +62,15 @@ def measure(rank: Rank, stage: int) -> dict[str, int]:
         seen["gradients"] = _bytes(_gradients(engine, stage))
 
     engine.train_step(losses(), 1)
-    parameters = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-    seen["weights"] = _bytes(parameters)
-    inner = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+    seen["weights"] = _bytes([getattr(p, "ds_tensor", p) for p in engine.module.parameters()])
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     state = [x for s in inner.state.values() for x in s.values() if torch.is_tensor(x) and x.numel() > 1]
-    flat = [] if stage == 0 else [p for group in inner.param_groups for p in group["params"]]
+    masters = [p for group in inner.param_groups for p in group["params"]]
     if stage == 3:
-        flat = list(engine.optimizer.fp32_partitioned_groups_flat)
-    seen["optimizer"] = _bytes(state) + _bytes(flat)
+        masters = list(engine.optimizer.fp32_partitioned_groups_flat)
+    if stage == 0 and dtype == "float32":
+        masters = []  # they are the weights
+    seen["optimizer"] = _bytes(state) + _bytes(masters)
     return seen
 
 
@@ -54,10 +87,79 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in distinct.values())
 
 
+# -- peaks ------------------------------------------------------------------------------------------------------------
+
+
+def small_model(dtype: str, device: str, *, scores: bool = False, **shape: Any) -> Any:
+    """Random weights; `SHAPE` but for `shape`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{**SHAPE, **shape}, max_position_embeddings=16384, attn_implementation=implementation("sdpa")
+    )
+    config.num_labels = 1
+    with torch.device(device):
+        lm = (LlamaForSequenceClassification if scores else LlamaForCausalLM)(config).to(DTYPES[dtype])
+    lm = use_onednn(lm) if device == "cpu" else lm
+    return ScoreModel(lm) if scores else Policy(lm)
+
+
+def train(engine: TrainingEngine, lengths: Iterable[int], steps: int, *, scores: bool = False) -> None:
+    """Steps of two equal micro-batches, packed, every token a target (or a value)."""
+    vocabulary = engine.module.lm.config.vocab_size
+    rows = [TokenSequence.of([1], [t % vocabulary for t in range(1, length)]) for length in lengths]
+    batch = collate(rows, pad_id=0, pack=True).to(engine.rank.torch_device)
+
+    def losses() -> Iterator[torch.Tensor]:
+        for _ in range(2):
+            if scores:
+                yield engine(batch, "tokens").pow(2).mean()
+                continue
+            logprobs_N = engine(batch).logprobs_N
+            yield sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=2 * len(logprobs_N))
+
+    for _ in range(steps):
+        engine.train_step(losses(), steps)
+
+
+def measure_peak(settings: dict[str, Any]) -> int:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    settings = dict(settings)
+    lora, scores = settings.pop("lora", None), settings.pop("scores", False)
+    deepspeed = DeepSpeedConfig.model_validate(settings)
+    gc.collect()  # the engine before is full of circles; its memory must not be given back in the middle of this one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        made = small_model(deepspeed.dtype, "cpu", scores=scores)
+        add_adapter(made, None if lora is None else LoraConfig.model_validate(lora))
+        engine = TrainingEngine(made, deepspeed, OptimizerConfig(), Rank())
+        with record_function(_TRAINING):
+            train(engine, LENGTHS, 2, scores=scores)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    begin = next(event["ts"] for event in events if event.get("name") == _TRAINING)
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"])
+    now = peak = 0
+    for change in changes:
+        now += change["args"]["Bytes"]
+        peak = max(peak, now) if change["ts"] >= begin else peak
+    return int(peak)
+
+
 def main() -> None:
     rank = Rank.from_environment("cpu")
     join(rank)
-    found = {stage: measure(rank, stage) for stage in (0, 1, 2, 3)}
+    found: Any
+    if sys.argv[2:] == ["peaks"]:
+        found = {name: measure_peak(settings) for name, settings in PEAKS.items()}
+    else:
+        found = [
+            [dtype, stage, measure_state(rank, dtype, stage)]
+            for dtype in ("float32", "bfloat16")
+            for stage in (0, 1, 2, 3)
+        ]
     if rank.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     torch.distributed.barrier()

@@ -2,7 +2,7 @@
 
 Locked here: data files, the model's folder, addresses, folders, reward functions and devices that cannot work are
 refused with the class of error that fits, all at once and quickly; what may work is a warning; secrets are not shown;
-nothing of the user's is executed; and `describe` states the batch arithmetic and the placement.
+nothing of the user's is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig, checkfiles, devices, preflight
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.preflight import check, describe
+from rlhf_core.config.preflight import check
 from rlhf_core.errors import ConfigError, DataError, InputError, ModelError
 
 ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
@@ -279,7 +279,6 @@ def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
     base["store"]["url"] = "s3://key:hunter2@bucket/x"
     by_hand = PipelineConfig.model_validate_json(json.dumps(base))
     assert "hunter2" not in refused(by_hand, ConfigError)
-    assert "hunter2" not in describe(by_hand)
 
 
 def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,12 +416,3 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     )
     fields = [line.split(":")[0] for line in message.splitlines()]
     assert fields == ["store.url", "data.sft.0.path", "data.chat_template", "model.path", "run.device"]
-
-
-def test_the_description_states_the_arithmetic_and_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = describe(config("ppo.samples_per_prompt=2", "ppo.policy_deepspeed.ranks=2", "ppo.steps=10"))
-    assert "64 prompts x 2 = 128 responses; 1 epoch(s) x 4 minibatches of 32 (16 a rank); 1280 responses in all" in text
-    assert "on the CPU, 2 cores: 4 processes" in text
-    assert "score = 1 x model" in text
-    with_gpus(monkeypatch, 3)
-    assert "on 3 GPUs: 1 policy + reference" in describe(config())

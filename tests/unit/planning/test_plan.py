@@ -1,111 +1,245 @@
-"""What `rlhf plan` calculates.
+"""What `rlhf plan` calculates and says.
 
-- the shape of a model gives its number of parameters, as transformers counts them
-- memory of weights, gradients and optimizer state follows ZeRO's arithmetic
-- what does not fit is named, and the changes offered make it fit
-- `--gpus` is a count and a known device; the command exits with 2 where it does not fit
+- the batch algebra counts sequences, ranks, micro-batches and optimizer steps
+- memory falls with checkpointing, smaller micro-batches, higher ZeRO stages, adapters and offload, and with adapters the
+  reference and the reward model cost nothing more
+- what does not fit is named, and the changes offered make it fit, each of them needed, pasted as they are printed
+- more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more
+- `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the same
+- before a run, GPUs of this machine that are known and too small are refused; unknown ones and a cluster's are not judged
+- every shipped profile fits the hardware that it names
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows.cli import main
-from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.training import DeepSpeedConfig
-from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.planning.fit import judge
-from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.memory import state_bytes
+from rlhf_core.config import PipelineConfig, devices
+from rlhf_core.config.load import config_from_tree, load_config
+from rlhf_core.errors import ConfigError
+from rlhf_core.planning.batches import describe_batches
+from rlhf_core.planning.fit import advise, check_memory, judge
+from rlhf_core.planning.hardware import GIB, Hardware, parse_gpus, visible_hardware
+from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.shape import ModelShape, shape_of
 from rlhf_core.planning.speed import step_time
 
-LLAMA3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-HH = "deployments/configs/hh-rlhf-llama3-8b.yaml"
+CONFIGS = Path(__file__).resolve().parents[3] / "deployments" / "configs"
+LLAMA_8B, MISTRAL_7B = CONFIGS / "shapes" / "llama-3-8b.json", CONFIGS / "shapes" / "mistral-7b.json"
+BFLOAT16 = {"dtype": "bfloat16", "gradient_checkpointing": True}
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(LLAMA3_8B))
-    return file
+def eight_b() -> ModelShape:
+    return shape_of(PipelineConfig(), LLAMA_8B)
 
 
-def _shape(llama: Path) -> ModelShape:
-    return shape_of(config_from_tree({}, "test"), llama)
+def config(sft: dict[str, Any] | None = None, **ppo: Any) -> PipelineConfig:
+    trained = {"ranks": 2, "zero_stage": 3, **BFLOAT16}
+    engine = {"dtype": "bfloat16", **ppo.pop("engine", {})}
+    tree = {
+        "model": {"path": "an/8b-model"},
+        "sft": {"deepspeed": {"ranks": 4, "zero_stage": 3, **BFLOAT16}} | (sft or {}),
+        "reward": {"deepspeed": {"ranks": 4, "zero_stage": 3, **BFLOAT16}},
+        "ppo": {"policy_deepspeed": trained, "critic_deepspeed": trained, "engine": engine, **ppo},
+    }
+    return config_from_tree(tree, "test")
 
 
-def test_llama_3_8b_has_its_published_number_of_parameters(llama: Path) -> None:
-    assert _shape(llama).parameters == 8_030_261_248
+def peak(configured: PipelineConfig, stage: str, what: str = "", gpus: str = "8xA100-80G") -> float:
+    loads = device_loads(configured, eight_b(), parse_gpus(gpus).device)
+    return max(load.total for load in loads if load.stage == stage and what in load.what)
 
 
-@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
-def test_parameters_are_counted_as_transformers_does(settings: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+# -- batches ----------------------------------------------------------------------------------------------------------
 
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
-    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, **settings)
-    config.save_pretrained(tmp_path)
-    extra = 2 * 64 if settings.get("attention_bias") else 0  # Llama's output projection has a bias too; Qwen's has none
-    counted = sum(p.numel() for p in LlamaForCausalLM(config).parameters())
-    assert shape_of(config_from_tree({"model": {"path": str(tmp_path)}}, "test")).parameters == counted - extra
+
+def test_the_batch_algebra_is_told_in_words() -> None:
+    told = dict(
+        describe_batches(
+            config_from_tree(
+                {
+                    "data": {"max_prompt_tokens": 400, "max_response_tokens": 100, "max_text_tokens": 256},
+                    "sft": {"batch_size": 60, "micro_batch_tokens": 1000, "epochs": 2, "deepspeed": {"ranks": 4}},
+                    "ppo": {
+                        "steps": 10,
+                        "prompts_per_step": 32,
+                        "samples_per_prompt": 2,
+                        "minibatches": 4,
+                        "max_new_tokens": 100,
+                        "engine": {"count": 3},
+                        "policy_deepspeed": {"ranks": 4},
+                    },
+                    "model": {"tiny": {"max_positions": 512}},
+                },
+                "test",
+            )
+        )
+    )
+    # 60 / 4 = 15 sequences of 500 tokens a rank, two in 1000 tokens: 8 passes; 3600 of 4000 examples / 60 = 60 steps.
+    assert "60 sequences of at most 500 tokens an optimizer step, 15 on each of 4 ranks" in told["sft"]
+    assert "at most 8 micro-batches of 1000 tokens" in told["sft"]
+    assert "about 60 optimizer steps an epoch, 120 in all" in told["sft"]
+    # A pair of 2 x 500 tokens; 64 pairs on one rank, and 16384 // 500 = 16 pairs... of the default 8192: 16 sequences.
+    assert "64 pairs of at most 2 x 500 tokens" in told["reward"]
+    assert "10 steps of 32 prompts x 2 samples = 64 responses of at most 100 tokens, 22 for each of 3" in told["ppo"]
+    assert "4 minibatches of 16 responses = 4 optimizer steps of policy and critic, 40 of the policy" in told["ppo"]
+    assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in told["ppo"]
+
+
+def test_without_knowing_the_data_steps_are_told_for_a_thousand_examples() -> None:
+    told = dict(describe_batches(load_config(CONFIGS / "tinystories.yaml")))
+    assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in told["sft"]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "weights", "gradients", "optimizer"),
+    "better",
     [
-        ({}, 4, 4, 8),
-        ({"zero_stage": 1}, 4, 4, 12 / 4),
-        ({"zero_stage": 2}, 4, 4 / 4, 12 / 4),
-        ({"zero_stage": 3}, 4 / 4, 4 / 4, 12 / 4),
-        ({"dtype": "bfloat16", "zero_stage": 1}, 2, 2, 12 / 4),
-        ({"dtype": "bfloat16", "zero_stage": 2}, 2, 2 / 4, 12 / 4),
-        ({"dtype": "bfloat16", "zero_stage": 3}, 2 / 4, 2 / 4, 12 / 4),
-        ({"dtype": "bfloat16", "zero_stage": 3, "offload": "optimizer"}, 2 / 4, 0, 0),
+        {"deepspeed": {"ranks": 8, "zero_stage": 3, **BFLOAT16}},
+        {"deepspeed": {"ranks": 4, "zero_stage": 3, "offload": "optimizer", **BFLOAT16}},
+        {"lora": {"r": 16}},
+        {"micro_batch_tokens": 1024},
     ],
+    ids=["ranks", "offload", "lora", "tokens"],
 )
-def test_state_follows_zeros_arithmetic(
-    settings: dict[str, Any], weights: float, gradients: float, optimizer: float
-) -> None:
-    deepspeed = DeepSpeedConfig.model_validate({"ranks": 4, **settings})
-    kinds, host = state_bytes(1000, deepspeed, trained=True)
-    assert kinds == {"weights": 1000 * weights, "gradients": 1000 * gradients, "optimizer": 1000 * optimizer}
-    assert (host > 0) == ("offload" in settings)
+def test_what_saves_memory_is_seen_to(better: dict[str, Any]) -> None:
+    assert peak(config(sft=better), "sft") < peak(config(), "sft") - 0.5 * GIB
 
 
-def test_more_checkpointing_and_smaller_micro_batches_need_less(llama: Path) -> None:
-    def sft_bytes(**settings: Any) -> float:
-        deepspeed = {"ranks": 8, "zero_stage": 3, "dtype": "bfloat16", **settings.pop("deepspeed", {})}
-        config = config_from_tree({"sft": {"deepspeed": deepspeed, **settings}}, "test")
-        return judge(config, _shape(llama), 8, parse_gpus("A100-80G")[1]).loads[0].total
+def test_each_zero_stage_and_checkpointing_need_less() -> None:
+    def sft(**deepspeed: Any) -> float:
+        return peak(config(sft={"deepspeed": {"ranks": 8, "dtype": "bfloat16", **deepspeed}}), "sft")
 
-    plain = sft_bytes()
-    assert sft_bytes(deepspeed={"gradient_checkpointing": True}) < plain
-    assert sft_bytes(micro_batch_tokens=1024) < plain
-    assert sft_bytes(deepspeed={"zero_stage": 1}) > plain
+    stages = [sft(zero_stage=stage, gradient_checkpointing=True) for stage in range(4)]
+    assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
+    assert sft(zero_stage=3) > sft(zero_stage=3, gradient_checkpointing=True) + 10 * GIB
 
 
-def test_a_step_takes_longer_on_fewer_and_slower_devices(llama: Path) -> None:
-    config = config_from_tree({"ppo": {"engine": {"count": 2}}}, "test")
-    slow, fast = (step_time(config, _shape(llama), parse_gpus(name)[1]) for name in ("A100-80G", "H100-80G"))
-    assert slow.rollout > fast.rollout and slow.training > fast.training and slow.sync > fast.sync
-    assert slow.total == pytest.approx(slow.rollout + slow.scoring + slow.training + slow.sync)
+def test_with_adapters_reference_and_reward_model_are_no_second_copy() -> None:
+    sharded = {"ranks": 2, "zero_stage": 2, **BFLOAT16}
+    for what in ("policy+reference", "critic+reward"):
+        both = device_loads(
+            config(policy_deepspeed=sharded, critic_deepspeed=sharded, lora={"r": 16}),
+            eight_b(),
+            parse_gpus("H100").device,
+        )
+        weights = next(load.bytes.weights for load in both if load.what == what and load.phase == "step")
+        assert weights == pytest.approx(2 * eight_b().parameters, rel=0.1)
+    alone = config(policy_deepspeed=sharded, critic_deepspeed=sharded, lora={"r": 16}, colocate="none")
+    assert peak(alone, "ppo", "reference") > 2 * eight_b().parameters
 
 
-@pytest.mark.parametrize(("text", "count"), [("8xA100-80G", 8), ("h100", 1), ("2 x rtx4090-24g", 2)])
-def test_gpus_are_a_count_and_a_known_device(text: str, count: int) -> None:
-    assert parse_gpus(text)[0] == count
+def test_weights_in_4_bits_take_little_more_than_half_a_byte_each() -> None:
+    def weights(**lora: Any) -> float:
+        alone = {"deepspeed": {"ranks": 1, "zero_stage": 2, **BFLOAT16}, "lora": {"r": 16, **lora}}
+        loads = device_loads(config(alone), eight_b(), parse_gpus("8xA100-80G").device)
+        return next(load.trainer.weights for load in loads if load.stage == "sft" and load.phase == "step")
+
+    layers = eight_b().linear_parameters
+    assert weights() - weights(quantize="nf4") == pytest.approx(layers * (2 - 0.516), rel=1e-3)
+
+
+def test_an_average_of_the_weights_is_counted() -> None:
+    extra = peak(config(ema_decay=0.99), "ppo", "policy") - peak(config(), "ppo", "policy")
+    assert extra == pytest.approx(1.05 * 4 * eight_b().parameters / 2)
+
+
+def test_an_engine_beside_the_trainers_takes_its_share_of_their_device() -> None:
+    shared = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
+    both = peak(config(**shared), "ppo", "policy", "8xH100-80G")
+    assert both > 0.3 * parse_gpus("H100").device.memory + peak(config(), "ppo", "policy")
+    assert both - peak(config(colocate="all", engine={"gpu_memory_utilization": 0.25}), "ppo", "policy", "H100") > GIB
+
+
+# -- what fits --------------------------------------------------------------------------------------------------------
+
+
+def problems(configured: PipelineConfig, gpus: str) -> list[str]:
+    return [problem.text for problem in judge(configured, eight_b(), parse_gpus(gpus)).problems]
+
+
+def test_too_little_memory_too_few_devices_and_no_room_for_one_sequence_are_named() -> None:
+    assert problems(config(), "8xA100-80G") == []
+    assert re.search(
+        r"sft: policy needs [\d.]+ GiB on each device \(backward\); RTX4090-24G has 23.5",
+        "\n".join(problems(config(), "8xRTX4090-24G")),
+    )
+    assert "sft: needs 4 devices; there are 2" in problems(config(), "2xH100-80G")
+    few = next(text for text in problems(config(), "2xH100-80G") if text.startswith("ppo: needs"))
+    assert few == "ppo: needs 5 devices (2 policy + reference, 2 critic + reward model, 1 engines = 5); there are 2"
+    cramped = config(engine={"gpu_memory_utilization": 0.6})
+    assert any("an engine's KV cache holds 0 tokens" in text for text in problems(cramped, "8xRTX4090-24G"))
+
+
+@pytest.mark.parametrize("gpus", ["8xA100-40G", "8xL40S-48G", "16xRTX4090-24G", "4xH100-80G", "2xH200-141G"])
+def test_the_changes_offered_make_it_fit_and_none_could_be_left_out(gpus: str) -> None:
+    hardware, shape = parse_gpus(gpus), eight_b()
+    wanted = config()
+    changes = advise(wanted, lambda changed: judge(changed, shape, hardware))
+    assert changes
+    tree = wanted.model_dump(mode="json", by_alias=True)
+
+    def fits(overrides: list[str]) -> bool:
+        return judge(config_from_tree(tree, "test", overrides), shape, hardware).fits
+
+    assert fits(list(changes))
+    for change in changes:
+        assert not _fits_or_invalid(fits, [other for other in changes if other != change])
+
+
+def _fits_or_invalid(fits: Any, overrides: list[str]) -> bool:
+    try:
+        return bool(fits(overrides))
+    except ConfigError:
+        return False
+
+
+def test_a_small_change_is_enough_for_a_small_problem() -> None:
+    wanted = config(sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}, "micro_batch_tokens": 16384})
+    wanted = wanted.model_copy(update={"ppo": load_config(CONFIGS / "production.yaml").ppo})
+    found = advise(wanted, lambda changed: judge(changed, eight_b(), parse_gpus("8xA100-80G")))
+    assert found == ("sft.deepspeed.gradient_checkpointing=true",)
+
+
+def test_without_any_way_out_none_is_offered() -> None:
+    assert advise(config(), lambda changed: judge(changed, eight_b(), parse_gpus("RTX4090-24G"))) is None
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_time_follows_devices_and_settings() -> None:
+    def step(gpus: str = "A100-80G", **ppo: Any) -> Any:
+        return step_time(config(**ppo), eight_b(), parse_gpus(gpus).device)
+
+    base, fast = step(), step("H100-80G")
+    assert base.total == pytest.approx(base.rollout + base.scoring + base.training + base.sync)
+    assert all(getattr(base, part) > getattr(fast, part) for part in ("rollout", "scoring", "training", "sync"))
+    assert step(engine={"enforce_eager": False}).rollout < base.rollout
+    assert step(engine={"count": 4}).rollout < base.rollout
+    offloaded = {"ranks": 2, "zero_stage": 3, "offload": "optimizer", **BFLOAT16}
+    assert step(policy_deepspeed=offloaded).training > base.training
+    assert step(lora={"r": 16}).training < base.training
+    assert step(lora={"r": 16}, weight_sync={"lora": "adapter"}).sync < base.sync / 50
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("8xA100-80G", "8 x A100-80G"), ("h100", "1 x H100-80G"), ("2 x rtx4090-24g", "2 x RTX4090-24G")]
+)
+def test_gpus_are_a_count_and_a_known_device(text: str, name: str) -> None:
+    assert str(parse_gpus(text)) == name
 
 
 @pytest.mark.parametrize("text", ["8", "A100", "0xH100-80G", "3xFoo", ""])
@@ -114,27 +248,112 @@ def test_other_gpus_are_refused_with_the_known_ones(text: str) -> None:
         parse_gpus(text)
 
 
-def test_a_config_json_without_a_decoder_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text('{"d_model": 512}')
-    with pytest.raises(ModelError, match=r"hidden_size"):
-        shape_of(config_from_tree({}, "test"), file)
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(devices, "_DRIVER", Path("/nowhere"))
+    listed = [f"GPU {i}: {name} (UUID: GPU-{i})" for i, name in enumerate(names)]
+    monkeypatch.setattr(devices, "_listed_gpus", lambda: listed)
 
 
-def test_the_shipped_configuration_fits_the_hardware_it_names(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", HH, "--gpus", "8xA100-80G", "--model-config", str(llama)]) == 0
-    assert "fits 8 x A100-80G" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["NVIDIA A100-SXM4-40GB"] * 2, "2 x A100-40G"),
+        (["NVIDIA A100 80GB PCIe"], "1 x A100-80G"),
+        (["NVIDIA H100 80GB HBM3"] * 8, "8 x H100-80G"),
+        (["NVIDIA GeForce RTX 4090"], "1 x RTX4090-24G"),
+        (["NVIDIA T4"], "None"),
+        (["NVIDIA H100 80GB HBM3", "NVIDIA L40S"], "None"),
+        ([], "None"),
+    ],
+)
+def test_the_gpus_of_this_machine_are_known_by_their_drivers_names(
+    names: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, *names)
+    assert str(visible_hardware()) == found
 
 
-def test_the_changes_offered_make_it_fit(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", HH, "--gpus", "8xA100-40G", "--model-config", str(llama), "ppo.policy_deepspeed.offload=none"]
+def test_before_a_run_gpus_that_are_too_small_are_refused_with_a_fix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(LLAMA_8B.read_text())
+    wanted = config_from_tree({"model": {"path": str(tmp_path)}, "sft": {"deepspeed": {"dtype": "bfloat16"}}}, "test")
+    with_gpus(monkeypatch, *["NVIDIA H100 80GB HBM3"] * 8)
+    with pytest.raises(
+        ConfigError, match=r"sft: policy needs 1\d\d\.\d GiB on each device(?s:.*)it fits with sft\."
+    ) as refused:
+        check_memory(wanted)
+    tree = wanted.model_dump(mode="json", by_alias=True)
+    check_memory(config_from_tree(tree, "test", shlex.split(refused.value.message.rpartition("it fits with ")[2])))
+    monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
+    check_memory(wanted)
+    with_gpus(monkeypatch, "NVIDIA T4")
+    check_memory(wanted)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xRTX4090-24G", "--model-config", str(LLAMA_8B)]
     assert main(command) == 2
-    said = capsys.readouterr().out
-    assert "does not fit: ppo: policy+reference needs" in said.replace("\n", " ")
-    changes = said.rpartition("fits with: ")[2].split()
-    assert main([*command[:-1], "ppo.policy_deepspeed.offload=none", *changes]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not fit: sft: policy needs" in said
+    changes = shlex.split(said.rpartition("fits with: ")[2])
+    assert main([*command, *changes]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("fits 8 x RTX4090-24G")
 
 
-def test_on_the_cpu_the_demo_shows_bytes_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "deployments/configs/demo.yaml"]) == 0
-    assert "MiB in host memory" in capsys.readouterr().out
+def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G", "--model-config", str(LLAMA_8B)]
+    assert main([*command, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] is True and said["parameters"] == 8_030_261_248 and said["changes"] is None
+    sft = next(row for row in said["memory"] if (row["stage"], row["phase"]) == ("sft", "backward"))
+    assert main(command) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "backward" in line)
+    assert f"{sft['total'] / GIB:.1f}*" in row
+
+
+def test_a_plan_is_readable_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G", "--model-config", str(LLAMA_8B)]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+
+
+def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(CONFIGS / "demo.yaml")]) == 0
+    assert "MiB for each process" in capsys.readouterr().out
+
+
+def test_processes_that_share_one_memory_are_added_up() -> None:
+    cores = Hardware(2, parse_gpus("A100-40G").device)
+    cpu = Hardware(2, type(cores.device)("CPU", 3 * GIB, 1e12, 1e10, 1e9))
+    verdict = judge(load_config(CONFIGS / "demo.yaml"), shape_of(load_config(CONFIGS / "demo.yaml")), cpu)
+    assert [(p.stage, p.what) for p in verdict.problems] == [("ppo", "memory")]
+
+
+PROFILES = {
+    "entry.yaml": ("2xA100-40G", MISTRAL_7B),
+    "production.yaml": ("8xA100-80G", LLAMA_8B),
+    "budget.yaml": ("4xRTX4090-24G", MISTRAL_7B),
+    "one-h100.yaml": ("1xH100-80G", MISTRAL_7B),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_fits_the_hardware_that_it_names(name: str) -> None:
+    gpus, shape = PROFILES[name]
+    text = (CONFIGS / name).read_text()
+    assert f"rlhf plan deployments/configs/{name} --gpus {gpus} " in text
+    profile = load_config(CONFIGS / name)
+    assert judge(profile, shape_of(profile, shape), parse_gpus(gpus)).problems == ()
+    assert "bfloat16" in (profile.sft.deepspeed.dtype, profile.ppo.engine.dtype)

@@ -1,0 +1,98 @@
+"""The batch algebra of a run in words: sequences, ranks, micro-batches and optimizer steps of each stage."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import plan
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.planning.loads import largest_pass
+
+
+def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
+    """(stage, sentences) of every training stage of the run."""
+    told = [("sft", _sft(config))]
+    if config.reward.enabled:
+        told.append(("reward", _reward(config)))
+    return [*told, ("ppo", _ppo(config))]
+
+
+def _sft(config: PipelineConfig) -> str:
+    sft, synthetic = config.sft, config.data.synthetic
+    examples = synthetic.sft_examples if _is_synthetic(config, "sft") else None
+    ranks = sft.deepspeed.ranks
+    return (
+        f"{_plural(sft.batch_size, 'sequence')} of at most {largest_pass(config, 'sft').longest} tokens an optimizer "
+        f"step, {_share(sft.batch_size, ranks)}; {_passes(config, 'sft', math.ceil(sft.batch_size / ranks))}; "
+        f"{_steps(config, examples, sft.batch_size, sft.epochs, 'demonstrations')}; {_how(sft.deepspeed, sft.lora)}"
+    )
+
+
+def _reward(config: PipelineConfig) -> str:
+    reward, synthetic = config.reward, config.data.synthetic
+    examples = synthetic.pairs if _is_synthetic(config, "preference") else None
+    ranks = reward.deepspeed.ranks
+    return (
+        f"{_plural(reward.batch_size, 'pair')} of at most 2 x {largest_pass(config, 'reward').longest} tokens an "
+        f"optimizer step, {_share(reward.batch_size, ranks)}; "
+        f"{_passes(config, 'reward', 2 * math.ceil(reward.batch_size / ranks))}; "
+        f"{_steps(config, examples, reward.batch_size, reward.epochs, 'pairs')}; {_how(reward.deepspeed, reward.lora)}"
+    )
+
+
+def _ppo(config: PipelineConfig) -> str:
+    ppo = config.ppo
+    total, engines, ranks = ppo.rollout_batch_size, ppo.engine.count, ppo.policy_deepspeed.ranks
+    trained = "policy and critic" if ppo.uses_critic else "the policy"
+    lines = [
+        f"{ppo.steps} steps of {ppo.prompts_per_step} prompts x {_plural(ppo.samples_per_prompt, 'sample')} = {total} "
+        f"responses of at most {ppo.max_new_tokens} tokens, {math.ceil(total / engines)} for each of "
+        f"{_plural(engines, 'engine')}; {ppo.steps * total} responses in all",
+        f"each step: {_plural(ppo.epochs, 'epoch')} x {_plural(ppo.minibatches, 'minibatch')} of {ppo.minibatch_size} "
+        f"responses = {_plural(ppo.epochs * ppo.minibatches, 'optimizer step')} of {trained}, "
+        f"{ppo.policy_optimizer_steps} of the policy in all",
+        f"policy: {_share(ppo.minibatch_size, ranks)}; "
+        f"{_passes(config, 'ppo', math.ceil(ppo.minibatch_size / ranks))}; {_how(ppo.policy_deepspeed, ppo.lora)}",
+    ]
+    if ppo.uses_critic:
+        lines.append(
+            f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)}; {_how(ppo.critic_deepspeed, ppo.lora)}"
+        )
+    lines.append(f"devices: {plan(ppo).describe()}")
+    return "\n".join(lines)
+
+
+def _is_synthetic(config: PipelineConfig, kind: str) -> bool:
+    sources = getattr(config.data, kind)
+    return bool(sources) and all(source.path == "synthetic" for source in sources)
+
+
+def _share(count: int, ranks: int) -> str:
+    return f"{math.ceil(count / ranks)} on each of {ranks} ranks" if ranks > 1 else "on one rank"
+
+
+def _passes(config: PipelineConfig, stage: str, sequences: int) -> str:
+    """`sequences`: of one rank and optimizer step."""
+    batch = largest_pass(config, stage)
+    count = math.ceil(sequences / max(1, batch.tokens // batch.longest))
+    return f"at most {_plural(count, 'micro-batch')} of {batch.tokens} tokens"
+
+
+def _steps(config: PipelineConfig, examples: int | None, batch: int, epochs: int, what: str) -> str:
+    if examples is None:
+        return f"{math.ceil(1000 / batch) * epochs} optimizer steps for every 1000 {what} ({_plural(epochs, 'epoch')})"
+    per_epoch = math.ceil(round(examples * (1 - config.data.eval_fraction)) / batch)
+    return f"about {_plural(per_epoch, 'optimizer step')} an epoch, {per_epoch * epochs} in all"
+
+
+def _how(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
+    parts = [f"ZeRO-{deepspeed.zero_stage}", deepspeed.dtype]
+    parts += ["gradient checkpointing"] if deepspeed.gradient_checkpointing else []
+    parts += ["optimizer state in host memory"] if deepspeed.offload == "optimizer" else []
+    return ", ".join([*parts, "all parameters" if lora is None else f"LoRA of rank {lora.r}"])
+
+
+def _plural(count: int, word: str) -> str:
+    ending = "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{'' if count == 1 else ending}"
