@@ -100,6 +100,7 @@ class PPOController:
         failpoint("ppo.after_rollout")
         with self._timed("scoring"):
             experience = self.score(batch)
+        failpoint("ppo.after_scoring")
         update: Metrics = {}
         if self._usable(experience, step):
             self._guard(experience, step)

@@ -33,6 +33,7 @@ from rlhf_core.data.sources import source_digests
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
+from rlhf_core.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,13 @@ def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], No
             )
             for name in SETS
         }
+        failpoint("data.read")
         tokenizer, positions = _tokenizer(config, loaded)
         encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
         made = _encode(config, loaded, encoder, positions, quarantine, counts, progress)
     finally:
         quarantine.close()
+    failpoint("data.encoded")
     splits = _split(config, made, counts)
     for name in SETS:
         for split, items in splits[name].items():

@@ -19,6 +19,7 @@ from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.history import History, read_history
 from rlhf_core.evaluation.judge import ScoreJudge, compare
 from rlhf_core.evaluation.summary import Intervals, Measured, Pair, answers, evaluation_json, flat_metrics, sample_rows
+from rlhf_core.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     responses = _sample(config, services, tokenizer, prompts, device)
     pad_id = tokenizer.pad_token_id or 0
     measured = _measure(config, services, responses, gold_known=gold_known, pad_id=pad_id, device=device)
+    failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
     interval = Intervals(config)
     comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
@@ -68,6 +70,7 @@ def _sample(
 
         rollouts = sample_responses(config, folder, prompts, device=device, done=report)
         responses[name] = reward_inputs(tokenizer, prompts, rollouts)
+        failpoint("evaluate.sampled")
     return responses
 
 

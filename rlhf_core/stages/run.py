@@ -16,6 +16,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -53,6 +54,7 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
     status = "KILLED"
+    failpoint("stage.started")
     try:
         ref = _run(spec, store, fence, stage_run, events, work)
         status = "FINISHED"
@@ -90,6 +92,7 @@ def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, event
         except BaseException:
             checkpoints.finish()
             raise
+    failpoint("stage.published")
     checkpoints.clear()
     return ref
 
@@ -115,8 +118,10 @@ def _make(
         progress=events.progress,
         lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
     )
+    failpoint("stage.fetched")
     result = _stage_function(spec.stage)(spec.config, services)
     stage_run.flush()
+    failpoint("stage.made")
     return artifacts.publish(
         spec.stage,
         spec.key,

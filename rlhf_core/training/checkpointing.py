@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rlhf_core.failpoints import failpoint
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.types import Services
 
@@ -31,6 +32,7 @@ def save(
         services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
     dist.barrier()
     engine.save_checkpoint(folder)
+    failpoint("checkpoint.written")
     dist.barrier()
     if services is not None:
         (folder / _LOOP).write_text(json.dumps({"step": step, **state}))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
 from rlhf_core.models.score import ScoreStatistics
 from rlhf_core.training import checkpointing
@@ -44,6 +45,7 @@ def train_reward(
         epoch, index = divmod(step, per_epoch)
         batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
         metrics = _step(engine, batch, config, total, pad_id)
+        failpoint("reward.step")
         step += 1
         tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
         seconds += time.monotonic() - started

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config.training import SFTConfig
+from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training import checkpointing
@@ -52,6 +53,7 @@ def train_sft(
         epoch, index = divmod(step, per_epoch)
         batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
         metrics = train_step(engine, batch, config, total, pad_id)
+        failpoint("sft.step")
         step += 1
         tokens += sum(map(len, batch))
         seconds += time.monotonic() - started

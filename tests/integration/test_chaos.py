@@ -1,0 +1,44 @@
+"""A sample of `make chaos`: every stage killed several times, in different processes, and the same command again.
+
+- it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
+- nothing is left 10 s after the end
+- a run that forgets its KL coefficient is noticed
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import negative_control
+from tests.chaos.harness import Case, Golden, run_case
+
+SAMPLE = (
+    Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")),
+    Case("sft", ("checkpoint.written:1:kill", "bundle.committed:1:kill", "flow.made:1:kill")),
+    Case("reward", ("reward.step:7:kill", "stage.made:1:kill")),
+    Case("ppo", ("critic.update:1:kill", "engine.generate:3:kill")),
+    Case("evaluate", ("evaluate.sampled:1:kill",)),
+    Case("register", ("register.created:1:kill",)),
+)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return Golden(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.stage)
+def test_a_stage_that_is_killed_ends_in_the_same_bits(golden: Golden, case: Case, tmp_path: Path) -> None:
+    result = run_case(golden, case, tmp_path)
+    assert result.ended, result.why
+    assert {kill.what for kill in result.kills} == {point.removesuffix(":kill") for point in case.points}
+    assert result.same, result.why
+    assert not result.left
+
+
+def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
+    result = run_case(golden, negative_control(), tmp_path)
+    assert result.ended and result.kills, result.why
+    assert not result.same
