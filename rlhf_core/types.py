@@ -182,6 +182,8 @@ class Services:
     progress: Progress
     lineage: Lineage | None = None
     """None where a stage runs outside a pipeline (unit tests)."""
+    journal: Path | None = None
+    """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
 
     def name_of(self, stage: StageName) -> str:
         """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""

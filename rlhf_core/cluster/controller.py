@@ -26,6 +26,7 @@ import numpy as np
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.collect import Collector, RolloutBatch
 from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.cluster.journal import RolloutJournal
 from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
@@ -66,6 +67,7 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(config.ppo, fleet, prompts, decode, composer, seed)
+        self._journal = RolloutJournal(services.journal or services.work, prompts)
         self._updater = Updater(config.ppo, fleet, seed, demonstrations)
         kl = self._ppo.kl
         self._kl: FixedKL | AdaptiveKL = (
@@ -131,8 +133,15 @@ class PPOController:
     # -- steps of the loop --------------------------------------------------------------------------------------
 
     def collect(self) -> RolloutBatch:
-        """The next step's rollouts."""
-        return self._collector.collect(self.done + 1, self.done)
+        """The next step's rollouts; those of an earlier attempt, if it left the same step."""
+        step, resumable = self.done + 1, self.done % self._ppo.checkpoint_every == 0
+        if resumable and (kept := self._journal.read(step)) is not None:
+            log.info("step %d: training on the %d rollouts that an earlier attempt left", step, len(kept.rollouts))
+            return kept
+        batch = self._collector.collect(step, self.done)
+        if resumable:
+            self._journal.write(step, batch)
+        return batch
 
     def score(self, batch: RolloutBatch) -> Experience:
         """All models at once, then the rules, then experience."""

@@ -94,6 +94,7 @@ def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, event
             raise
     failpoint("stage.published")
     checkpoints.clear()
+    shutil.rmtree(_journal(spec), ignore_errors=True)
     return ref
 
 
@@ -117,6 +118,7 @@ def _make(
         metrics=stage_run,
         progress=events.progress,
         lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
+        journal=_journal(spec),
     )
     failpoint("stage.fetched")
     result = _stage_function(spec.stage)(spec.config, services)
@@ -148,6 +150,10 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     work = home / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
     return work
+
+
+def _journal(spec: StageSpec) -> Path:
+    return spec.home / "journal" / f"{spec.stage}-{spec.key}"
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:

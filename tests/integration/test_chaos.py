@@ -2,6 +2,7 @@
 
 - it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
 - nothing is left 10 s after the end
+- rollouts that were sampled before the kill are trained on, not sampled again
 - a run that forgets its KL coefficient is noticed
 """
 
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.__main__ import negative_control
-from tests.chaos.harness import Case, Golden, run_case
+from tests.chaos.harness import Case, Golden, read_passes, run_case
 
 SAMPLE = (
     Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")),
@@ -36,6 +37,13 @@ def test_a_stage_that_is_killed_ends_in_the_same_bits(golden: Golden, case: Case
     assert {kill.what for kill in result.kills} == {point.removesuffix(":kill") for point in case.points}
     assert result.same, result.why
     assert not result.left
+
+
+def test_rollouts_of_the_step_in_hand_are_not_sampled_again(golden: Golden, tmp_path: Path) -> None:
+    # Step 3 is the first after the checkpoint of step 2.
+    result = run_case(golden, Case("ppo", ("ppo.after_rollout:3:kill",)), tmp_path)
+    assert result.ended and result.same, result.why
+    assert [p.point for p in read_passes(tmp_path / "trace")].count("engine.generate") == 4
 
 
 def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
