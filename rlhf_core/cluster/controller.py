@@ -259,6 +259,7 @@ class PPOController:
 
     def _checkpoint(self, score: float | None) -> None:
         """Both engines, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
+        started = time.monotonic()
         folder = self._services.work / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
         self._services.checkpoints.prepare(self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size")))
@@ -276,6 +277,7 @@ class PPOController:
         (folder / "controller.json").write_text(json.dumps(state))
         self._services.metrics.flush()
         self._services.checkpoints.save(self.done, folder, score)
+        self._services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def save(
 
     `score`: higher is better, None where nothing was measured. Raises StoreError if the disk is too small.
     """
+    started = time.monotonic()
     folder = work / f"checkpoint-{step:08d}"
     if services is not None:
         services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
@@ -38,6 +40,7 @@ def save(
         (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
         services.metrics.flush()
         services.checkpoints.save(step, folder, score)
+        services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
 
 
 def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:
