@@ -79,18 +79,27 @@ class PPOController:
         self._unusable = 0
         self.done = 0
         """Steps finished: the policy version."""
+        self._restorable = 0
+        """Step that another attempt would continue after."""
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the last step, from the last checkpoint if there is one."""
+        """To the last step, from the last checkpoint if there is one. Asked to stop, it leaves after the step in hand."""
         self._restore()
         self.sync()
-        while self.done < self._ppo.steps:
-            metrics = self.iterate()
-            self._log(metrics)
-            if self.done % self._ppo.checkpoint_every == 0 and self.done < self._ppo.steps:
-                self._checkpoint(metrics.get("objective/rlhf_reward"))
+        stop = self._services.stop
+        with stop.deferred():
+            while self.done < self._ppo.steps:
+                metrics = self.iterate()
+                self._log(metrics)
+                if self.done == self._ppo.steps:
+                    break
+                if self.done % self._ppo.checkpoint_every == 0 or stop.asked:
+                    self._checkpoint(metrics.get("objective/rlhf_reward"))
+                if stop.asked:
+                    log.info("asked to stop: leaving after step %d", self.done)
+                    stop.leave()
 
     def iterate(self) -> Metrics:
         """One PPO step; returns its metrics."""
@@ -134,7 +143,7 @@ class PPOController:
 
     def collect(self) -> RolloutBatch:
         """The next step's rollouts; those of an earlier attempt, if it left the same step."""
-        step, resumable = self.done + 1, self.done % self._ppo.checkpoint_every == 0
+        step, resumable = self.done + 1, self.done == self._restorable
         if resumable and (kept := self._journal.read(step)) is not None:
             log.info("step %d: training on the %d rollouts that an earlier attempt left", step, len(kept.rollouts))
             return kept
@@ -278,6 +287,7 @@ class PPOController:
         self._services.metrics.flush()
         self._services.checkpoints.save(self.done, folder, score)
         self._services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
+        self._restorable = self.done
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:
@@ -290,7 +300,7 @@ class PPOController:
             loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role))
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
-        self.done = int(state["done"])
+        self.done = self._restorable = int(state["done"])
         self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
         self._kl.load_state_dict(state["kl"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)

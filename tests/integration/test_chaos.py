@@ -2,6 +2,7 @@
 
 - it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
 - nothing is left 10 s after the end
+- asked to stop, PPO and supervised fine-tuning finish the step in hand and leave a checkpoint of it
 - rollouts that were sampled before the kill are trained on, not sampled again
 - a run that forgets its KL coefficient is noticed
 """
@@ -17,7 +18,7 @@ from tests.chaos.harness import Case, Golden, read_passes, run_case
 
 SAMPLE = (
     Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")),
-    Case("sft", ("checkpoint.written:1:kill", "bundle.committed:1:kill", "flow.made:1:kill")),
+    Case("sft", ("sft.step:4:int", "checkpoint.written:2:kill", "bundle.committed:2:kill", "flow.made:1:kill")),
     Case("reward", ("reward.step:7:kill", "stage.made:1:kill")),
     Case("ppo", ("critic.update:1:kill", "engine.generate:3:kill")),
     Case("evaluate", ("evaluate.sampled:1:kill",)),
@@ -39,11 +40,15 @@ def test_a_stage_that_is_killed_ends_in_the_same_bits(golden: Golden, case: Case
     assert not result.left
 
 
-def test_rollouts_of_the_step_in_hand_are_not_sampled_again(golden: Golden, tmp_path: Path) -> None:
-    # Step 3 is the first after the checkpoint of step 2.
-    result = run_case(golden, Case("ppo", ("ppo.after_rollout:3:kill",)), tmp_path)
+def test_asked_to_stop_it_leaves_a_checkpoint_and_rollouts_in_hand_are_not_sampled_again(
+    golden: Golden, tmp_path: Path
+) -> None:
+    # Asked in step 1, it leaves a checkpoint of step 1; the next attempt is killed in step 3, after the one of step 2.
+    result = run_case(golden, Case("ppo", ("ppo.after_scoring:1:int", "ppo.after_rollout:2:kill")), tmp_path)
     assert result.ended and result.same, result.why
-    assert [p.point for p in read_passes(tmp_path / "trace")].count("engine.generate") == 4
+    points = [p.point for p in read_passes(tmp_path / "trace")]
+    assert points.count("ppo.after_checkpoint") == 2
+    assert points.count("ppo.after_scoring") == points.count("engine.generate") == 4
 
 
 def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
