@@ -44,7 +44,7 @@ def train_reward(
         started = time.monotonic()
         epoch, index = divmod(step, per_epoch)
         batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-        metrics = _step(engine, batch, config, total, pad_id)
+        metrics = train_step(engine, batch, config, total, pad_id)
         failpoint("reward.step")
         step += 1
         tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
@@ -59,9 +59,13 @@ def train_reward(
     return {"tokens_per_s": tokens / max(seconds, 1e-9)}
 
 
-def _step(
+def train_step(
     engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
 ) -> dict[str, float]:
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics.
+
+    A step whose gradient is not finite is skipped and counted.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
 
     def losses() -> Iterator[torch.Tensor]:
