@@ -69,6 +69,8 @@ class PairExample:
     """(T,) the other one, EOS included."""
     source: str = ""
     """Name of the data source, for accuracy by source."""
+    margin: float | None = None
+    """The row's number `margin`, where it has one (`reward.margin: field`)."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rlhf_core.config.training import LoraConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, NonFiniteError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_onednn
@@ -32,6 +32,16 @@ class ScoreStatistics:
 
     mean: float = 0.0
     std: float = 1.0
+
+    @staticmethod
+    def of(scores: torch.Tensor) -> ScoreStatistics:
+        """Of raw scores, any shape. Raises NonFiniteError where they do not vary or are not finite."""
+        std = scores.std().item()
+        if not 0 < std < math.inf:
+            raise NonFiniteError(
+                f"reward: the scores on held-out pairs have standard deviation {std}; nothing was learned"
+            )
+        return ScoreStatistics(scores.mean().item(), std)
 
     def normalize(self, scores_S: torch.Tensor) -> torch.Tensor:
         return (scores_S - self.mean) / self.std
