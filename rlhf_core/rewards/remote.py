@@ -88,8 +88,16 @@ class RemoteService:
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         values: list[float] = []
         reasons: dict[int, str] = {}
+        hopeless = False
         for part, answer in zip(parts, self._runner.run(self._all(parts)), strict=True):
-            outcome = isolate(self._again, part, answer) if isinstance(answer, Failure) else answer
+            if not isinstance(answer, Failure):
+                outcome = answer
+            elif hopeless:
+                outcome = Outcome.failed(len(part), str(answer))
+            else:
+                outcome = isolate(self._again, part, answer)
+                # Where nothing of a request works it is not its samples: the other requests need no search.
+                hopeless = 1 < len(part) == len(outcome.reasons)
             reasons |= {len(values) + index: reason for index, reason in outcome.reasons.items()}
             values += outcome.values
         return Outcome(values, reasons)
@@ -165,16 +173,15 @@ class RemoteService:
 
     async def _addresses(self, url: str) -> list[str]:
         """Of the url's host. Raises `RewardError` if one of them may not be connected to."""
-        host = host_of(url)
-        port = httpx.URL(url).port
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        host, whole = host_of(url), httpx.URL(url)
+        found = await asyncio.get_running_loop().getaddrinfo(host, whole.port, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         if address := forbidden(host, addresses, self._source.allowed_hosts):
             raise RewardError(
                 f"reward {self._name}: {host} leads to {address}, which is a private address; if that is meant, add the "
                 "address or its network to allowed_hosts"
             )
-        if self._token and url.startswith("http:") and any(map(is_public, addresses)):
+        if self._token and whole.scheme == "http" and any(map(is_public, addresses)):
             raise RewardError(
                 f"reward {self._name}: {TOKEN_VARIABLE} must not travel in clear text to {host}, a public address; use https"
             )

@@ -6,19 +6,26 @@
 - an item without a score, or one the service refuses, costs no other item its score
 - redirects, wrong tokens and wrong paths end the step at once; a redirect is not followed
 - a host is connected to only at addresses that the allow-list covers; proxies of the environment are not asked
+- the certificate is checked against the name in the url, whatever address is connected to
 - the token goes along, but not in clear text to a public address
 """
 
 import json
 import math
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import RewardError
@@ -236,6 +243,14 @@ def test_an_item_that_is_refused_costs_no_other_its_score(serve: Any, status: in
     assert [v for v in outcome.values if not math.isnan(v)] == [1.0, 2.0, 4.0, 5.0]
 
 
+def test_where_nothing_of_a_request_works_the_others_are_not_searched(serve: Any) -> None:
+    service = serve(with_status(500))
+    outcome = ask([service], batch(*"abcdefgh"), items_per_request=4, retries=0, breaker_failures=99)
+    assert len(outcome.reasons) == 8
+    # Two requests, and the search within the first: its halves and theirs.
+    assert sorted(map(len, service.seen)) == [1, 1, 1, 1, 2, 2, 4, 4]
+
+
 def test_a_refusal_is_not_repeated(serve: Any) -> None:
     service = serve(with_status(422))
     ask([service], batch("a"))
@@ -309,6 +324,41 @@ def test_the_next_address_of_a_name_is_tried(serve: Any, monkeypatch: pytest.Mon
     found = [(2, 1, 6, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
     assert ask([url], batch("a"), allowed_hosts=("localhost",)).values == [1.0]
+
+
+@pytest.mark.parametrize(("name", "right"), [("scores.example", True), ("other.example", False)])
+def test_the_certificate_is_checked_against_the_name_in_the_url(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, right: bool
+) -> None:
+    service = serve(lengths)
+    certificate = self_signed(tmp_path / "both.pem", name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    service.socket = context.wrap_socket(service.socket, server_side=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    found = [(2, 1, 6, "", ("127.0.0.1", service.server_port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
+    url = f"https://scores.example:{service.server_port}/score"
+    outcome = ask([url], batch("ab"), allowed_hosts=("scores.example", "127.0.0.1"), retries=0)
+    assert outcome == Outcome([2.0]) if right else "CERTIFICATE_VERIFY_FAILED" in outcome.reasons[0]
+    assert len(service.seen) == int(right)
+
+
+def self_signed(file: Path, name: str) -> Path:
+    """A certificate for `name` and its key, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    own = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(own, own, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    form = serialization.PrivateFormat.PKCS8
+    pem = serialization.Encoding.PEM
+    file.write_bytes(key.private_bytes(pem, form, plain) + certificate.public_bytes(pem))
+    return file
 
 
 def test_proxies_of_the_environment_are_not_asked(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
