@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.collect import Collector, RolloutBatch
 from rlhf_core.cluster.fleet import Fleet
@@ -171,9 +169,7 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
         )
-        experience.metrics.update(
-            {f"rewards/{name}": float(np.mean(source)) for name, source in batch.rewards.by_source.items()}
-        )
+        experience.metrics.update({f"rewards/{name}": value for name, value in batch.rewards.metrics().items()})
         if ppo.dynamic_filtering is not None:
             experience.metrics["rollout/replaced_prompts"] = float(batch.replaced)
         return experience
