@@ -40,22 +40,25 @@ def train_reward(
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    while step < total:
-        started = time.monotonic()
-        epoch, index = divmod(step, per_epoch)
-        batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-        metrics = _step(engine, batch, config, total, pad_id)
-        failpoint("reward.step")
-        step += 1
-        tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
-        seconds += time.monotonic() - started
-        if services is not None:
-            metrics["train/tokens_per_s"] = tokens / seconds
-            services.metrics.log_metrics(metrics, step)
-            shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
-            services.progress("reward", step, total, "steps", **shown)
-        if step % config.checkpoint_every == 0 and step < total:
-            checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds})
+    with checkpointing.stops_after_a_step(services):
+        while step < total:
+            started = time.monotonic()
+            epoch, index = divmod(step, per_epoch)
+            batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
+            metrics = _step(engine, batch, config, total, pad_id)
+            failpoint("reward.step")
+            step += 1
+            tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
+            seconds += time.monotonic() - started
+            if services is not None:
+                metrics["train/tokens_per_s"] = tokens / seconds
+                services.metrics.log_metrics(metrics, step)
+                shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
+                services.progress("reward", step, total, "steps", **shown)
+            checkpointing.after_step(
+                engine, services, work, step, every=config.checkpoint_every, total=total,
+                state={"tokens": tokens, "seconds": seconds},
+            )  # fmt: skip
     return {"tokens_per_s": tokens / max(seconds, 1e-9)}
 
 
