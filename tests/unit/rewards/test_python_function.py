@@ -143,7 +143,7 @@ def test_the_sample_at_fault_is_found_and_the_others_keep_their_values(by_text: 
 def test_a_sample_that_hangs_is_searched_for_where_the_others_are_to_be_saved(file: Path, tmp_path: Path) -> None:
     batch = [sample("hang", pid=str(tmp_path / "pid")), sample("good")]
     for on_error, failed in (("mask", [0]), ("abort", [0, 1])):
-        with PythonFunction(source(file, "by_text", timeout=0.3, retries=0, on_error=on_error)) as function:
+        with PythonFunction(source(file, "by_text", timeout=0.7, retries=0, on_error=on_error)) as function:
             assert list(function(batch).reasons) == failed
 
 

@@ -143,7 +143,7 @@ def serve() -> Iterator[Callable[..., Service]]:
 
 def ask(services: Sequence[Service | str], samples: Sequence[RewardInput], **fields: Any) -> Outcome:
     urls = tuple(service if isinstance(service, str) else service.url for service in services)
-    quick = {"timeout": 2.0, "backoff": 0.01, "breaker_seconds": 0.05, "allowed_hosts": ("127.0.0.1",), "retries": 2}
+    quick = {"timeout": 10.0, "backoff": 0.01, "breaker_seconds": 0.05, "allowed_hosts": ("127.0.0.1",), "retries": 2}
     service = RemoteService(RemoteReward(type="remote", urls=urls, **{**quick, **fields}))
     try:
         return service(samples)
@@ -200,7 +200,8 @@ def test_a_failure_is_tried_again_and_says_what_came(
     serve: Any, answer: Answer, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = serve(answer, lengths)
-    assert ask([service], batch("abc"), timeout=0.3) == Outcome([3.0])
+    timeout = 0.3 if "within" in message else 10.0
+    assert ask([service], batch("abc"), timeout=timeout) == Outcome([3.0])
     assert message in caplog.text
     assert len(service.seen) == 2
 
@@ -278,7 +279,7 @@ def test_with_no_replica_left_the_failure_comes_within_its_bound(serve: Any) -> 
     began = time.monotonic()
     outcome = ask([service], batch("a", "b", "c"), items_per_request=1, breaker_failures=1, timeout=0.2, retries=1)
     # Each of two tries waits at most 0.2 + 0.05 s for a replica and 0.2 s for its answer.
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 3
     assert len(outcome.reasons) == 3
 
 
