@@ -115,6 +115,11 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def pipeline_name(config: PipelineConfig, key: str) -> str:
+    """Of the pipeline `key`, for folders and trackers: `demo-seed0-1c38a75c`."""
+    return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
+
+
 def _strip(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS | _BY_CONTENT}

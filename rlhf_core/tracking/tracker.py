@@ -98,16 +98,21 @@ class Tracking:
         attempt: int = 0,
         tags: Mapping[str, str] | None = None,
         inputs: Mapping[str, ArtifactRef] | None = None,
+        pipeline: tuple[str, str] | None = None,
     ) -> StageRun:
         """The run of one stage under `parent_id`, found by its stage key or created. Works when the tracker is down.
 
-        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set.
+        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set. `pipeline`: its key and name, by which the parent is found or made
+        where `parent_id` is not known because the tracker did not answer earlier.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
 
         def open_run() -> RunState:
-            identity = _stage_identity(parent_id, key)
+            parent = parent_id
+            if parent is None and pipeline is not None:
+                parent = self._find_or_create({PIPELINE_KEY: pipeline[0]}, pipeline[1], {}, {}).run_id
+            identity = _stage_identity(parent, key)
             state = self._find_or_create(identity, stage, {STAGE: stage, **facts, **(tags or {})}, params or {})
             if (data := inputs.get("data")) is not None:
                 self.mlflow.log_dataset(
