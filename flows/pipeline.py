@@ -93,7 +93,6 @@ class Pipeline:
 
     def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:
         """What the child process of `stage` is told, key included."""
-        self.ensure_parent()
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         key = stage_key(self.config, stage, digests, self._sources_of(stage))

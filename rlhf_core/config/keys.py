@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.devices import runs_on_gpu
@@ -67,6 +68,10 @@ _BY_CONTENT = {"chat_template", "file", "path", "revision"}
 """Addresses of what is read from outside: its content is in the key, by digest, and may move."""
 
 
+_NAMED_BY_USERS = {"rename"}
+"""Fields whose own keys are anybody's words."""
+
+
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """The stages whose artifacts `stage` reads under this configuration."""
     return tuple(name for name in INPUTS[stage] if name != "reward" or config.reward.enabled)
@@ -90,9 +95,15 @@ def stage_key(
     if stage == "register":
         payload["model"] = config.registered_model
         # A version lives in one registry: another MLflow needs its own.
-        payload["tracking"] = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        payload["tracking"] = tracking_uri(config)
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tracking_uri(config: PipelineConfig) -> str:
+    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`."""
+    own = f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:
@@ -122,7 +133,11 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 
 def _strip(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS | _BY_CONTENT}
+        return {
+            name: value if name in _NAMED_BY_USERS else _strip(value)
+            for name, value in tree.items()
+            if name not in _NOT_RESULTS | _BY_CONTENT
+        }
     if isinstance(tree, list):
         return [_strip(value) for value in tree]
     return tree

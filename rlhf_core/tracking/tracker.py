@@ -8,7 +8,6 @@ warning.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason, sqlite_path
@@ -36,7 +36,7 @@ _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 
 
 def open_tracking(config: PipelineConfig) -> Tracking:
-    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`. Connects to nothing.
+    """The tracker at `tracking_uri`. Connects to nothing.
 
     Raises ConfigError for an address that cannot be a tracker.
     """
@@ -46,7 +46,7 @@ def open_tracking(config: PipelineConfig) -> Tracking:
             "tracking.uri must not contain credentials (value hidden); set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment."
         )
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home}/mlflow.db"
+    uri = tracking_uri(config)
     scheme = uri.split("://", 1)[0].split("+", 1)[0] if "://" in uri else ""
     if scheme not in _SCHEMES:
         raise ConfigError(
