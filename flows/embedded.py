@@ -25,6 +25,8 @@ from flows.processes import die_with_parent
 from rlhf_core.errors import StageFailed
 
 START_SECONDS = 120.0
+EMBEDDED = "RLHF_EMBEDDED_PREFECT"
+"""Set where the server is gone when the command is."""
 
 
 class EmbeddedPrefect:
@@ -47,7 +49,7 @@ class EmbeddedPrefect:
         port = free_port(0)
         self.url = f"http://127.0.0.1:{port}/api"
         os.environ.update(prefect_environment(folder))
-        os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false"})
+        os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
         application = ["--factory", "prefect.server.api.server:create_app", "--log-level", "error"]
         with self._log_file.open("ab") as output:
             self._process = subprocess.Popen(

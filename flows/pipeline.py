@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.embedded import EMBEDDED
 from flows.files import write_json
 from flows.parameters import check_range
 from flows.processes import ProcessId
@@ -242,5 +243,6 @@ def flow_run_tags() -> dict[str, str]:
     from prefect import runtime
 
     tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
-    tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
+    if EMBEDDED not in os.environ:
+        tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
     return {name: str(value) for name, value in tags.items() if value}

@@ -124,7 +124,7 @@ def _make(
         checkpoints=checkpoints,
         metrics=stage_run,
         progress=events.progress,
-        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
+        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
         stop=stop,
         journal=_journal(spec),
     )

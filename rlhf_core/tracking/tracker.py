@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,7 +175,9 @@ class Tracking:
             base = self.uri.rstrip("/")
             experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
             return f"{base}/{_page(experiment, run_id)}" if experiment else base
-        return f"mlflow ui --backend-store-uri {self.uri}"
+        command = Path(sys.executable).parent / "mlflow"
+        here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+        return f"{here} ui --backend-store-uri {self.uri}"
 
     def _spool_folder(self, stage: str, key: str) -> Path:
         return self.spool / f"{stage}-{key}"
