@@ -1,55 +1,92 @@
-"""Which sequences share a row or a rank: pure functions on lengths."""
+"""Which sequences share a forward pass, and on which rank: pure functions on lengths.
+
+Every rank gets the same number of micro-batches, because collectives inside a forward pass (ZeRO-3) and at its end need
+equal counts; those that run at the same time, and the sums over each rank, cost nearly the same.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
+_ATTENTION_AS_DEAR = 24_576
+"""Tokens of a sequence at which causal attention costs as much as all linear layers: six times the width of the model
+(Kaplan et al. 2020, table 1), here 4096. It only spreads the work, so it need not be exact."""
 
-def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths`, grouped into rows of at most `budget` tokens; a longer sequence gets a row of its own.
 
-    First fit in the given order: each sequence goes into the first row with room. Every index occurs once.
+def plan_ranks(lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = False) -> list[list[list[int]]]:
+    """`plan[rank][micro_batch]` -> indices of `lengths`, each once; heaviest micro-batches, longest sequences first.
+
+    A micro-batch holds at most `budget` tokens, padding included unless `pack`; a longer sequence is alone in its own.
+    Any number of sequences goes on any number of ranks: where there are too few, micro-batches are empty.
     """
-    if budget < 1:
-        raise ValueError(f"budget must be at least 1 token; got {budget}")
-    if lengths and min(lengths) < 1:
-        raise ValueError(f"lengths must be at least 1 token; got {min(lengths)}")
-    rows: list[list[int]] = []
-    size = 1
-    while size < len(lengths):
-        size *= 2
-    # A tree over the rows' free tokens finds the first row with room in O(log n); row i is leaf size + i.
-    free = [0] * size + [budget] * len(lengths) + [0] * (size - len(lengths))
-    for node in range(size - 1, 0, -1):
-        free[node] = max(free[2 * node], free[2 * node + 1])
-    for index, length in enumerate(lengths):
-        wanted = min(length, budget)
-        node = 1
-        while node < size:
-            node = 2 * node if free[2 * node] >= wanted else 2 * node + 1
-        row = node - size
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(index)
-        free[node] -= wanted
-        while node > 1:
-            node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
-    return rows
+    if budget < 1 or ranks < 1 or min(lengths, default=1) < 1:
+        raise ValueError(
+            f"ranks, budget and lengths must be at least 1; got {ranks}, {budget}, {min(lengths, default=1)}"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups = (_packed if pack else _padded)([lengths[i] for i in order], ranks, budget)
+    groups.sort(key=lambda group: -sum(estimated_cost(lengths[order[place]]) for place in group))
+    # Dealt to and fro: what runs at the same time is alike, and the rank that was first is last in the next round.
+    rounds = [groups[start : start + ranks] for start in range(0, len(groups), ranks)]
+    return [
+        [[order[place] for place in row[rank if turn % 2 == 0 else -1 - rank]] for turn, row in enumerate(rounds)]
+        for rank in range(ranks)
+    ]
 
 
-def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `lengths` in `parts` lists whose summed lengths are nearly equal, each in ascending order.
+def estimated_cost(length: int) -> int:
+    """Time of one sequence's pass, in some unit: its linear layers and its attention."""
+    return length * (_ATTENTION_AS_DEAR + length)
 
-    Longest first onto the lightest part. No part is empty while there are at least `parts` sequences.
-    """
-    if parts < 1:
-        raise ValueError(f"parts must be at least 1; got {parts}")
-    groups: list[list[int]] = [[] for _ in range(parts)]
-    heap = [(0, 0, part) for part in range(parts)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, count, part = heapq.heappop(heap)
-        groups[part].append(index)
-        heapq.heappush(heap, (load + lengths[index], count + 1, part))
-    return [sorted(group) for group in groups]
+
+def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
+    """Groups without padding, nearly equal in cost: as few as hold everything, in a multiple of `ranks`."""
+    crowded = sum(2 * length > budget for length in lengths)  # no two of these fit together
+    least = max(1, crowded, math.ceil(sum(min(length, budget) for length in lengths) / budget))
+    count = math.ceil(least / ranks)
+    while (groups := _filled(lengths, count * ranks, budget)) is None:
+        count += 1 + count // 100
+    return groups
+
+
+def _filled(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+    """Each sequence, longest first, into the cheapest of `count` groups that has room; None if one finds no room."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, index) for index in range(count)]  # (cost, tokens, group)
+    for place, length in enumerate(lengths):
+        full = []
+        while heap and heap[0][1] and heap[0][1] + length > budget:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, tokens, index = heap[0]
+        groups[index].append(place)
+        heapq.heapreplace(heap, (cost + estimated_cost(length), tokens + length, index))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return groups
+
+
+def _padded(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
+    """Groups of neighbours in length, so that there is little padding; the largest are halved up to a multiple of `ranks`."""
+    groups: list[list[int]] = []
+    for place in range(len(lengths)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    while not groups or len(groups) % ranks:
+        splittable = [group for group in groups if len(group) > 1]
+        if not splittable:
+            groups.append([])
+            continue
+        group = max(splittable, key=lambda group: len(group) * lengths[group[0]])
+        cut = min(
+            range(1, len(group)),
+            key=lambda cut: max(cut * lengths[group[0]], (len(group) - cut) * lengths[group[cut]]),
+        )
+        groups.remove(group)
+        groups += [group[:cut], group[cut:]]
+    return groups

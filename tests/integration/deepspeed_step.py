@@ -24,9 +24,10 @@ from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
+from rlhf_core.data.packing import plan_ranks
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence, plan_ranks
+from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
