@@ -39,6 +39,7 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 
 _NOT_RESULTS = {
+    "allow_other_ranks",
     "bucket_mib",
     "call_timeout",
     "canary",
@@ -50,11 +51,14 @@ _NOT_RESULTS = {
     "logprob_gap_limit",
     "max_kl",
     "min_accuracy",
+    "ranks",
+    "reference_ranks",
+    "reward_ranks",
     "samples_every",
     "start_timeout",
     "timeout",
 }
-"""Fields that change when things happen, not what comes out."""
+"""Fields that change when and where things happen, not what comes out (more than by rounding)."""
 
 _BY_CONTENT = {"chat_template", "file", "path", "revision"}
 """Addresses of what is read from outside: its content is in the key, by digest, and may move."""

@@ -110,21 +110,21 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
         for _ in range(2):
             sft_step(engine, sequences, config, 2, 0)
     else:
-        _ppo(engine, kind, data, sequences, budget, pack)
+        policy_step(engine, kind, data, sequences, budget, pack)
         if kind.endswith("resumed"):
             checkpoint = folder / label(rank.world_size, kind, stage, budget, pack)
             engine.save_checkpoint(checkpoint)
             torch.distributed.barrier()
             engine = new_engine(rank, kind, stage)
             engine.load_checkpoint(checkpoint)
-        _ppo(engine, kind, data, sequences, budget, pack)
+        policy_step(engine, kind, data, sequences, budget, pack)
     streams = {"": engine.weights(), "adapter.": engine.adapter()}
     if kind.startswith("policy"):
         streams["average."] = engine.weights(average=True)
     return {prefix + name: tensor.clone() for prefix, stream in streams.items() for name, tensor in stream}
 
 
-def _ppo(
+def policy_step(
     engine: TrainingEngine,
     kind: str,
     data: Sequence[TrainSample],

@@ -36,6 +36,8 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "call_timeout": 9.0, "max_kl": 50.0}}, set()),
         ({"run": {"retries": 7}}, set()),
+        ({"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}}, set()),
+        ({"reward": {"early_stop": {"every": 9}}}, {"reward"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
