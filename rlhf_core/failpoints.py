@@ -5,7 +5,7 @@
     RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process, point), and
                                                 each entry of RLHF_FAIL acts once over all processes
 
-Actions: `kill`, `term`, `stop` and `raise` act here; any other word is returned for the caller to act on.
+Actions: `kill`, `term`, `int`, `stop` and `raise` act here; any other word is returned for the caller to act on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 _seen: Counter[str] = Counter()
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
 
 
 def failpoint(name: str) -> str | None:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rlhf_core.stopping import StopRequest
+
 StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
 STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
 
@@ -184,6 +186,10 @@ class Services:
     progress: Progress
     lineage: Lineage | None = None
     """None where a stage runs outside a pipeline (unit tests)."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether this process was asked to stop."""
+    journal: Path | None = None
+    """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
 
     def name_of(self, stage: StageName) -> str:
         """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""

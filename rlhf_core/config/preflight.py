@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,11 @@ from pathlib import Path
 from rlhf_core.config.checkadapters import check_adapters
 from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, tensors, writable
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
+from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as placement
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
-from rlhf_core.config.rewards import GoldReward, ModelReward, PythonReward
+from rlhf_core.config.rewards import GoldReward, ModelReward, PythonReward, RemoteReward
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError
 
@@ -119,8 +121,25 @@ def _rewards(config: PipelineConfig) -> Iterator[Finding]:
             problem = _function_problem(source)
             if problem:
                 yield ConfigError(problem.replace("FIELD", field))
+        elif isinstance(source, RemoteReward):
+            yield from _hosts(source, field)
         elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
             yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
+
+
+def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:
+    for host in dict.fromkeys(map(host_of, source.urls)):
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            yield f"{field}.urls: {host} cannot be found from here ({error}); PPO will need it"
+            continue
+        addresses = [str(entry[4][0]) for entry in found]
+        if address := forbidden(host, addresses, source.allowed_hosts):
+            yield ConfigError(
+                f"{field}.urls: must lead to public addresses or to listed ones; got {host}, which is {address}; if that is "
+                f"meant, add the address or its network to {field}.allowed_hosts"
+            )
 
 
 def _function_problem(source: PythonReward) -> str | None:

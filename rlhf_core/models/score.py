@@ -100,7 +100,7 @@ def load_score_model(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from_causal = not _is_classifier(Path(folder))
+    from_causal = not is_classifier(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, num_labels=1)
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -119,6 +119,7 @@ def load_score_model(
     return ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
 
 
-def _is_classifier(folder: Path) -> bool:
+def is_classifier(folder: Path) -> bool:
+    """True for a saved score model, False for a causal LM."""
     names = json.loads((folder / "config.json").read_text()).get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in names)

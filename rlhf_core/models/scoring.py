@@ -1,6 +1,6 @@
 """Log-probabilities, values and scores of whole lists of sequences, without gradients.
 
-A list is cut into micro-batches first (`data.packing`); results come back in the order of the list, as CPU tensors.
+A list is cut into micro-batches first (`models.packing`); results come back in the order of the list, as CPU tensors.
 
 Axes: `T` response tokens of one sequence.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rlhf_core.data.packing import plan_ranks
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics
 
 Pair = tuple[Sequence[int], Sequence[int]]

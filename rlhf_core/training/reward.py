@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config.training import RewardConfig
-from rlhf_core.data.packing import plan_ranks
 from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.sft import epoch_batches
@@ -70,27 +70,29 @@ def train_reward(
     state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = BestSoFar(**state["best"])
-    while step < total and not best.is_final(config):
-        started = time.monotonic()
-        epoch, index = divmod(step, per_epoch)
-        batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-        metrics = train_step(engine, batch, config, total, pad_id)
-        failpoint("reward.step")
-        step += 1
-        tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
-        seconds += time.monotonic() - started
-        evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
-        if services is not None:
-            if step < total and not best.is_final(config):  # at the end those of the best weights are logged
-                metrics |= evaluation
-            metrics["train/tokens_per_s"] = tokens / seconds
-            services.metrics.log_metrics(metrics, step)
-            shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
-            services.progress("reward", step, total, "steps", **shown)
-        if step % config.checkpoint_every == 0 and step < total:
-            state = {"tokens": tokens, "seconds": seconds, "best": asdict(best)}
-            score = -evaluation["eval/loss"] if "eval/loss" in evaluation else None
-            checkpointing.save(engine, services, work, step, state, score)
+    with checkpointing.stops_after_a_step(services):
+        while step < total and not best.is_final(config):
+            started = time.monotonic()
+            epoch, index = divmod(step, per_epoch)
+            batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
+            metrics = train_step(engine, batch, config, total, pad_id)
+            failpoint("reward.step")
+            step += 1
+            tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
+            seconds += time.monotonic() - started
+            evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
+            if services is not None:
+                if step < total and not best.is_final(config):  # at the end those of the best weights are logged
+                    metrics |= evaluation
+                metrics["train/tokens_per_s"] = tokens / seconds
+                services.metrics.log_metrics(metrics, step)
+                shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
+                services.progress("reward", step, total, "steps", **shown)
+            checkpointing.after_step(
+                engine, services, work, step, every=config.checkpoint_every, total=total,
+                state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
+                score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
+            )  # fmt: skip
     if 0 < best.step < step:
         engine.restore_kept()
     result = {"tokens_per_s": tokens / max(seconds, 1e-9)}

@@ -23,6 +23,11 @@ from typing import Any
 from rlhf_core.types import STAGES
 from tests.chaos.harness import Case, Golden, Result, run_case
 
+PREFACE = """# What kills do to a run
+
+Every row: runs of one stage of `tests/assets/tiny.yaml`, through the real Prefect, DeepSpeed, Ray, vLLM and MLflow on the CPU, each with one to three SIGKILLs, either where the code says `failpoint(...)` (first, middle and last pass of each, in whatever process comes by: flow, stage, training rank, Ray worker, engine) or of a process chosen by chance at a moment chosen by chance (Ray's and Prefect's servers are among them). The same command is typed until it ends well. "Same bits": every file of the artifact, every metric in it and every value of every metric in MLflow, each once, equals the run that nobody disturbed; times and rates are left out. "Recovery": seconds from the kill until the same point of the work is passed again, or the end where it does not come again; most of it is starting processes anew.
+
+"""
 NEGATIVE = Path(__file__).parent / "forget_kl"
 """On PYTHONPATH, it leaves the KL coefficient out of what a checkpoint restores."""
 
@@ -56,7 +61,7 @@ def main() -> int:
     text = table(_rows(folder))
     print(text)
     if arguments.table:
-        arguments.table.write_text(text)
+        arguments.table.write_text(f'{PREFACE}{text}\nMade by `make chaos ARGS="--table {arguments.table}"`.\n')
     return 0 if all(row["negative"] != (row["ended"] and row["same"]) for row in _rows(folder)) else 1
 
 

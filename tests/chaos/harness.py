@@ -58,7 +58,7 @@ class Case:
 
     stage: StageName
     points: tuple[str, ...] = ()
-    """`point:nth:kill`, each acts once, whichever comes first."""
+    """`point:nth:kill`, or another action of `failpoints`; each acts once, whichever comes first."""
     random: tuple[float, ...] = ()
     """A process of the run, chosen by chance, is killed after this share of the stage's undisturbed time, and another
     after the next share of it."""
@@ -252,7 +252,7 @@ def _most_of_a_process(passes: Sequence[Pass]) -> Counter[str]:
 def _kills(trace: Path, by_chance: Sequence[tuple[float, str]], finished: float) -> list[Kill]:
     passes = read_passes(trace)
     found = []
-    for marker in trace.glob("*:*:kill"):
+    for marker in trace.glob("*:*:*"):
         at, pid = marker.read_text().split()
         found.append((float(at), marker.name.removesuffix(":kill"), marker.name.split(":")[0], int(pid)))
     for when, kind in by_chance:

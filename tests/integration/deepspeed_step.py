@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from rlhf_core.models.packing import plan_ranks
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
-from rlhf_core.data.packing import plan_ranks
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence

@@ -199,6 +199,26 @@ FIELDS = (
         ("c.yaml:4: ppo.rewards.0.pattern: must be", "regular expression", "got '(a'"),
     ),
     Bad(
+        "a service that is not on the list",
+        "ppo: {rewards: [{type: remote, urls: [http://a.example/x], allowed_hosts: [b.example]}]}\n",
+        ("ppo.rewards.0", "allowed_hosts (b.example)", "got a.example", "add it"),
+    ),
+    Bad(
+        "a service whose url is a file",
+        "ppo: {rewards: [{type: remote, urls: [file:///etc/passwd], allowed_hosts: [a]}]}\n",
+        ("ppo.rewards.0", "http(s)://host[:port]/path"),
+    ),
+    Bad(
+        "a list of hosts with a url in it",
+        "ppo: {rewards: [{type: remote, urls: [http://a/x], allowed_hosts: [http://a]}]}\n",
+        ("0.allowed_hosts", "got 'http://a'", "leave scheme, port and path out"),
+    ),
+    Bad(
+        "a service without a list of hosts",
+        "ppo: {rewards: [{type: remote, urls: [http://a/x]}]}\n",
+        ("ppo.rewards.0.allowed_hosts", "is required"),
+    ),
+    Bad(
         "os:system is not a path",
         "ppo: {rewards: [{type: python, function: os.system}]}\n",
         ("0.function", "module:function"),
@@ -250,6 +270,12 @@ def test_a_bad_file_gives_one_message_with_place_rule_value_and_fix(bad: Bad) ->
     message = message_of(bad.text)
     assert [word for word in bad.words if word not in message] == [], message
     assert message.startswith("c.yaml")
+
+
+def test_a_password_in_the_url_of_a_service_is_refused_and_not_shown() -> None:
+    message = message_of("ppo: {rewards: [{type: remote, urls: ['http://me:hunter2@a/x'], allowed_hosts: [a]}]}\n")
+    assert "RLHF_REWARD_TOKEN" in message
+    assert "hunter2" not in message
 
 
 @pytest.mark.parametrize("bad", OVERRIDES, ids=lambda bad: bad.title)

@@ -297,9 +297,16 @@ def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
         ({"type": "python", "function": "no_such_module_x:f"}, ("module no_such_module_x not found", "0.file")),
         ({"type": "python", "function": "json.nothing:f"}, ("module json.nothing not found",)),
         ({"type": "python", "function": "json.decoder:nothing"}, ("has no function nothing",)),
+        (
+            {"type": "remote", "urls": ["http://private.example/x"], "allowed_hosts": ["private.example"]},
+            ("ppo.rewards.0.urls", "got private.example, which is 10.1.2.3", "ppo.rewards.0.allowed_hosts"),
+        ),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused(reward: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_reward_that_cannot_work_is_refused(
+    reward: dict[str, Any], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))])
     (tmp_path / "r.py").write_text("open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     message = refused(
