@@ -17,7 +17,7 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
-SCHEMA: dict[StageName, int] = {"data": 2, "sft": 2, "reward": 3, "ppo": 3, "evaluate": 2, "register": 1}
+SCHEMA: dict[StageName, int] = {"data": 2, "sft": 3, "reward": 4, "ppo": 4, "evaluate": 3, "register": 1}
 """Version of each stage's code: raise it when the same configuration gives another result."""
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -40,6 +40,7 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 
 _NOT_RESULTS = {
+    "allow_other_ranks",
     "allowed_hosts",
     "backoff",
     "breaker_failures",
@@ -57,12 +58,15 @@ _NOT_RESULTS = {
     "logprob_gap_limit",
     "max_kl",
     "min_accuracy",
+    "ranks",
+    "reference_ranks",
     "retries",
+    "reward_ranks",
     "samples_every",
     "start_timeout",
     "timeout",
 }
-"""Fields that change when things happen, not what comes out."""
+"""Fields that change when and where things happen, not what comes out (more than by rounding)."""
 
 _BY_CONTENT = {"chat_template", "file", "path", "revision"}
 """Addresses of what is read from outside: its content is in the key, by digest, and may move."""

@@ -43,6 +43,8 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}}, set()),
         ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
         ({"run": {"retries": 7}}, set()),
+        ({"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}}, set()),
+        ({"reward": {"early_stop": {"every": 9}}}, {"reward"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )

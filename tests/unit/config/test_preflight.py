@@ -342,6 +342,11 @@ def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -
         (("model.attention=flash_attention_2",), ("model.attention", "use sdpa")),
         (("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none")),
         (("ppo.policy_deepspeed.offload=optimizer",), ("ppo.policy_deepspeed.zero_stage", "got 0")),
+        (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
+        (
+            ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),
+            ("reward.deepspeed.dtype", "needs a GPU"),
+        ),
         (("ppo.engine.kv_cache_gib=1000000",), ("ppo.engine.kv_cache_gib", "must fit")),
     ],
 )
