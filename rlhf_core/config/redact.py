@@ -12,17 +12,18 @@ HIDDEN = "(hidden)"
 _SECRET_NAME = re.compile(
     r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth|private_?key)$", re.I
 )
+_SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
 _SECRET_VALUE = re.compile(
     r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
-    r"|-----BEGIN|\beyJ[\w-]{10,}\.|[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)=",
+    r"|-----BEGIN|\beyJ[\w-]{10,}\.|" + _SECRET_QUERY,
     re.I,
 )
-_URL_WITH_USER = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@)")
+_URL_WITH_SECRET = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@|\S*" + _SECRET_QUERY + ")", re.I)
 
 
 def has_credentials(text: str) -> bool:
-    """True for a URL with a user part (`scheme://user:password@host`)."""
-    return _URL_WITH_USER.search(text) is not None
+    """True for a URL with a user part (`scheme://user:password@host`) or with a secret in its query (`?token=`)."""
+    return _URL_WITH_SECRET.search(text) is not None
 
 
 def is_secret(name: str, value: Any) -> bool:
