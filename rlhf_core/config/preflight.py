@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config.checkadapters import check_adapters
-from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, tensors, writable
+from rlhf_core.config.checkdata import check_source
+from rlhf_core.config.checkfiles import Finding, check_model, is_local, tensors, writable
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as placement

@@ -67,9 +67,9 @@ class Command:
     def said(self, *arguments: str) -> str:
         """The message to these arguments."""
         self.patch.setattr(cli, "_run_flow", self._run_data_stage if self.data_stage else _must_not_start)
-        began = time.monotonic()
+        began = time.process_time()  # of the processor, so that a busy machine is not taken for a slow message
         code = cli.main(arguments)
-        seconds = time.monotonic() - began
+        seconds = time.process_time() - began
         out, err = self.captured.readouterr()
         assert (code, out) == (2, ""), err
         assert seconds < SECONDS
