@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, RLHFError
 from rlhf_core.types import STAGES
 
@@ -247,7 +248,7 @@ def _set_up_logging(home: Path) -> Console:
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, InputError, ModelError
 
 Finding = InputError | str
@@ -152,7 +153,15 @@ def _weights(folder: Path, rows: set[int]) -> Iterator[Finding]:
         if problem or not isinstance(named, dict):
             yield ModelError(f"model.path: {problem or f'{index} has no weight_map'}; fetch it again")
             return
-        files = [folder / str(name) for name in sorted(set(named.values()))]
+        names = sorted({str(name) for name in named.values()})
+        strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+        if strange:
+            yield ModelError(
+                f"model.path: {index} names {shown(strange[0])}, but each of its shards must be a *.safetensors file of "
+                "this folder; take the index from where the model is from"
+            )
+            return
+        files = [folder / name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             yield ModelError(
@@ -194,7 +203,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, Any], str | None]:
             for entry in header.values():
                 end = max(end, int(entry["data_offsets"][1]))
                 entry["shape"] = [int(axis) for axis in entry["shape"]]
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+        except (ValueError, AttributeError, LookupError, TypeError, OverflowError, RecursionError):
             return {}, "is not safetensors (its header is no JSON)"
     if size != 8 + length + end:
         return {}, f"has {size} bytes where its header says {8 + length + end}: cut short or damaged"

@@ -51,6 +51,11 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
 
 
+def printable(text: str) -> str:
+    """`text` with control and direction characters spelled out: what comes from outside must not steer a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def shown_key(key: str) -> str:
     """A key as messages show it."""
     return HIDDEN if is_secret("", key) else (key if key.isprintable() and len(key) <= 60 else shown(key))
