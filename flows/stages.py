@@ -29,6 +29,7 @@ from flows.environment import stage_environment
 from flows.pages import ProgressPage, publish_stage
 from flows.pipeline import Pipeline, StageRecord
 from rlhf_core.errors import CorruptArtifact, GateFailed, InputError, NonFiniteError, Superseded
+from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef, StageName
 
@@ -106,6 +107,7 @@ def execute(
     if ref is None:
         log_file = run.log_file(stage)
         display.started(stage, str(log_file))
+        failpoint("flow.stage")
         with ProgressPage(stage) as page:
 
             def on_event(event: dict[str, Any]) -> None:
@@ -113,6 +115,7 @@ def execute(
                 page.event(event)
 
             ref = _make(run, spec, log_file, on_event)
+        failpoint("flow.made")
     else:
         run.tracking.link_reused(run.parent_run_id, stage, ref)
     record = StageRecord(ref, time.monotonic() - began, reused)

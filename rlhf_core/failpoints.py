@@ -1,34 +1,57 @@
-"""Places where tests make something break. No-ops unless RLHF_FAIL names them.
+"""Places where tests make something break. No-ops unless the environment says otherwise.
 
     RLHF_FAIL="ppo.after_rollout:3:kill"        the third time this process comes by: SIGKILL itself
     RLHF_FAIL="weight_sync.send:1:alter,..."    several, by commas
+    RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process, point), and
+                                                each entry of RLHF_FAIL acts once over all processes
 
-Actions: `kill`, `term` and `raise` act here; any other word is returned for the caller to act on.
+Actions: `kill`, `term`, `int`, `stop` and `raise` act here; any other word is returned for the caller to act on.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
+from pathlib import Path
 
 _seen: Counter[str] = Counter()
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
 
 
 def failpoint(name: str) -> str | None:
     """The action to take here and now, or None."""
-    wanted = os.environ.get("RLHF_FAIL")
-    if not wanted:
+    wanted, trace = os.environ.get("RLHF_FAIL", ""), os.environ.get("RLHF_FAIL_TRACE")
+    if not wanted and trace is None:
         return None
     _seen[name] += 1
-    for entry in wanted.split(","):
+    if trace is not None:
+        _append(Path(trace, "passes"), f"{time.time():.6f} {os.getpid()} {name}\n")
+    for entry in filter(None, wanted.split(",")):
         point, nth, action = entry.split(":")
-        if point == name and int(nth) == _seen[name]:
-            if action == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if action == "term":
-                os.kill(os.getpid(), signal.SIGTERM)
+        if point == name and int(nth) == _seen[name] and (trace is None or _first(Path(trace, entry))):
+            if action in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[action])
             if action == "raise":
                 raise OSError(f"failpoint {name} asked for an error")
             return action
     return None
+
+
+def _append(file: Path, line: str) -> None:
+    # One write of an appending descriptor: lines of several processes do not mix.
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _first(marker: Path) -> bool:
+    try:
+        with marker.open("x") as file:
+            file.write(f"{time.time():.6f} {os.getpid()}")
+    except FileExistsError:
+        return False
+    return True

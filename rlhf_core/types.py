@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rlhf_core.stopping import StopRequest
+
 StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
 STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
 
@@ -67,6 +69,8 @@ class PairExample:
     """(T,) the other one, EOS included."""
     source: str = ""
     """Name of the data source, for accuracy by source."""
+    margin: float | None = None
+    """The row's number `margin`, where it has one (`reward.margin: field`)."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,10 @@ class Services:
     progress: Progress
     lineage: Lineage | None = None
     """None where a stage runs outside a pipeline (unit tests)."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether this process was asked to stop."""
+    journal: Path | None = None
+    """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
 
     def name_of(self, stage: StageName) -> str:
         """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,11 @@ class S3Server:
     @property
     def url(self) -> str:
         return f"s3://{self.bucket}"
+
+
+def pytest_configure() -> None:
+    # A shell starts background commands with SIGINT ignored, and so would be every process that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _SUMMARY = pytest.StashKey[list[str]]()

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.collect import Collector, RolloutBatch
 from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.cluster.journal import RolloutJournal
 from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
@@ -66,6 +65,7 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(config.ppo, fleet, prompts, decode, composer, seed)
+        self._journal = RolloutJournal(services.journal or services.work, prompts)
         self._updater = Updater(config.ppo, fleet, seed, demonstrations)
         kl = self._ppo.kl
         self._kl: FixedKL | AdaptiveKL = (
@@ -77,18 +77,27 @@ class PPOController:
         self._unusable = 0
         self.done = 0
         """Steps finished: the policy version."""
+        self._restorable = 0
+        """Step that another attempt would continue after."""
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the last step, from the last checkpoint if there is one."""
+        """To the last step, from the last checkpoint if there is one. Asked to stop, it leaves after the step in hand."""
         self._restore()
         self.sync()
-        while self.done < self._ppo.steps:
-            metrics = self.iterate()
-            self._log(metrics)
-            if self.done % self._ppo.checkpoint_every == 0 and self.done < self._ppo.steps:
-                self._checkpoint(metrics.get("objective/rlhf_reward"))
+        stop = self._services.stop
+        with stop.deferred():
+            while self.done < self._ppo.steps:
+                metrics = self.iterate()
+                self._log(metrics)
+                if self.done == self._ppo.steps:
+                    break
+                if self.done % self._ppo.checkpoint_every == 0 or stop.asked:
+                    self._checkpoint(metrics.get("objective/rlhf_reward"))
+                if stop.asked:
+                    log.info("asked to stop: leaving after step %d", self.done)
+                    stop.leave()
 
     def iterate(self) -> Metrics:
         """One PPO step; returns its metrics."""
@@ -100,6 +109,7 @@ class PPOController:
         failpoint("ppo.after_rollout")
         with self._timed("scoring"):
             experience = self.score(batch)
+        failpoint("ppo.after_scoring")
         update: Metrics = {}
         if self._usable(experience, step):
             self._guard(experience, step)
@@ -130,8 +140,15 @@ class PPOController:
     # -- steps of the loop --------------------------------------------------------------------------------------
 
     def collect(self) -> RolloutBatch:
-        """The next step's rollouts."""
-        return self._collector.collect(self.done + 1, self.done)
+        """The next step's rollouts; those of an earlier attempt, if it left the same step."""
+        step, resumable = self.done + 1, self.done == self._restorable
+        if resumable and (kept := self._journal.read(step)) is not None:
+            log.info("step %d: training on the %d rollouts that an earlier attempt left", step, len(kept.rollouts))
+            return kept
+        batch = self._collector.collect(step, self.done)
+        if resumable:
+            self._journal.write(step, batch)
+        return batch
 
     def score(self, batch: RolloutBatch) -> Experience:
         """All models at once, then the rules, then experience."""
@@ -152,9 +169,7 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
         )
-        experience.metrics.update(
-            {f"rewards/{name}": float(np.mean(source)) for name, source in batch.rewards.by_source.items()}
-        )
+        experience.metrics.update({f"rewards/{name}": value for name, value in batch.rewards.metrics().items()})
         if ppo.dynamic_filtering is not None:
             experience.metrics["rollout/replaced_prompts"] = float(batch.replaced)
         return experience
@@ -249,6 +264,7 @@ class PPOController:
 
     def _checkpoint(self, score: float | None) -> None:
         """Both engines, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
+        started = time.monotonic()
         folder = self._services.work / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
         self._services.checkpoints.prepare(self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size")))
@@ -266,6 +282,8 @@ class PPOController:
         (folder / "controller.json").write_text(json.dumps(state))
         self._services.metrics.flush()
         self._services.checkpoints.save(self.done, folder, score)
+        self._services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
+        self._restorable = self.done
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:
@@ -278,7 +296,7 @@ class PPOController:
             loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role))
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
-        self.done = int(state["done"])
+        self.done = self._restorable = int(state["done"])
         self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
         self._kl.load_state_dict(state["kl"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)

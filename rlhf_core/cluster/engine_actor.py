@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.cluster.records import Usage
 from rlhf_core.cluster.worker import process_usage
 from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.checksum import Acknowledgement
 
@@ -53,6 +54,7 @@ class EngineActor:
         self, prompts: Sequence[PromptExample], n: int, max_new_tokens: int, temperature: float, seeds: Sequence[int]
     ) -> list[Rollout]:
         """See `Engine.generate`; stamped with the version that was acknowledged last."""
+        failpoint("engine.generate")
         return self._engine.generate(
             prompts,
             n=n,
@@ -78,6 +80,7 @@ class EngineActor:
         self._engine.llm.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
+        failpoint("engine.receive")
         self._engine.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None) -> None:

@@ -16,6 +16,7 @@ from rlhf_core.cluster.records import FloatArray, LogprobResult, OptimizerStep, 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.failpoints import failpoint
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join
 
@@ -113,6 +114,7 @@ class ModelWorker:
     def _batches(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> Any:
         from rlhf_core.models.scoring import Batches
 
+        failpoint("worker.score")
         device, pack = self._rank.torch_device, self._config.ppo.pack
         return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
 
@@ -130,6 +132,7 @@ class ModelWorker:
         from rlhf_core.models.batching import TokenSequence
         from rlhf_core.training.ppo import update_policy
 
+        failpoint("policy.update")
         return update_policy(
             self._models["policy"],
             samples,
@@ -144,6 +147,7 @@ class ModelWorker:
         """The same for the critic."""
         from rlhf_core.training.ppo import update_critic
 
+        failpoint("critic.update")
         return update_critic(self._models["critic"], samples, steps, self._config.ppo, self._pad_id)
 
     # -- weights ------------------------------------------------------------------------------------------------

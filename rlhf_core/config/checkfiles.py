@@ -222,8 +222,10 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 
 def writable(folder: Path) -> str | None:
     """What keeps `folder` from being made and written to, or None."""
+    if "\0" in str(folder):
+        return "a path has no NUL character"
     here = folder.absolute()
-    while not here.exists() and here != here.parent:
+    while not exists(str(here)) and here != here.parent:
         here = here.parent
     if not here.is_dir():
         return f"{here} is a file"

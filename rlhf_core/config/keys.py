@@ -16,7 +16,7 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
-SCHEMA: dict[StageName, int] = {"data": 1, "sft": 2, "reward": 3, "ppo": 3, "evaluate": 2, "register": 1}
+SCHEMA: dict[StageName, int] = {"data": 2, "sft": 2, "reward": 3, "ppo": 3, "evaluate": 2, "register": 1}
 """Version of each stage's code: raise it when the same configuration gives another result."""
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -39,17 +39,24 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 
 _NOT_RESULTS = {
+    "allowed_hosts",
+    "backoff",
+    "breaker_failures",
+    "breaker_seconds",
     "bucket_mib",
     "call_timeout",
     "canary",
     "canary_tolerance",
     "checkpoint_every",
+    "concurrency",
     "eval_every",
     "gpu_memory_utilization",
+    "items_per_request",
     "kv_cache_gib",
     "logprob_gap_limit",
     "max_kl",
     "min_accuracy",
+    "retries",
     "samples_every",
     "start_timeout",
     "timeout",

@@ -76,6 +76,15 @@ class SFTConfig(Section):
     samples: PositiveInt = Field(8, description="Held-out prompts answered at the end, for reading")
 
 
+class EarlyStopConfig(Section):
+    """The end of the training when held-out pairs stop getting better, with the weights that were best on them."""
+
+    every: PositiveInt = Field(50, description="Optimizer steps between evaluations on the held-out pairs")
+    patience: PositiveInt = Field(
+        3, description="Evaluations in a row without a lower held-out loss after which the training ends"
+    )
+
+
 class RewardConfig(Section):
     """Bradley-Terry reward model, from the SFT model."""
 
@@ -92,6 +101,15 @@ class RewardConfig(Section):
         True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
     )
     center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
+    margin: Literal["none", "constant", "field"] = Field(
+        "none",
+        description="By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023): "
+        "`constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
+    )
+    margin_value: PositiveFloat = Field(1.0, description="The margin of all pairs with `margin: constant`")
+    early_stop: EarlyStopConfig | None = Field(
+        None, description="Stop when the held-out loss stops falling; None: all epochs and the last weights"
+    )
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     min_accuracy: Fraction = Field(
         0.5, description="Held-out accuracy below this fails the stage: PPO on it would be noise"

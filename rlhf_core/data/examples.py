@@ -16,6 +16,7 @@ PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
 RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"
 NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
 _MAX_TRAINING_CHARS = 100_000
+_LARGEST_MARGIN = 1e9
 
 
 class Dropped(ValueError):
@@ -61,7 +62,15 @@ def _pair(item: Loaded, encoder: Encoder, config: DataConfig) -> PairExample:
     _, rejected = _respond(record, record.rejected, encoder, config)
     if chosen == rejected:
         raise Dropped("chosen and rejected have the same tokens")
-    return PairExample(prompt_id(record.prompt_text), record.prompt_text, prompt, chosen, rejected, item.source)
+    text = record.prompt_text
+    return PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, _margin(record))
+
+
+def _margin(record: Record) -> float | None:
+    value = record.meta.get("margin")
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _LARGEST_MARGIN:
+        return None
+    return float(value)
 
 
 def _sft(item: Loaded, encoder: Encoder, config: DataConfig, max_text: int) -> SFTExample:

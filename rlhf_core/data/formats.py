@@ -11,7 +11,7 @@
 `prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists with or
 without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
 "\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt.
-All other fields of a row are kept as `meta`.
+All other fields of a row are kept as `meta`; a number `margin` of a preference row may serve the reward model's loss.
 """
 
 from __future__ import annotations

@@ -17,14 +17,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rlhf_core.errors import RLHFError, to_record
 from rlhf_core.stages.events import PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.stages.guard import go_on_under_guard
+from rlhf_core.stopping import EXIT_STOPPED, StopRequest
 
-EXIT_STOPPED = 128 + signal.SIGTERM
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -32,14 +30,15 @@ def main() -> int:
     """Run the stage of the spec named on the command line; the exit code."""
     events = _settle()
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    stop = StopRequest()
+    signal.signal(signal.SIGTERM, stop.on_signal)
+    signal.signal(signal.SIGINT, stop.on_signal)
     log = logging.getLogger("rlhf_core.stages")
     try:
         from rlhf_core.stages.run import execute
         from rlhf_core.stages.spec import StageSpec
 
-        ref = execute(StageSpec.read(Path(sys.argv[1])), events)
+        ref = execute(StageSpec.read(Path(sys.argv[1])), events, stop)
     except RLHFError as error:
         log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
         events.send("error", **to_record(error))
@@ -65,13 +64,6 @@ def _settle() -> Events:
         sys.exit(EXIT_STOPPED)
     go_on_under_guard(int(flow), float(seconds))
     return Events.from_environment()
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    # A second signal must not interrupt the clean-up that the first one started.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise SystemExit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":

@@ -44,14 +44,17 @@ def _train(
 ) -> dict[str, float]:
     import torch
 
-    from rlhf_core.data.dataset import load_pairs
+    from rlhf_core.data.dataset import load_pairs, require_margins
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.models.adapters import add_adapter
-    from rlhf_core.models.score import load_score_model
+    from rlhf_core.models.score import ScoreStatistics, load_score_model
     from rlhf_core.training.engine import TrainingEngine
     from rlhf_core.training.reward import evaluate_reward, train_reward
 
     reward = config.reward
+    train, held_out = load_pairs(data, "train"), load_pairs(data, "eval")
+    if reward.margin == "field":
+        require_margins([*train, *held_out])
     torch.manual_seed(derive_seed(config.run.seed, "reward", "init"))
     model = load_score_model(
         sft / "model",
@@ -62,13 +65,11 @@ def _train(
     )
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)
-    engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank)
+    engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank, keeps_best=reward.early_stop is not None)
     seed = derive_seed(config.run.seed, "reward")
-    metrics = train_reward(
-        engine, load_pairs(data, "train"), reward, seed=seed, pad_id=pad_id, work=work, services=services
-    )
-    held_out = load_pairs(data, "eval")
-    evaluation, model.statistics, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    metrics = train_reward(engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services)
+    evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    model.statistics = ScoreStatistics.of(scores)
     engine.save_model(out / "model", model.save)
     engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
     if services is not None:

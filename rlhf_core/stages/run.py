@@ -16,8 +16,10 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
+from rlhf_core.stopping import StopRequest
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, claim
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 StageFunction = Callable[[PipelineConfig, Services], StageResult]
 
 
-def execute(spec: StageSpec, events: Events) -> ArtifactRef:
+def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
     """Run the stage of `spec` and return its published artifact.
 
     Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told to stop.
@@ -53,8 +55,9 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
     status = "KILLED"
+    failpoint("stage.started")
     try:
-        ref = _run(spec, store, fence, stage_run, events, work)
+        ref = _run(spec, store, fence, stage_run, events, stop or StopRequest(), work)
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -69,7 +72,9 @@ def execute(spec: StageSpec, events: Events) -> ArtifactRef:
     return ref
 
 
-def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, events: Events, work: Path) -> ArtifactRef:
+def _run(
+    spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, events: Events, stop: StopRequest, work: Path
+) -> ArtifactRef:
     outbox = None if store.is_local else Outbox(store, spec.home / "outbox")
     artifacts = ArtifactStore(store, spec.home / "cache", outbox)
     settings = spec.config.store
@@ -86,11 +91,13 @@ def _run(spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, event
     ref = artifacts.deliver(spec.stage, spec.key, fence)
     if ref is None:
         try:
-            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, work)
+            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, stop, work)
         except BaseException:
             checkpoints.finish()
             raise
+    failpoint("stage.published")
     checkpoints.clear()
+    shutil.rmtree(_journal(spec), ignore_errors=True)
     return ref
 
 
@@ -101,6 +108,7 @@ def _make(
     fence: Fence,
     stage_run: StageRun,
     events: Events,
+    stop: StopRequest,
     work: Path,
 ) -> ArtifactRef:
     out, scratch = work / "out", work / "scratch"
@@ -114,9 +122,13 @@ def _make(
         metrics=stage_run,
         progress=events.progress,
         lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
+        stop=stop,
+        journal=_journal(spec),
     )
+    failpoint("stage.fetched")
     result = _stage_function(spec.stage)(spec.config, services)
     stage_run.flush()
+    failpoint("stage.made")
     return artifacts.publish(
         spec.stage,
         spec.key,
@@ -143,6 +155,10 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     work = home / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
     return work
+
+
+def _journal(spec: StageSpec) -> Path:
+    return spec.home / "journal" / f"{spec.stage}-{spec.key}"
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:

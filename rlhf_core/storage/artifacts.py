@@ -131,6 +131,13 @@ class ArtifactStore:
         found = "is gone" if manifest is None else "is not the one this run started with"
         raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} {found}; the same command makes it again.")
 
+    def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
+        """The whole configuration of the run that made it. Raises CorruptArtifact if it is gone."""
+        manifest = self._read(ref.kind, ref.key)
+        if manifest is None:
+            raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again.")
+        return dict(manifest.body["config"])
+
     def deliver(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
         """The artifact of `key` if an earlier attempt finished it and could not upload it: it is uploaded now."""
         prefix = _prefix(kind, key)

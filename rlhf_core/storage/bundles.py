@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
+from rlhf_core.failpoints import failpoint
 from rlhf_core.storage.space import on_one_disk, require_free
 from rlhf_core.storage.store import TEMPORARY, Store, check_key
 
@@ -126,7 +127,9 @@ def commit(
         if _in_the_way(store, prefix) is not None:
             return None
         raise StoreError(f"The store did not keep {lost}; the same command tries again.")
+    failpoint("bundle.uploaded")
     if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
+        failpoint("bundle.committed")
         return manifest
     if (there := _in_the_way(store, prefix)) is not None and there.folder == folder:
         return there

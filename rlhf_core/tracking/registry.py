@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import RLHFError
+from rlhf_core.failpoints import failpoint
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, reason
 
 CANDIDATE, CHAMPION = "candidate", "champion"
@@ -129,6 +130,7 @@ def register(mlflow: Mlflow, model: str, candidate: Candidate, *, min_win_rate: 
 def _register(mlflow: Mlflow, model: str, candidate: Candidate, min_win_rate: float) -> Registration:
     mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
     version, created = _find_or_create(mlflow, model, candidate)
+    failpoint("register.created")
     mlflow.set_alias(model, CANDIDATE, version.version)
     champion = mlflow.by_alias(model, CHAMPION)
     if champion is not None and champion.version == version.version:
@@ -142,6 +144,7 @@ def _register(mlflow: Mlflow, model: str, candidate: Candidate, min_win_rate: fl
         else:
             decision = decide(candidate.evaluation, record, min_win_rate=min_win_rate)
         mlflow.tag_version(model, version.version, {"rlhf.gate": decision.rule, "rlhf.gate_reason": decision.reason})
+    failpoint("register.decided")
     if decision.champion:
         mlflow.set_alias(model, CHAMPION, version.version)
     return Registration(model, version.version, created, decision, champion.version if champion else None)

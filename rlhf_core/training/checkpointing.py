@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from rlhf_core.failpoints import failpoint
+from rlhf_core.stopping import StopRequest
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.types import Services
+
+log = logging.getLogger(__name__)
 
 _LOOP = "loop.json"
 
@@ -26,16 +34,46 @@ def save(
 
     `score`: higher is better, None where nothing was measured. Raises StoreError if the disk is too small.
     """
+    started = time.monotonic()
     folder = work / f"checkpoint-{step:08d}"
     if services is not None:
         services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
     dist.barrier()
     engine.save_checkpoint(folder)
+    failpoint("checkpoint.written")
     dist.barrier()
     if services is not None:
         (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
         services.metrics.flush()
         services.checkpoints.save(step, folder, score)
+        services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
+
+
+def after_step(
+    engine: TrainingEngine,
+    services: Services | None,
+    work: Path,
+    step: int,
+    *,
+    every: int,
+    total: int,
+    state: dict[str, Any],
+    score: float | None = None,
+) -> None:
+    """`save` at every `every`-th step but the last; where rank 0 was asked to stop, at once, and leave. A collective."""
+    asked = torch.tensor(float(services is not None and services.stop.asked), device=engine.rank.torch_device)
+    dist.all_reduce(asked)
+    stop = bool(asked.item())
+    if (step % every == 0 or stop) and step < total:
+        save(engine, services, work, step, state, score)
+    if stop and step < total:
+        log.info("asked to stop: leaving after step %d", step)
+        (services.stop if services is not None else StopRequest()).leave()
+
+
+def stops_after_a_step(services: Services | None) -> AbstractContextManager[None]:
+    """For a loop that calls `after_step`."""
+    return nullcontext() if services is None else services.stop.deferred()
 
 
 def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:

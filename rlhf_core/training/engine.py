@@ -22,7 +22,7 @@ from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
 from rlhf_core.training.distributed import Rank
-from rlhf_core.training.ema import WeightAverage
+from rlhf_core.training.shards import WeightAverage, WeightCopy
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,9 @@ class TrainingEngine:
         rank: Rank,
         *,
         ema_decay: float | None = None,
+        keeps_best: bool = False,
     ) -> None:
-        """`ema_decay`: also keep an average of the weights, see `training.ema`."""
+        """`ema_decay`: also keep an average of the weights. `keeps_best`: also a copy of the best ones, see `keep`."""
         import deepspeed
 
         self.rank = rank
@@ -96,6 +97,7 @@ class TrainingEngine:
             # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
         self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
+        self._best = WeightCopy(self.module.lm, "best", device="cpu") if keeps_best else None
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
         # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
@@ -207,10 +209,27 @@ class TrainingEngine:
             groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append((name, parameter))
         return list(groups.values())
 
-    def _gathered(self, parameters: list[nn.Parameter]) -> Any:
+    def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        return GatheredParameters(parameters, enabled=self.zero_stage == 3)
+        return GatheredParameters(
+            parameters, modifier_rank=0 if to_change else None, enabled=self.zero_stage == 3 and bool(parameters)
+        )
+
+    def keep(self) -> None:
+        """Remember the weights as they are now, in host memory, for `restore_kept`."""
+        assert self._best is not None
+        self._best.take()
+
+    @torch.no_grad()
+    def restore_kept(self) -> None:
+        """Put the weights of the last `keep` back, for use: the optimizer's own copies stay. A collective."""
+        assert self._best is not None
+        for group in self._gather_groups():
+            kept = [(name, parameter) for name, parameter in group if name in self._best]
+            with self._gathered([parameter for _, parameter in kept], to_change=True):
+                for name, parameter in kept:
+                    parameter.copy_(self._best.full(name))
 
     def save_model(
         self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None], *, average: bool = False
@@ -235,8 +254,8 @@ class TrainingEngine:
     @property
     def checkpoint_bytes(self) -> int:
         """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies and two
-        moments, and their moving average where there is one; frozen ones stay out beside an adapter."""
-        copies = 12 + (0 if self._average is None else 4)
+        moments, and further copies where there are any; frozen ones stay out beside an adapter."""
+        copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
         return sum(
             getattr(p, "ds_numel", p.numel()) * (p.element_size() + copies * p.requires_grad)
             for p in self.module.parameters()
@@ -252,8 +271,8 @@ class TrainingEngine:
             save_latest=True,
             exclude_frozen_parameters=self.lora is not None,
         )
-        if self._average is not None:
-            self._average.save(folder, self.rank.rank)
+        for copy in self._copies:
+            copy.save(folder, self.rank.rank)
         for script in folder.rglob("*.py"):
             # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
             script.unlink(missing_ok=True)
@@ -273,8 +292,12 @@ class TrainingEngine:
         counters = client[_COUNTERS]
         self.steps_done, self.skipped_steps = counters["steps_done"], counters["skipped_steps"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
-        if self._average is not None:
-            self._average.load(folder, self.rank.rank)
+        for copy in self._copies:
+            copy.load(folder, self.rank.rank)
+
+    @property
+    def _copies(self) -> list[WeightCopy]:
+        return [copy for copy in (self._average, self._best) if copy is not None]
 
     def _counters(self) -> dict[str, int]:
         return {

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config.training import SFTConfig
+from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training import checkpointing
@@ -47,25 +48,29 @@ def train_sft(
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    while step < total:
-        started = time.monotonic()
-        epoch, index = divmod(step, per_epoch)
-        batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-        metrics = train_step(engine, batch, config, total, pad_id)
-        step += 1
-        tokens += sum(map(len, batch))
-        seconds += time.monotonic() - started
-        if step % config.eval_every == 0 and step < total:
-            metrics |= evaluate_sft(engine, held_out, config, pad_id)
-        if services is not None:
-            metrics["train/tokens_per_s"] = tokens / seconds
-            services.metrics.log_metrics(metrics, step)
-            services.progress(
-                "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
-            )
-        if step % config.checkpoint_every == 0 and step < total:
-            score = -metrics["eval/loss"] if "eval/loss" in metrics else None
-            checkpointing.save(engine, services, work, step, {"tokens": tokens, "seconds": seconds}, score)
+    with checkpointing.stops_after_a_step(services):
+        while step < total:
+            started = time.monotonic()
+            epoch, index = divmod(step, per_epoch)
+            batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
+            metrics = train_step(engine, batch, config, total, pad_id)
+            failpoint("sft.step")
+            step += 1
+            tokens += sum(map(len, batch))
+            seconds += time.monotonic() - started
+            if step % config.eval_every == 0 and step < total:
+                metrics |= evaluate_sft(engine, held_out, config, pad_id)
+            if services is not None:
+                metrics["train/tokens_per_s"] = tokens / seconds
+                services.metrics.log_metrics(metrics, step)
+                services.progress(
+                    "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
+                )
+            checkpointing.after_step(
+                engine, services, work, step, every=config.checkpoint_every, total=total,
+                state={"tokens": tokens, "seconds": seconds},
+                score=-metrics["eval/loss"] if "eval/loss" in metrics else None,
+            )  # fmt: skip
     final = evaluate_sft(engine, held_out, config, pad_id)
     if services is not None:
         services.metrics.log_metrics(final, total)

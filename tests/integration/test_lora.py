@@ -26,6 +26,7 @@ from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Rollout, Services
+from tests.tiny_llama import save_tiny_llama
 
 RANK = 4
 TENSORS = {"merged": 2 * 9 + 2, "adapter": 2 * 7 * 2}
@@ -42,25 +43,9 @@ class _Nothing:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=101,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def _config(model: Path, sync: str) -> PipelineConfig:

@@ -21,6 +21,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Services
+from tests.tiny_llama import save_tiny_llama
 
 TENSORS = 2 * 9 + 2
 """Two decoder layers of nine tensors, the tied embedding and the last norm."""
@@ -36,26 +37,9 @@ class _Nothing:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=101,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(

@@ -166,6 +166,26 @@ FIELDS = (
         ("c.yaml:4: ppo.rewards.0.pattern: must be", "regular expression", "got '(a'"),
     ),
     Bad(
+        "a service that is not on the list",
+        "ppo: {rewards: [{type: remote, urls: [http://a.example/x], allowed_hosts: [b.example]}]}\n",
+        ("ppo.rewards.0", "allowed_hosts (b.example)", "got a.example", "add it"),
+    ),
+    Bad(
+        "a service whose url is a file",
+        "ppo: {rewards: [{type: remote, urls: [file:///etc/passwd], allowed_hosts: [a]}]}\n",
+        ("ppo.rewards.0", "http(s)://host[:port]/path"),
+    ),
+    Bad(
+        "a list of hosts with a url in it",
+        "ppo: {rewards: [{type: remote, urls: [http://a/x], allowed_hosts: [http://a]}]}\n",
+        ("0.allowed_hosts", "got 'http://a'", "leave scheme, port and path out"),
+    ),
+    Bad(
+        "a service without a list of hosts",
+        "ppo: {rewards: [{type: remote, urls: [http://a/x]}]}\n",
+        ("ppo.rewards.0.allowed_hosts", "is required"),
+    ),
+    Bad(
         "os:system is not a path",
         "ppo: {rewards: [{type: python, function: os.system}]}\n",
         ("0.function", "module:function"),
@@ -267,6 +287,8 @@ SECRETS = (
     Bad("a tracker's user", f"tracking: {{uri: 'https://{SECRET}@host'}}", ("tracking.uri", "credentials")),
     Bad("a token in a query", f"tracking: {{uri: 'https://host/?token={SECRET}'}}", ("tracking.uri", "credentials")),
     Bad("a signed address", f"store: {{url: 's3://bucket/x?X-Amz-Signature={SECRET}'}}", ("store.url", "credentials")),
+    Bad("a service's user", f"ppo: {{rewards: [{{type: remote, urls: ['http://me:{SECRET}@a/x'], allowed_hosts: [a]}}]}}",
+        ("ppo.rewards.0", "RLHF_REWARD_TOKEN")),
     Bad("a password as a field", f"tracking: {{password: {SECRET}}}", ("tracking.password", "unknown key")),
     Bad("a key as a field", f"model: {{api_key: {SECRET}}}", ("model.api_key", "unknown key")),
     Bad("a token for a number", f"ppo: {{steps: hf_{SECRET}}}", ("ppo.steps", "(hidden)")),

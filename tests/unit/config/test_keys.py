@@ -23,8 +23,12 @@ def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[s
     return {stage: stage_key(config, stage, {}, sources or {}) for stage in STAGES}
 
 
+SERVICE = {"type": "remote", "urls": ["http://one/x"], "allowed_hosts": ["one", "other"]}
+
+
 def _changed(tree: dict[str, Any]) -> set[str]:
-    before, after = _keys({}), _keys(tree)
+    before = _keys({"ppo": {"rewards": [SERVICE]}} if "rewards" in tree.get("ppo", {}) else {})
+    after = _keys(tree)
     return {stage for stage in STAGES if before[stage] != after[stage]}
 
 
@@ -35,6 +39,8 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"reward": {"center": 0.1}}, {"reward"}),
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "call_timeout": 9.0, "max_kl": 50.0}}, set()),
+        ({"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}}, set()),
+        ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
         ({"run": {"retries": 7}}, set()),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],

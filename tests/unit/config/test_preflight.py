@@ -132,7 +132,7 @@ def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -
     for reward in (
         {"type": "python", "function": "pack.mine:score"},
         {"type": "python", "function": "x:score", "file": "pack/mine.py"},
-        {"type": "python", "function": "json:dumps"},
+        {"type": "python", "function": "yaml:safe_load"},
     ):
         assert check(config(ppo={"rewards": [reward]}, reward={"enabled": False}, data={"preference": []})) == []
     assert not (tmp_path / "ran").exists()

@@ -34,7 +34,7 @@ from rlhf_core.types import ArtifactRef
 
 REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
 
-def execute(spec, events):
+def execute(spec, events, stop):
     folder = Path(os.environ["TOY_FOLDER"])
 """
 
@@ -43,7 +43,7 @@ Run = Callable[..., ArtifactRef]
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """Environment of a child whose stage is the given body of `execute(spec, events)`."""
+    """Environment of a child whose stage is the given body of `execute(spec, events, stop)`."""
 
     def install(body: str) -> dict[str, str]:
         lines = "".join(f"    {line}\n" for line in body.splitlines())

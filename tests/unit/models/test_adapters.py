@@ -22,27 +22,15 @@ from rlhf_core.models.adapters import WithoutAdapter, adapter_name, add_adapter,
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
+from tests.tiny_llama import save_tiny_llama
 
 LORA = LoraConfig(r=2, alpha=6)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=50,
-        pad_token_id=0,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    shape = {"intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 50}
+    return save_tiny_llama(tmp_path_factory.mktemp("base"), **shape)
 
 
 def _plain(kind: str, folder: Path) -> Any:

@@ -15,25 +15,13 @@ import torch
 
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.score import ScoreStatistics, load_score_model
+from tests.tiny_llama import save_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("causal")
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=50,
-        pad_token_id=0,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    shape = {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
+    return save_tiny_llama(tmp_path_factory.mktemp("causal"), hidden_size=256, **shape)
 
 
 def _load(folder: Path):  # type: ignore[no-untyped-def]

@@ -1,0 +1,1 @@
+"""Kills at enumerated and random points, and what became of the runs."""

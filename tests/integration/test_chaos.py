@@ -1,0 +1,58 @@
+"""A sample of `make chaos`: stages killed several times, in different processes, and the same command again.
+
+- it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
+- nothing is left 10 s after the end
+- asked to stop, PPO and supervised fine-tuning finish the step in hand and leave a checkpoint of it
+- rollouts that were sampled before the kill are trained on, not sampled again
+- a run that forgets its KL coefficient is noticed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import negative_control
+from tests.chaos.harness import Case, Golden, read_passes, run_case
+
+SAMPLE = (
+    Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")),
+    Case("sft", ("sft.step:4:int", "checkpoint.written:2:kill", "bundle.committed:2:kill", "flow.made:1:kill")),
+    Case("reward", ("reward.step:7:kill", "stage.made:1:kill")),
+    Case("register", ("register.created:1:kill",)),
+)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return Golden(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.stage)
+def test_a_stage_that_is_killed_ends_in_the_same_bits(golden: Golden, case: Case, tmp_path: Path) -> None:
+    result = run_case(golden, case, tmp_path)
+    assert result.ended, result.why
+    assert {kill.what for kill in result.kills} == {point.removesuffix(":kill") for point in case.points}
+    assert result.same, result.why
+    assert not result.left
+
+
+def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step_in_hand_again(
+    golden: Golden, tmp_path: Path
+) -> None:
+    # Asked in step 1, the first attempt leaves a checkpoint of it. The second one's controller is killed in step 3, after
+    # the checkpoint of step 2, and the third one's critic in step 4: both times step 3 has its rollouts already.
+    points = ("ppo.after_scoring:1:int", "ppo.after_rollout:2:kill", "critic.update:2:kill")
+    result = run_case(golden, Case("ppo", points), tmp_path)
+    assert result.ended and result.same, result.why
+    assert len(result.kills) == 3
+    passed = Counter(p.point for p in read_passes(tmp_path / "trace"))
+    assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (2, 6, 5)
+
+
+def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
+    result = run_case(golden, negative_control(), tmp_path)
+    assert result.ended and result.kills, result.why
+    assert not result.same
