@@ -138,7 +138,8 @@ def _token_count(content: dict[str, Any]) -> int:
         highest = max((index for index in vocabulary.values() if isinstance(index, int)), default=-1)
     elif isinstance(vocabulary, list):
         highest = len(vocabulary) - 1
-    for token in content.get("added_tokens") or []:
+    added = content.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
         if isinstance(token, dict) and isinstance(token.get("id"), int):
             highest = max(highest, token["id"])
     return highest + 1

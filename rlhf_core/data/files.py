@@ -185,11 +185,13 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    number = 0
     try:
-        number = 0
         for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
             yield from numbered(file, batch.to_pylist(), number)
             number += batch.num_rows
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"

@@ -8,6 +8,7 @@ only reading shows (rows, lengths, duplicates) by the data stage, with nothing h
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 from typing import Any
@@ -175,7 +176,18 @@ def pairs(number: int, **fields: Any) -> bytes:
     return jsonl(*({**row, **fields} for row in (GOOD * number)[:number]))
 
 
+def parquet_in_latin_1() -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(GOOD), out, compression="NONE")
+    return out.getvalue().replace(b"good 7", b"caf\xe9 7")
+
+
 SETS = (
+    Bad("parquet in Latin-1", config_of("./r.parquet"), ("r.parquet", "not UTF-8", "export it again"),
+        files={"r.parquet": parquet_in_latin_1()}),
     Bad("an array over lines", config_of("./r.jsonl"), ("data.sft.0.path: r.jsonl:1: not complete JSON", "one JSON object per line"),
         files={"r.jsonl": b"[\n" + b",\n".join(jsonl(row).strip() for row in GOOD) + b"\n]\n"}),
     Bad("one row", config_of("./r.jsonl"), ("1 of 1 rows left", "data.min_rows"), files={"r.jsonl": pairs(1)}),

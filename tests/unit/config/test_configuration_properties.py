@@ -162,13 +162,13 @@ def test_a_valid_configuration_written_out_and_loaded_again_is_the_same(
 
 @QUIET
 @given(path=st.sampled_from(LEAVES), value=TREES)
-def test_any_value_at_any_field_ends_in_a_configuration_or_a_message_with_that_field(
+def test_any_value_at_any_field_ends_in_a_configuration_or_a_message_about_it(
     path: tuple[str, ...], value: Any
 ) -> None:
     try:
         config_from_tree(planted([(path, value)], set()), "tree")
     except ConfigError as error:
-        assert path[-1] in error.message
+        assert any(step in error.message for step in path)
         assert not [word for word in NOT_FOR_USERS if word in error.message]
 
 
