@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, RLHFError
 from rlhf_core.types import STAGES
 
@@ -235,7 +236,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _serve_reward(arguments: argparse.Namespace) -> int:
     from flows.serve import serve_reward
 
-    home = Path(arguments.home).resolve()
+    home = _home(arguments)
     _set_up_logging(home)
     with suppress(KeyboardInterrupt, Stopped):  # how a service ends
         serve_reward(
@@ -256,22 +257,30 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     from flows.servers import up
 
-    print(up(Path(arguments.home).resolve()))
+    print(up(_home(arguments)))
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
     from flows.servers import down
 
-    print(down(Path(arguments.home).resolve()))
+    print(down(_home(arguments)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from flows.status import describe
 
-    print(describe(Path(arguments.home).resolve()))
+    print(describe(_home(arguments)))
     return 0
+
+
+def _home(arguments: argparse.Namespace) -> Path:
+    from rlhf_core.config.checkfiles import writable
+
+    if problem := writable(Path(arguments.home)):
+        raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
+    return Path(arguments.home).resolve()
 
 
 def _set_up_logging(home: Path) -> Console:
@@ -298,7 +307,7 @@ def _set_up_logging(home: Path) -> Console:
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:

@@ -12,17 +12,18 @@ HIDDEN = "(hidden)"
 _SECRET_NAME = re.compile(
     r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth|private_?key)$", re.I
 )
+_SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
 _SECRET_VALUE = re.compile(
     r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
-    r"|-----BEGIN|\beyJ[\w-]{10,}\.|[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)=",
+    r"|-----BEGIN|\beyJ[\w-]{10,}\.|" + _SECRET_QUERY,
     re.I,
 )
-_URL_WITH_USER = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@)")
+_URL_WITH_SECRET = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@|\S*" + _SECRET_QUERY + ")", re.I)
 
 
 def has_credentials(text: str) -> bool:
-    """True for a URL with a user part (`scheme://user:password@host`)."""
-    return _URL_WITH_USER.search(text) is not None
+    """True for a URL with a user part (`scheme://user:password@host`) or with a secret in its query (`?token=`)."""
+    return _URL_WITH_SECRET.search(text) is not None
 
 
 def is_secret(name: str, value: Any) -> bool:
@@ -48,6 +49,11 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
         return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
+
+
+def printable(text: str) -> str:
+    """`text` with control and direction characters spelled out: what comes from outside must not steer a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown_key(key: str) -> str:

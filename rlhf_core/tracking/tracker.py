@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
@@ -33,7 +34,6 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 _T = TypeVar("_T")
 
 PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 
 
 def open_tracking(config: PipelineConfig) -> Tracking:
@@ -48,14 +48,8 @@ def open_tracking(config: PipelineConfig) -> Tracking:
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment."
         )
     uri = tracking_uri(config)
-    scheme = uri.split("://", 1)[0].split("+", 1)[0] if "://" in uri else ""
-    if scheme not in _SCHEMES:
-        raise ConfigError(
-            f"tracking.uri (or MLFLOW_TRACKING_URI) must be http(s)://host:port, sqlite:///file or a database address; "
-            f"got {_shown(uri)!r}."
-        )
-    if scheme == "sqlite" and (sqlite_path(uri) is None or "?" in uri):
-        raise ConfigError(f"tracking.uri={uri!r} must be sqlite:///path/of/a/file.db.")
+    if problem := tracker_problem(uri):
+        raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     if database := sqlite_path(uri):
         uri = f"sqlite:///{database}"
     return Tracking(Mlflow(uri, config.experiment), home / "spool", config.tracking.system_metrics)

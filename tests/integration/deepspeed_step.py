@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rlhf_core.models.packing import plan_ranks
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.records import OptimizerStep, TrainSample
@@ -28,6 +27,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConf
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
