@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rlhf_core.models.packing import plan_ranks
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.records import OptimizerStep, TrainSample
@@ -28,6 +27,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConf
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
@@ -116,7 +116,7 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
             engine.save_checkpoint(checkpoint)
             torch.distributed.barrier()
             engine = new_engine(rank, kind, stage)
-            engine.load_checkpoint(checkpoint)
+            engine.load_checkpoint(checkpoint, checkpoint / "converted")
         policy_step(engine, kind, data, sequences, budget, pack)
     streams = {"": engine.weights(), "adapter.": engine.adapter()}
     if kind.startswith("policy"):
