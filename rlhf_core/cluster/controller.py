@@ -293,7 +293,8 @@ class PPOController:
         _, folder = latest
         loading = []
         for role in self._trained:
-            loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role))
+            scratch = self._services.work / f"converted-{role}"
+            loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role), str(scratch))
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.done = self._restorable = int(state["done"])

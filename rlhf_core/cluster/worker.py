@@ -199,8 +199,9 @@ class ModelWorker:
         size: int = self._models[role].checkpoint_bytes
         return size
 
-    def load_checkpoint(self, role: Role, folder: str) -> None:
-        self._models[role].load_checkpoint(Path(folder))
+    def load_checkpoint(self, role: Role, folder: str, scratch: str) -> None:
+        """`scratch`: a folder of its own for this role, which all ranks' hosts must share."""
+        self._models[role].load_checkpoint(Path(folder), Path(scratch))
 
     def usage(self) -> Usage:
         return process_usage()

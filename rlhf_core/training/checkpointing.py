@@ -81,11 +81,11 @@ def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any]
     found: list[Any] = [None]
     if services is not None:
         latest = services.checkpoints.latest()
-        found = [None if latest is None else str(latest[1])]
+        found = [None if latest is None else (latest[1], services.work / "converted")]
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
         return None
-    folder = Path(found[0])
-    engine.load_checkpoint(folder)
+    folder, scratch = found[0]
+    engine.load_checkpoint(folder, scratch)
     state: dict[str, Any] = json.loads((folder / _LOOP).read_text())
     return state

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO reduces at a time, at most."""
 
-_TAG, _UNIVERSAL = "state", "universal"
+_TAG = "state"
 _COUNTERS = "rlhf_counters"
 """DeepSpeed's own counters share the same map."""
 
@@ -287,8 +288,9 @@ class TrainingEngine:
             # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
             script.unlink(missing_ok=True)
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """The inverse, of a verified folder. Raises ConfigError if another number of ranks wrote it, unless that is allowed;
+    def load_checkpoint(self, folder: Path, scratch: Path) -> None:
+        """The inverse, of a verified folder, which is left as it is; `scratch`, one for all ranks, is made where there is
+        something to convert, and removed. Raises ConfigError if another number of ranks wrote it, unless that is allowed;
         CorruptArtifact without a usable state, where DeepSpeed alone would start afresh, and for a pickle with classes
         that are not on the list of `distributed.join`, none of which is called."""
         ranks = resharding.noted_ranks(folder)
@@ -298,7 +300,7 @@ class TrainingEngine:
                 f"{self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert the checkpoint"
             )
         try:
-            path, client = self._load_state(folder, ranks)
+            path, client = self._load_state(folder, scratch, ranks)
         except pickle.UnpicklingError as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptArtifact(
@@ -312,7 +314,7 @@ class TrainingEngine:
         for copy in self._copies:
             copy.load(folder, self.rank.rank, ranks, self.rank.world_size)
 
-    def _load_state(self, folder: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
+    def _load_state(self, folder: Path, scratch: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
         """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client state)."""
         if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
             found = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
@@ -323,10 +325,13 @@ class TrainingEngine:
                 self.rank.world_size,
             )
             if self.rank.rank == 0:
-                resharding.convert(folder / _TAG, folder / _UNIVERSAL)
+                resharding.convert(folder / _TAG, scratch / _TAG)
             dist.barrier()
             with resharding.loading_universal(self.engine):
-                found = self.engine.load_checkpoint(str(folder), tag=_UNIVERSAL)
+                found = self.engine.load_checkpoint(str(scratch), tag=_TAG)
+            dist.barrier()
+            if self.rank.rank == 0:
+                shutil.rmtree(scratch)
         path, client = found
         return path, client
 

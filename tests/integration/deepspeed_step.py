@@ -116,7 +116,7 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
             engine.save_checkpoint(checkpoint)
             torch.distributed.barrier()
             engine = new_engine(rank, kind, stage)
-            engine.load_checkpoint(checkpoint)
+            engine.load_checkpoint(checkpoint, checkpoint / "converted")
         policy_step(engine, kind, data, sequences, budget, pack)
     streams = {"": engine.weights(), "adapter.": engine.adapter()}
     if kind.startswith("policy"):

@@ -60,7 +60,7 @@ def work(_number: int, folder: Path) -> None:
         unchanged = all(torch.equal(before[name], tensor) for name, tensor in weights(half).items())
         half.save_checkpoint(folder / f"{stage}")
         resumed = engine_of(rank, "float16", stage)
-        resumed.load_checkpoint(folder / f"{stage}")
+        resumed.load_checkpoint(folder / f"{stage}", folder / "converted")
         scales = [float(engine.optimizer.loss_scale) for engine in (half, resumed)]
         skipped = resumed.skipped_steps
         for engine in (half, resumed):

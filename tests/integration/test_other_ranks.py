@@ -3,6 +3,7 @@
 - without `allow_other_ranks` it is refused, by a message that names both numbers
 - with it, from two ranks to one and from one to two, under ZeRO 0 to 3: the second step ends with the parameters and
   the moving average of a training that was not interrupted (float32, tolerance 2e-6), weight decay included; adapters too
+- the checkpoint's folder, which is the store's own where that is a local one, is left as it was
 - bfloat16 masters keep their precision on the way
 """
 
@@ -63,10 +64,13 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
         if theirs.exists():
             if setting == SETTINGS[2]:
                 with pytest.raises(ConfigError) as refused:
-                    engine_of(rank, *setting, allow=False).load_checkpoint(theirs)
+                    engine_of(rank, *setting, allow=False).load_checkpoint(theirs, folder / "converted")
                 found["refused"] = refused.value.message
             engine = engine_of(rank, *setting, allow=True)
-            engine.load_checkpoint(theirs)
+            before = sorted(path.relative_to(theirs) for path in theirs.rglob("*"))
+            engine.load_checkpoint(theirs, folder / "converted")
+            assert sorted(path.relative_to(theirs) for path in theirs.rglob("*")) == before
+            assert number != 0 or not (folder / "converted").exists()
             assert engine.steps_done == 1
             step(engine)
             continued, whole = weights(engine), torch.load(folder / f"whole-{name}.pt")
