@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.files import write_json
+from flows.files import make_home, write_json
 from flows.parameters import check_range
 from flows.processes import ProcessId
 from flows.report import run_markdown, summarize
@@ -186,6 +186,7 @@ def open_pipeline(
     for warning in check(settings):
         log.warning("%s", warning)
     check_memory(settings)
+    make_home(Path(settings.run.home))
     Store(settings.store_url, settings.store.endpoint).check()
     run = Pipeline(settings, config, start, until)
     run.parent_run_id = run.tracking.parent_run(
