@@ -167,8 +167,6 @@ class Lineage:
     """The artifacts this stage reads: digests and addresses for the registry."""
     parent_run_id: str | None = None
     """MLflow run of the whole pipeline; None when tracking could not be reached."""
-    tracking_uri: str | None = None
-    """Tracking server in use, without credentials, for people."""
 
 
 @dataclass(frozen=True)

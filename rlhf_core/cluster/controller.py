@@ -132,7 +132,7 @@ class PPOController:
             **sync,
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,
-            "rollout/tokens_per_s": tokens / self._timing["timing/rollout"],
+            **({} if batch.kept else {"rollout/tokens_per_s": tokens / self._timing["timing/rollout"]}),
             "timing/step": time.monotonic() - started,
             **self._timing,
         }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config.checkfiles import Finding, writable
+from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
 from rlhf_core.errors import ConfigError
@@ -32,8 +33,8 @@ def check_places(config: PipelineConfig) -> Iterator[Finding]:
                 "give them by environment variables or a role"
             )
     yield from _store(config)
-    if config.tracking.uri is not None and (problem := tracker_problem(config.tracking.uri)):
-        yield ConfigError(f"tracking.uri: {problem}")
+    if problem := tracker_problem(tracking_uri(config)):
+        yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     places = {"run.home": config.run.home}
     if "://" not in config.store_url or config.store_url.startswith("file://"):
         places["store.url"] = config.store_url.removeprefix("file://")

@@ -105,6 +105,10 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{field}.offload: optimizer needs {field}.zero_stage 1, 2 or 3; got 0; set it, or offload=none"
             )
+        if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
+            yield ConfigError(
+                f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
+            )
 
 
 def _trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
@@ -156,6 +160,8 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     for field, deepspeed in _trainers(config):
         if deepspeed.offload == "optimizer":
             yield ConfigError(f"{field}.offload: optimizer needs a GPU to offload from; got 0 visible; use none")
+        if deepspeed.dtype == "float16":
+            yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
     if plan.busy > cores:
         yield (
             f"ppo has {plan.busy} processes at work at once ({plan.describe()}) on {cores} CPU cores: they will take "

@@ -34,10 +34,17 @@ class DeepSpeedConfig(Section):
     offload: Literal["none", "optimizer"] = Field(
         "none", description="Keep optimizer state in host memory (ZeRO 1-3, GPU)"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Compute precision; bfloat16 keeps float32 master weights"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="Compute precision; bfloat16 and float16 keep float32 master weights, float16 (GPU, ZeRO 1-3) scales "
+        "the loss, at first by 65536 and by half of that after each gradient that overflows",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
+    allow_other_ranks: bool = Field(
+        False,
+        description="Continue from a checkpoint that another number of ranks wrote, converted: the same training up to "
+        "rounding; else that is an error",
+    )
 
 
 class LoraConfig(Section):

@@ -94,11 +94,6 @@ class ModelShape:
         """Of the reward model and the critic: a backbone and one output."""
         return self.backbone_parameters + self.hidden
 
-    @property
-    def kv_width(self) -> int:
-        """Numbers that one token adds to the KV cache, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
 
 def shape_of(config: PipelineConfig, given: Path | None = None, *, local: bool = False) -> ModelShape:
     """`given`: a `config.json` to use instead of the model's own, which the hub is asked for where there is no folder of

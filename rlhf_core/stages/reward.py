@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import GateFailed
 from rlhf_core.seeds import derive_seed
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import PairExample, Services, StageResult
 
 
@@ -31,11 +31,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.flush()
-    if metrics["accuracy"] < config.reward.min_accuracy:
-        raise GateFailed(
-            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
-            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
-        )
+    check_gate(config, "reward", metrics)
     return StageResult(metrics)
 
 

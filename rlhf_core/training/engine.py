@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
-from rlhf_core.errors import CorruptArtifact, NonFiniteError
+from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
+from rlhf_core.training import resharding
 from rlhf_core.training.distributed import Rank
 from rlhf_core.training.shards import WeightAverage, WeightCopy
 
@@ -29,9 +31,12 @@ log = logging.getLogger(__name__)
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO reduces at a time, at most."""
 
-_TAG = "state"
+_TAG, _UNIVERSAL = "state", "universal"
 _COUNTERS = "rlhf_counters"
 """DeepSpeed's own counters share the same map."""
+
+_LARGE_SCALE = 8.0
+"""A loss scale above this may still be halved three times before DeepSpeed gives up at 1."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -65,6 +70,7 @@ class TrainingEngine:
         self.rank = rank
         self.optimizer_config = optimizer
         self.zero_stage = deepspeed_config.zero_stage
+        self._allow_other_ranks = deepspeed_config.allow_other_ranks
         self.lora: LoraConfig | None = getattr(module, "lora", None)
         self._grad_norm = math.nan
         self.steps_done = 0
@@ -119,8 +125,8 @@ class TrainingEngine:
         }
         if config.offload == "optimizer" and stage > 0:
             ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        if config.dtype == "bfloat16":
-            ds["bf16"] = {"enabled": True}
+        if config.dtype != "float32":
+            ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
         return ds
 
     @property
@@ -136,9 +142,11 @@ class TrainingEngine:
 
         Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on all ranks.
         A gradient that is not finite changes nothing: the step is skipped, counted in `skipped_steps`, and its norm is
-        returned as it is; the third in a row raises NonFiniteError.
+        returned as it is; the third in a row raises NonFiniteError. Those by which float16 finds its loss scale, which
+        each of them halves, are no fault while it is large.
         """
         assert self.optimizer_config is not None
+        scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         for loss in micro_losses:
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
@@ -150,7 +158,7 @@ class TrainingEngine:
             norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
         else:
             norm = math.nan
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + (scale <= _LARGE_SCALE)
         if math.isfinite(norm) and self._average is not None:
             self._average.update()
         if not math.isfinite(norm):
@@ -273,15 +281,24 @@ class TrainingEngine:
         )
         for copy in self._copies:
             copy.save(folder, self.rank.rank)
+        if self.rank.rank == 0:
+            resharding.note_ranks(folder, self.rank.world_size)
         for script in folder.rglob("*.py"):
             # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
             script.unlink(missing_ok=True)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """The inverse, of a verified folder. Raises CorruptArtifact without a usable state, where DeepSpeed alone would start
-        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is called."""
+        """The inverse, of a verified folder. Raises ConfigError if another number of ranks wrote it, unless that is allowed;
+        CorruptArtifact without a usable state, where DeepSpeed alone would start afresh, and for a pickle with classes
+        that are not on the list of `distributed.join`, none of which is called."""
+        ranks = resharding.noted_ranks(folder)
+        if ranks != self.rank.world_size and not self._allow_other_ranks:
+            raise ConfigError(
+                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} ranks; got "
+                f"{self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert the checkpoint"
+            )
         try:
-            path, client = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
+            path, client = self._load_state(folder, ranks)
         except pickle.UnpicklingError as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptArtifact(
@@ -293,7 +310,25 @@ class TrainingEngine:
         self.steps_done, self.skipped_steps = counters["steps_done"], counters["skipped_steps"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
         for copy in self._copies:
-            copy.load(folder, self.rank.rank)
+            copy.load(folder, self.rank.rank, ranks, self.rank.world_size)
+
+    def _load_state(self, folder: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
+        """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client state)."""
+        if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
+            found = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
+        else:
+            log.warning(
+                "a checkpoint of %d ranks is converted for %d: the same training up to rounding",
+                ranks,
+                self.rank.world_size,
+            )
+            if self.rank.rank == 0:
+                resharding.convert(folder / _TAG, folder / _UNIVERSAL)
+            dist.barrier()
+            with resharding.loading_universal(self.engine):
+                found = self.engine.load_checkpoint(str(folder), tag=_UNIVERSAL)
+        path, client = found
+        return path, client
 
     @property
     def _copies(self) -> list[WeightCopy]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.failpoints import failpoint
-from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.sft import epoch_batches

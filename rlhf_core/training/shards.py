@@ -54,15 +54,27 @@ class WeightCopy:
         if rank == 0 or self._sharded:
             save_file(self._shards, folder / self._file(rank))
 
-    def load(self, folder: Path, rank: int) -> None:
-        """The inverse. Raises CorruptArtifact where the file is missing."""
+    def load(self, folder: Path, rank: int, saved_ranks: int, ranks: int) -> None:
+        """The inverse, from files of `saved_ranks`. Raises CorruptArtifact where one is missing."""
+        if saved_ranks == ranks or not self._sharded:
+            for name, tensor in self._read(folder, rank).items():
+                self._shards[name].copy_(tensor)
+            return
+        files = [self._read(folder, saved) for saved in range(saved_ranks)]
+        for name, shard in self._shards.items():
+            # What is beyond the tensor's end only fills the last shards.
+            whole = torch.cat([file[name] for file in files])[: self._parameters[name].ds_numel]  # type: ignore[attr-defined]
+            part = whole[rank * shard.numel() : (rank + 1) * shard.numel()]
+            shard[: part.numel()].copy_(part)
+
+    def _read(self, folder: Path, rank: int) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         path = folder / self._file(rank)
         if not path.is_file():
             raise CorruptArtifact(f"the checkpoint folder {folder.name} has no {path.name}")
-        for name, tensor in load_file(path).items():
-            self._shards[name].copy_(tensor)
+        tensors: dict[str, torch.Tensor] = load_file(path)
+        return tensors
 
     @property
     def _sharded(self) -> bool:

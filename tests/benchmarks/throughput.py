@@ -34,7 +34,8 @@ from torch.nn import functional
 from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
-from rlhf_core.models.batching import TokenSequence, plan_ranks
+from rlhf_core.models.batching import TokenSequence
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.training.distributed import Rank, join, leave

@@ -117,6 +117,11 @@ SETTINGS = {
         ("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none"),
     ),
     "offload without ZeRO": (("ppo.policy_deepspeed.offload=optimizer",), ("ppo.policy_deepspeed.zero_stage", "got 0")),
+    "float16 without ZeRO": (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
+    "float16 without a GPU": (
+        ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),
+        ("reward.deepspeed.dtype", "needs a GPU"),
+    ),
     "a cache larger than memory": (("ppo.engine.kv_cache_gib=1000000",), ("ppo.engine.kv_cache_gib", "must fit")),
 }  # fmt: skip
 
