@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.embedded import EMBEDDED
-from flows.files import write_json
+from flows.files import make_home, write_json
 from flows.parameters import check_range
 from flows.processes import ProcessId
 from flows.report import run_markdown, summarize
@@ -198,6 +198,7 @@ def open_pipeline(
     for warning in check(settings):
         log.warning("%s", warning)
     check_memory(settings)
+    make_home(Path(settings.run.home))
     Store(settings.store_url, settings.store.endpoint).check()
     run = Pipeline(settings, config, start, until)
     run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(versions()), **tags}

@@ -27,6 +27,7 @@ from flows.environment import NO_TELEMETRY, prefect_environment
 from flows.files import write_json
 from flows.processes import ProcessId, carriers, die_with_parent, stop
 from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
+from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
 
 log = logging.getLogger(__name__)
@@ -247,7 +248,9 @@ def _pool_exists(api: str) -> bool:
 
 def main() -> int:
     """Entry point of the supervisor's process: `python -m flows.supervisor HOME`."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     supervisor = Supervisor(Path(sys.argv[1]))
 
     def on_signal(signum: int, frame: object) -> None:

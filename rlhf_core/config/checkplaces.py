@@ -18,6 +18,7 @@ _TRACKERS = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 _DOORS = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "lets engines run code that they are sent",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "lets checkpoints run code",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "lets models of the registry run code",
     "PYTHONOPTIMIZE": "takes checks out of the libraries",
 }
 """Variables that undo what SECURITY.md promises, and how."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 HIDDEN = "(hidden)"
 
 _SECRET_NAME = re.compile(
-    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth|private_?key)$", re.I
+    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth(_string)?|private_?key)$", re.I
 )
 _SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
 _SECRET_VALUE = re.compile(
@@ -19,6 +21,10 @@ _SECRET_VALUE = re.compile(
     re.I,
 )
 _URL_WITH_SECRET = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@|\S*" + _SECRET_QUERY + ")", re.I)
+
+_URL_USER = re.compile(r"://[^/\s@'\"]*:[^@\s'\"]*@")
+_SHORTEST_SECRET = 8
+"""Shorter values are words such as `true`, and would be taken out of every line."""
 
 
 def has_credentials(text: str) -> bool:
@@ -49,6 +55,26 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
         return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
+
+
+def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`text` without user parts of URLs and without the value of any variable that has a secret's name.
+
+    The net below all sinks: a library's error message, which nobody here wrote, may echo what it was given.
+    """
+    text = _URL_USER.sub(f"://{HIDDEN}@", text)
+    for name, value in environ.items():
+        if len(value) >= _SHORTEST_SECRET and value in text and _SECRET_NAME.search(name):
+            text = text.replace(value, HIDDEN)
+    return text
+
+
+class ScrubbingFormatter(logging.Formatter):
+    """A formatter whose lines, tracebacks included, are `scrubbed`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as it is written."""
+        return scrubbed(super().format(record))
 
 
 def printable(text: str) -> str:

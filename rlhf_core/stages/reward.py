@@ -114,7 +114,7 @@ def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, 
     """Twenty held-out pairs with their raw scores, for reading."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
     return [
         {
             "prompt": pair.prompt,

@@ -87,7 +87,7 @@ ADDRESSES = {
     "run.home=c.yaml/x": ("run.home", "is a file"),
     "run.home=''": ("run.home", "non-empty text"),
     "run.home='a\\0b'": ("run.home",),
-    "run.home=/proc/nothing": ("/proc/nothing", "cannot be used"),
+    "run.home=/proc/nothing": ("run.home", "/proc/nothing", "cannot be made"),
 }  # fmt: skip
 
 
@@ -143,6 +143,9 @@ ENVIRONMENTS = {
     "assertions turned off": ({"PYTHONOPTIMIZE": "1"}, ("PYTHONOPTIMIZE", "unset")),
     "insecure serialization": ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}, ("VLLM_ALLOW_INSECURE_SERIALIZATION", "unset")),
     "Ray without authentication": ({"RAY_AUTH_MODE": "disabled"}, ("RAY_AUTH_MODE", "unset")),
+    "models of the registry that run code": (
+        {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "true"}, ("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "unset"),
+    ),
     "checkpoints that run code": ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "unset")),
 }  # fmt: skip
 
