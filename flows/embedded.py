@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 
 from flows.environment import prefect_environment
-from flows.processes import die_with_parent
+from rlhf_core.processes import die_with_parent
 from rlhf_core.errors import StageFailed
 
 START_SECONDS = 120.0

@@ -18,7 +18,7 @@ from typing import Any
 
 from flows.files import write_json
 from flows.parameters import check_range
-from flows.processes import ProcessId
+from rlhf_core.processes import ProcessId
 from flows.report import run_markdown, summarize
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key

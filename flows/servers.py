@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.files import read_json
-from flows.processes import ProcessId, carriers, stop, wait_gone
+from rlhf_core.processes import ProcessId, carriers, stop, wait_gone
 from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes
 from rlhf_core.errors import InputError, StageFailed
 

@@ -25,7 +25,7 @@ from typing import Any
 from flows.embedded import answers, free_port
 from flows.environment import NO_TELEMETRY, prefect_environment
 from flows.files import write_json
-from flows.processes import ProcessId, carriers, die_with_parent, stop
+from rlhf_core.processes import ProcessId, carriers, die_with_parent, stop
 from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
 from rlhf_core.errors import RLHFError, StageFailed
 

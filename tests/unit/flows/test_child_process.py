@@ -21,9 +21,9 @@ import pytest
 
 import flows.child as child_module
 from flows.child import run_child, telling_lines
-from flows.processes import ProcessId, wait_gone
+from rlhf_core.processes import ProcessId, wait_gone
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import DataError, StageFailed, Superseded
+from rlhf_core.errors import DataError, InfrastructureError, StageFailed, Superseded, UnexpectedError
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 
@@ -107,11 +107,15 @@ def test_an_error_keeps_its_class_and_message(toy: Any, spec: StageSpec, tmp_pat
     assert caught.value.args == error.args
 
 
-def test_an_unforeseen_exception_is_a_stage_failure_with_its_class_named(
-    toy: Any, spec: StageSpec, tmp_path: Path
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [("return 1 // 0", UnexpectedError), ("raise ConnectionResetError('peer')", InfrastructureError)],
+)
+def test_an_unforeseen_exception_is_named_and_told_from_an_outage(
+    toy: Any, spec: StageSpec, tmp_path: Path, body: str, kind: type[Exception]
 ) -> None:
-    with pytest.raises(StageFailed, match="ZeroDivisionError: "):
-        run(spec, tmp_path, toy("return 1 // 0"))
+    with pytest.raises(kind, match="ZeroDivisionError: |ConnectionResetError: peer"):
+        run(spec, tmp_path, toy(body))
 
 
 def test_a_killed_child_is_named_with_its_signal_and_its_last_words(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
