@@ -19,8 +19,8 @@ import urllib.request
 from pathlib import Path
 
 from flows.environment import prefect_environment
-from rlhf_core.processes import die_with_parent
 from rlhf_core.errors import StageFailed
+from rlhf_core.processes import die_with_parent
 
 START_SECONDS = 120.0
 

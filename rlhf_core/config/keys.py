@@ -40,7 +40,6 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
 
 _NOT_RESULTS = {
     "bucket_mib",
-    "call_timeout",
     "canary",
     "canary_tolerance",
     "checkpoint_every",
@@ -49,9 +48,10 @@ _NOT_RESULTS = {
     "kv_cache_gib",
     "logprob_gap_limit",
     "max_kl",
+    "max_restarts",
     "min_accuracy",
+    "min_count",
     "samples_every",
-    "start_timeout",
     "timeout",
 }
 """Fields that change when things happen, not what comes out."""

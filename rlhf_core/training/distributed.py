@@ -7,9 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-
-TIMEOUT = timedelta(minutes=10)
-"""For every collective: gloo would wait 30 minutes for a rank that hangs."""
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,8 @@ class Rank:
     """0: a free port, for a world of one."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
+    timeout: float = 600.0
+    """Seconds for every collective: gloo would wait 30 minutes for a rank that hangs."""
 
     @property
     def torch_device(self) -> str:
@@ -74,7 +74,11 @@ def join(rank: Rank) -> None:
 
     # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never built.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed(dist_backend="nccl" if rank.device == "cuda" else "gloo", timeout=TIMEOUT, verbose=False)
+    timeout = timedelta(seconds=rank.timeout)
+    # DeepSpeed makes groups of its own for ZeRO and does not pass them a timeout.
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+    deepspeed.init_distributed(dist_backend="nccl" if rank.device == "cuda" else "gloo", timeout=timeout, verbose=False)
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -23,6 +23,7 @@ from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_ad
 from rlhf_core.models.quantized import shape, whole
 from rlhf_core.training.distributed import Rank
 from rlhf_core.training.ema import WeightAverage
+from rlhf_core.watch import doing
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class TrainingEngine:
         """
         assert self.optimizer_config is not None
         for loss in micro_losses:
+            doing(f"optimizer step {self.steps_done + 1}")
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
         for group in self.optimizer.param_groups:

@@ -38,7 +38,14 @@ def test_a_class_survives_pickle_and_record_with_its_message(kind: type[RLHFErro
 
 
 @pytest.mark.parametrize(
-    "bug", [TypeError("x"), KeyError("x"), AssertionError("x"), ZeroDivisionError("x"), UnicodeDecodeError("u", b"", 0, 1, "x")]
+    "bug",
+    [
+        TypeError("x"),
+        KeyError("x"),
+        AssertionError("x"),
+        ZeroDivisionError("x"),
+        UnicodeDecodeError("u", b"", 0, 1, "x"),
+    ],
 )
 def test_a_bug_is_not_tried_again(bug: Exception) -> None:
     error = classified(bug, "engine 0, generate")
@@ -46,7 +53,9 @@ def test_a_bug_is_not_tried_again(bug: Exception) -> None:
     assert error.message == f"engine 0, generate: {type(bug).__name__}: {bug}"
 
 
-@pytest.mark.parametrize("fault", [OSError("x"), MemoryError("x"), ConnectionError("x"), TimeoutError("x"), RuntimeError("x")])
+@pytest.mark.parametrize(
+    "fault", [OSError("x"), MemoryError("x"), ConnectionError("x"), TimeoutError("x"), RuntimeError("x")]
+)
 def test_the_systems_failure_is_tried_again(fault: Exception) -> None:
     error = classified(fault)
     assert type(error) is InfrastructureError and not isinstance(error, NEVER_RETRIED)
