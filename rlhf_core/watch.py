@@ -150,6 +150,8 @@ class Watch:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="rlhf-watch-"))
         self._fail = fail
         self._parts: dict[str, Part] = {}
+        self._saved = False
+        """Whether the stacks of those that are late now have been saved."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -188,8 +190,10 @@ class Watch:
 
     def blame(self, waiting_for: str, limit: str) -> InfrastructureError:
         """The error for a wait that failed: WorkerDied or WorkerStuck, naming who is gone, else halted, else late, else
-        longest at the same thing. `limit`: the setting that bounds it. Saves the stacks of all parts."""
+        longest at the same thing. `limit`: the setting that bounds it. The stacks of all parts are saved by then."""
         self._look(0.0)
+        if not self._saved:
+            self.save_stacks()
         parts = self._all()
         culprits = [part for part in parts if part.state == "gone"] or [
             part for part in parts if part.state == "halted"
@@ -202,10 +206,10 @@ class Watch:
         named = "; ".join(part.describe() for part in culprits) or "no process works on it"
         kind = WorkerDied if any(part.state == "gone" for part in culprits) else WorkerStuck
         rule = "" if kind is WorkerDied else f" ({limit})"
-        return kind(f"while waiting for {waiting_for}{rule}: {named}; stacks of all processes: {self.save_stacks()}")
+        return kind(f"while waiting for {waiting_for}{rule}: {named}; stacks of all processes: {self.folder}")
 
-    def save_stacks(self) -> Path:
-        """Have every part that can write the stacks of its threads; the folder where they are."""
+    def save_stacks(self) -> None:
+        """Have every part that can write the stacks of its threads into its file in `folder`."""
         able = [part for part in self._all() if part.here and part.state == "running"]
         before = {part.name: _size(_stacks(self.folder, part.name)) for part in able}
         for part in able:
@@ -217,10 +221,9 @@ class Watch:
             if all(before[name] < size == _size(_stacks(self.folder, name)) for name, size in sizes.items()):
                 break
         for part in self._all():
-            if part not in able:
+            if part.name not in before:
                 with _stacks(self.folder, part.name).open("a") as file:
                     file.write(f"{part.describe()}\n")
-        return self.folder
 
     def kill(self, names: Sequence[str] | None = None) -> None:
         """SIGKILL those parts, or all but this process, where they run on this host; they are forgotten."""
@@ -245,6 +248,11 @@ class Watch:
             # This process may have been halted, too: it saw nothing meanwhile.
             self._look(min(now - before, 4 * LOOK_SECONDS))
             before = now
+            # At once: a collective that is waited in breaks soon after, and who was where is lost.
+            late = bool(self.late())
+            if late and not self._saved:
+                self.save_stacks()
+            self._saved = late
             if self._fail is not None and any(
                 part.late and part.seconds > part.limit + GRACE_SECONDS for part in self._all()
             ):
@@ -253,15 +261,17 @@ class Watch:
 
     def _look(self, passed: float) -> None:
         with self._lock:
-            for file in self.folder.glob("*.part"):
-                found = _read(file)
-                if found is None:
+            before, self._parts = self._parts, {}
+            for file in sorted(self.folder.glob("*.part")):
+                name = file.stem.replace("_", " ")
+                known = before.get(name)
+                part = _read(file, name) or known
+                if part is None:
                     continue
-                before = self._parts.get(found.name)
-                found.state = _state(found)
-                if before is not None and _same(before, found):
-                    found.seconds = before.seconds + passed
-                self._parts[found.name] = found
+                part.state = _state(part)
+                if known is not None and _same(known, part):
+                    part.seconds = known.seconds + passed
+                self._parts[name] = part
 
 
 def _same(a: Part, b: Part) -> bool:
@@ -276,14 +286,14 @@ def _state(part: Part) -> State:
     return "halted" if part.process.stopped() else "running"
 
 
-def _read(file: Path) -> Part | None:
+def _read(file: Path, name: str) -> Part | None:
     """None while it is being written."""
     try:
         fields: list[Any] = json.loads(file.read_bytes())
         pid, started, host, moves, limit, what = fields
     except (OSError, ValueError):
         return None
-    return Part(file.stem.replace("_", " "), ProcessId(pid, started), host, moves, limit, what)
+    return Part(name, ProcessId(pid, started), host, moves, limit, what)
 
 
 def _file(folder: Path, name: str) -> Path:

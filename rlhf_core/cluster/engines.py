@@ -122,7 +122,6 @@ class Engines:
         """Whether an engine that was asked has to be buried; a halted one is suspect until its limit has passed."""
         part = self._calls.watch.part(self._names[index])
         if part is not None and part.late:
-            self._calls.watch.save_stacks()
             self._bury(index, f"{part.describe()}, while {what} was waited for; stacks: {self._calls.watch.folder}")
             return True
         if part is not None and part.state == "halted" and self.health[self._names[index]] == "healthy":

@@ -56,7 +56,8 @@ class ModelWorker(Actor):
         import torch
 
         # Ray shows each actor its own GPU only, as number 0.
-        self._rank = Rank(rank, world_size, 0, address, port, device, self.part.timeouts.stall)
+        limits = self.part.timeouts
+        self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
         join(self._rank)
         for role in self._roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))

@@ -21,7 +21,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConf
 from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
-from rlhf_core.training.distributed import Rank
+from rlhf_core.training.distributed import WATCH_FIRST_SECONDS, Rank, bound_collectives
 from rlhf_core.training.ema import WeightAverage
 from rlhf_core.watch import doing
 
@@ -97,6 +97,7 @@ class TrainingEngine:
             # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
         self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
+        bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
         # Without an optimizer only ZeRO-3 means anything: it shards the parameters.

@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
 from rlhf_core.training.distributed import Rank, free_port, join, leave
-from rlhf_core.watch import Watch, doing, leave_part, take_part
+from rlhf_core.watch import Watch, doing, idle, leave_part, take_part
 
 _LAST_WORD_SECONDS = 5.0
 """How long a rank's own error may follow the collective that it broke."""
@@ -50,7 +50,7 @@ def run_ranks(
     without a word is a WorkerDied, one that does not move a WorkerStuck. `watch`: the stage's, entered; None: one's own.
     """
     limits = timeouts or TimeoutsConfig()
-    own = Rank(0, ranks, 0, "127.0.0.1", free_port(), device, limits.stall)
+    own = Rank(0, ranks, 0, "127.0.0.1", free_port(), device, limits.start, limits.stall)
     with nullcontext(watch) if watch is not None else Watch() as seen:
         take_part(seen.folder, _name(own), limits.stall)
         doing("start", limits.start)
@@ -136,12 +136,12 @@ def _await_end(others: list[_Other], seconds: float) -> None:
 
 def _explained(error: RuntimeError, others: list[_Other], watch: Watch, limits: TimeoutsConfig) -> Exception:
     """The error of the rank that made rank 0 raise `error`, which is its own if no other rank is to blame."""
-    late = "timed out" in str(error).lower()
-    halted = any(part.state == "halted" for part in watch.lost())
-    culprit = None if halted else _first_dead(others, _LAST_WORD_SECONDS)
+    idle()  # rank 0 has moved: it raised
+    stuck = any(part.state == "halted" or part.late for part in watch.lost())
+    culprit = None if stuck else _first_dead(others, _LAST_WORD_SECONDS)
     if culprit is not None:
         return culprit.error()
-    if others and (late or watch.lost()):
+    if stuck or (others and "timed out" in str(error).lower()):
         return watch.blame("the other training ranks", f"run.timeouts.stall={limits.stall:g}")
     return error
 
