@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, from_record
-from rlhf_core.stages.events import FD_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
+from rlhf_core.stages.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 
@@ -36,7 +36,7 @@ EXIT_SECONDS = 30.0
 _GUARD_SECONDS = 10.0
 """What the guard may need beyond that."""
 _POLL_SECONDS = 0.25
-_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Failed|Interrupt)\b.*:|^Fatal Python error")
+_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
 
 
 def run_child(
@@ -49,7 +49,8 @@ def run_child(
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)
     started = time.monotonic()
-    child, reader = _start(spec_file, log_file, environment)
+    halt = {HALT_VARIABLE: str(spec.config.run.timeouts.stall)}
+    child, reader = _start(spec_file, log_file, {**environment, **halt})
     with reader:
         try:
             outcome = _follow(child, reader, timeout, on_event)

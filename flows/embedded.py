@@ -21,8 +21,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from flows.environment import prefect_environment
-from flows.processes import die_with_parent
 from rlhf_core.errors import StageFailed
+from rlhf_core.processes import die_with_parent
 
 START_SECONDS = 120.0
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"

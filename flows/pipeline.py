@@ -20,7 +20,6 @@ from typing import Any
 from flows.embedded import EMBEDDED
 from flows.files import make_home, write_json
 from flows.parameters import check_range
-from flows.processes import ProcessId
 from flows.report import run_markdown, summarize
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
@@ -30,6 +29,7 @@ from rlhf_core.config.preflight import check
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
 from rlhf_core.planning.fit import check_memory
+from rlhf_core.processes import ProcessId
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store

@@ -28,7 +28,7 @@ from flows.display import current_display
 from flows.environment import stage_environment
 from flows.pages import ProgressPage, publish_stage
 from flows.pipeline import Pipeline, StageRecord
-from rlhf_core.errors import CorruptArtifact, GateFailed, InputError, NonFiniteError, Superseded
+from rlhf_core.errors import CorruptArtifact, GateFailed, InputError, NonFiniteError, Superseded, UnexpectedError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.spec import StageSpec
@@ -36,7 +36,7 @@ from rlhf_core.types import ArtifactRef, StageName
 
 log = logging.getLogger(__name__)
 
-NEVER_RETRIED = (InputError, Superseded, CorruptArtifact, GateFailed, NonFiniteError)
+NEVER_RETRIED = (InputError, Superseded, CorruptArtifact, GateFailed, NonFiniteError, UnexpectedError)
 """Only the user can help, another attempt has taken over, the inputs of this run are gone, or the same would come out again."""
 
 Ref = ArtifactRef | None

@@ -25,10 +25,10 @@ from typing import Any
 from flows.embedded import answers, free_port
 from flows.environment import NO_TELEMETRY, prefect_environment
 from flows.files import write_json
-from flows.processes import ProcessId, carriers, die_with_parent, stop
 from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
+from rlhf_core.processes import ProcessId, carriers, die_with_parent, stop
 
 log = logging.getLogger(__name__)
 

@@ -46,7 +46,6 @@ _NOT_RESULTS = {
     "breaker_failures",
     "breaker_seconds",
     "bucket_mib",
-    "call_timeout",
     "canary",
     "canary_tolerance",
     "checkpoint_every",
@@ -57,13 +56,14 @@ _NOT_RESULTS = {
     "kv_cache_gib",
     "logprob_gap_limit",
     "max_kl",
+    "max_restarts",
     "min_accuracy",
+    "min_count",
     "ranks",
     "reference_ranks",
     "retries",
     "reward_ranks",
     "samples_every",
-    "start_timeout",
     "timeout",
 }
 """Fields that change when and where things happen, not what comes out (more than by rounding)."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rlhf_core.config.redact import ScrubbingFormatter, scrubbed
 from rlhf_core.errors import RLHFError, to_record
-from rlhf_core.stages.events import PARENT_VARIABLE, STOP_VARIABLE, Events
+from rlhf_core.stages.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.stages.guard import go_on_under_guard
 from rlhf_core.stopping import EXIT_STOPPED, StopRequest
 
@@ -64,12 +64,13 @@ def _record(error: BaseException) -> dict[str, str]:
 
 def _settle() -> Events:
     """Take what the flow left in the environment out of it, and go on under guard if there is a flow."""
-    flow, seconds = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
+    flow, stop = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
+    halt = os.environ.pop(HALT_VARIABLE, "600")
     if not flow.isdigit() or not sys.platform.startswith("linux"):
         return Events.from_environment()
     if os.getppid() != int(flow):
         sys.exit(EXIT_STOPPED)
-    go_on_under_guard(int(flow), float(seconds))
+    go_on_under_guard(int(flow), float(stop), float(halt))
     return Events.from_environment()
 
 

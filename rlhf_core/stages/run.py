@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name
-from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.errors import InfrastructureError, StoreError, Superseded, to_record
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
@@ -29,6 +30,7 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import StageRun, open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+from rlhf_core.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,9 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     status = "KILLED"
     failpoint("stage.started")
     try:
-        ref = _run(spec, store, fence, stage_run, events, stop or StopRequest(), work)
+        stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
+        with Watch(stacks, fail=lambda error: _give_up(error, watch, events)) as watch:
+            ref = _run(spec, store, fence, stage_run, events, stop or StopRequest(), watch, work)
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -75,8 +79,24 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     return ref
 
 
+def _give_up(error: InfrastructureError, watch: Watch, events: Events) -> NoReturn:
+    """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing running."""
+    log.error("%s: %s", type(error).__name__, error.message)
+    events.send("error", **to_record(error))
+    watch.kill()
+    logging.shutdown()
+    os._exit(error.exit_code)
+
+
 def _run(
-    spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, events: Events, stop: StopRequest, work: Path
+    spec: StageSpec,
+    store: Store,
+    fence: Fence,
+    stage_run: StageRun,
+    events: Events,
+    stop: StopRequest,
+    watch: Watch,
+    work: Path,
 ) -> ArtifactRef:
     outbox = None if store.is_local else Outbox(store, spec.home / "outbox")
     artifacts = ArtifactStore(store, spec.home / "cache", outbox)
@@ -94,7 +114,7 @@ def _run(
     ref = artifacts.deliver(spec.stage, spec.key, fence)
     if ref is None:
         try:
-            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, stop, work)
+            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, stop, watch, work)
         except BaseException:
             checkpoints.finish()
             raise
@@ -112,6 +132,7 @@ def _make(
     stage_run: StageRun,
     events: Events,
     stop: StopRequest,
+    watch: Watch,
     work: Path,
 ) -> ArtifactRef:
     out, scratch = work / "out", work / "scratch"
@@ -126,6 +147,7 @@ def _make(
         progress=events.progress,
         lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
         stop=stop,
+        watch=watch,
         journal=_journal(spec),
     )
     failpoint("stage.fetched")

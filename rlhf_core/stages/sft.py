@@ -26,6 +26,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         services.work,
         services.out,
         rank_zero=services,
+        timeouts=config.run.timeouts,
+        watch=services.watch,
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.log_table("sft_samples", _samples(config, services, device))

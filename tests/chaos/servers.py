@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.files import read_json
-from flows.processes import ProcessId, carriers
 from flows.reconcile import ENGINE_VARIABLE, post
 from flows.supervisor import flow_processes
+from rlhf_core.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 
 KINDS = {

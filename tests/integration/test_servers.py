@@ -12,9 +12,9 @@ import signal
 import time
 from pathlib import Path
 
-from flows.processes import carriers
 from flows.reconcile import ENGINE_VARIABLE, post
 from flows.supervisor import MARK, flow_processes
+from rlhf_core.processes import carriers
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
 

@@ -39,7 +39,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"sft": {"epochs": 7}}, {"sft"}),
         ({"reward": {"center": 0.1}}, {"reward"}),
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
-        ({"ppo": {"checkpoint_every": 3, "call_timeout": 9.0, "max_kl": 50.0}}, set()),
+        ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
         ({"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}}, set()),
         ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
         ({"run": {"retries": 7}}, set()),
