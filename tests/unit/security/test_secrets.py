@@ -24,7 +24,7 @@ from flows.environment import stage_environment
 from flows.files import make_home
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import ScrubbingFormatter, is_secret, scrubbed
-from rlhf_core.errors import StageFailed
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.stages.spec import StageSpec
 
 CANARY = "canary-0f8c1e77d2"
@@ -112,7 +112,7 @@ def test_a_stage_that_fails_with_a_secret_in_its_words_hides_it(
     config = PipelineConfig()
     environment = stage_environment(config) | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     log = tmp_path / "data-01.log"
-    with pytest.raises(StageFailed, match=r"RuntimeError: 401 for \(hidden\)"):
+    with pytest.raises(InfrastructureError, match=r"RuntimeError: 401 for \(hidden\)"):
         run_child(StageSpec("data", "0" * 16, config), log, environment, 60.0, lambda event: None)
     written = "".join(file.read_text() for file in tmp_path.iterdir() if file.suffix in (".log", ".json"))
     assert "Traceback" in written and "401 for (hidden)" in written
