@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, from_record
-from rlhf_core.stages.events import FD_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
+from rlhf_core.stages.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 
@@ -35,7 +36,7 @@ EXIT_SECONDS = 30.0
 _GUARD_SECONDS = 10.0
 """What the guard may need beyond that."""
 _POLL_SECONDS = 0.25
-_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Failed|Interrupt)\b.*:|^Fatal Python error")
+_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
 
 
 def run_child(
@@ -48,7 +49,8 @@ def run_child(
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)
     started = time.monotonic()
-    child, reader = _start(spec_file, log_file, environment)
+    halt = {HALT_VARIABLE: str(spec.config.run.timeouts.stall)}
+    child, reader = _start(spec_file, log_file, {**environment, **halt})
     with reader:
         try:
             outcome = _follow(child, reader, timeout, on_event)
@@ -176,13 +178,8 @@ def telling_lines(log_file: Path, count: int = 3) -> str:
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         file.seek(max(0, log_file.stat().st_size - 16384))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        lines = [escape_controls(line)[:300] for line in lines if line]
+        lines = [printable(scrubbed(line))[:300] for line in lines if line]
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line)]
         start = errors[-1] if errors else max(0, len(lines) - count)
         return " | ".join(lines[start : start + count])
     return ""
-
-
-def escape_controls(text: str) -> str:
-    """`text` with control characters spelled out: samples in a log must not steer a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhf_core.config.redact import ScrubbingFormatter, printable, scrubbed
 from rlhf_core.errors import InputError, RLHFError
 from rlhf_core.types import STAGES
 
@@ -161,6 +162,7 @@ def _command(commands: Any, name: str, text: str, command: Any, example: str) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from flows.files import make_home
     from flows.parameters import check_range
     from rlhf_core.config.load import load_config
     from rlhf_core.config.preflight import check
@@ -171,6 +173,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check(config)
     check_memory(config)
     check_range(arguments.start, arguments.until)
+    make_home(Path(config.run.home))
     Store(config.store_url, config.store.endpoint).check()
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
@@ -233,9 +236,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
+    from flows.files import make_home
     from flows.serve import serve_reward
 
-    home = Path(arguments.home).resolve()
+    home = make_home(_home(arguments))
     _set_up_logging(home)
     with suppress(KeyboardInterrupt, Stopped):  # how a service ends
         serve_reward(
@@ -254,24 +258,33 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    from flows.files import make_home
     from flows.servers import up
 
-    print(up(Path(arguments.home).resolve()))
+    print(up(make_home(_home(arguments))))
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
     from flows.servers import down
 
-    print(down(Path(arguments.home).resolve()))
+    print(down(_home(arguments)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from flows.status import describe
 
-    print(describe(Path(arguments.home).resolve()))
+    print(describe(_home(arguments)))
     return 0
+
+
+def _home(arguments: argparse.Namespace) -> Path:
+    from rlhf_core.config.checkfiles import writable
+
+    if problem := writable(Path(arguments.home)):
+        raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
+    return Path(arguments.home).resolve()
 
 
 def _set_up_logging(home: Path) -> Console:
@@ -284,10 +297,11 @@ def _set_up_logging(home: Path) -> Console:
     console = Console(stderr=True)
     (home / "logs").mkdir(parents=True, exist_ok=True)
     file = RotatingFileHandler(home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
         terminal = RichHandler(console=console, show_time=False, show_level=False, show_path=False, markup=False)
+    terminal.setFormatter(ScrubbingFormatter())
     terminal.addFilter(lambda record: record.exc_info is None)
     for name in ("flows", "rlhf_core"):
         logger = logging.getLogger(name)
@@ -298,7 +312,7 @@ def _set_up_logging(home: Path) -> Console:
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    print("\n".join(map(printable, scrubbed(text).split("\n"))), file=sys.stderr)
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from flows.processes import carriers
+from rlhf_core.processes import carriers
 
 log = logging.getLogger(__name__)
 

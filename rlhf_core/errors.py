@@ -5,10 +5,14 @@
     │   ├── ConfigError            a field of the YAML or an override
     │   ├── DataError              a data source or a row of it
     │   └── ModelError             a model or tokenizer that cannot be used
-    ├── StageFailed                a stage's child process ended without a result
-    ├── WorkerDied                 a Ray worker, engine or training rank is gone or did not answer in time
-    ├── WeightSyncError            an engine's weights are not the trainer's
-    ├── StoreError                 the store, or the disk below it, does not take or give what it should
+    ├── InfrastructureError        a process, host, network or service failed; the stage is tried again
+    │   ├── StageFailed            a stage's child process ended without a result
+    │   ├── WorkerDied             a Ray worker, engine or training rank is gone
+    │   ├── WorkerStuck            one of them is there and does not move
+    │   ├── WeightSyncError        an engine's weights are not the trainer's
+    │   └── StoreError             the store, or the disk below it, does not take or give what it should
+    ├── UnexpectedError            an exception that nobody foresaw, of the kind that only a change of the code ends;
+    │                              not retried
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
     ├── GateFailed                 a model is too bad to go on with (accuracy, KL, empty answers); not retried
@@ -16,7 +20,8 @@
     └── RewardError                a reward source failed or returned something unusable
 
 All of them take one message, so they survive pickling through Ray and JSON through a child process
-(`to_record`, `from_record`) with their class intact.
+(`to_record`, `from_record`) with their class intact. `classified` makes one of them of any exception, in the process
+where it was raised: another process may not even be able to unpickle it.
 """
 
 from __future__ import annotations
@@ -54,20 +59,32 @@ class ModelError(InputError):
     """A model, tokenizer or chat template that cannot be used."""
 
 
-class StageFailed(RLHFError):
+class InfrastructureError(RLHFError):
+    """What the program runs on failed; another attempt may well succeed."""
+
+
+class StageFailed(InfrastructureError):
     """A stage's child process died or gave no result."""
 
 
-class WorkerDied(RLHFError):
-    """A worker or engine is gone, or did not answer within its timeout."""
+class WorkerDied(InfrastructureError):
+    """A worker, engine or training rank is gone."""
 
 
-class WeightSyncError(RLHFError):
+class WorkerStuck(InfrastructureError):
+    """A worker, engine or training rank did not move within its timeout: halted, or waiting for what does not come."""
+
+
+class WeightSyncError(InfrastructureError):
     """Version or checksum acknowledged by an engine differ from what was sent."""
 
 
-class StoreError(RLHFError):
+class StoreError(InfrastructureError):
     """A bucket or a disk refuses, is full or does not answer; nothing that was whole before is lost."""
+
+
+class UnexpectedError(RLHFError):
+    """A bug, of this program or of code that it was given; the same would come out again."""
 
 
 class CorruptArtifact(RLHFError):
@@ -93,17 +110,32 @@ class RewardError(RLHFError):
 _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
-        RLHFError, InputError, ConfigError, DataError, ModelError, StageFailed, WorkerDied, WeightSyncError,
-        StoreError, CorruptArtifact, Superseded, GateFailed, NonFiniteError, RewardError,
+        RLHFError, InputError, ConfigError, DataError, ModelError, InfrastructureError, StageFailed, WorkerDied,
+        WorkerStuck, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
+        NonFiniteError, RewardError,
     )
 }  # fmt: skip
 
 
+_BUGS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError,
+    SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+"""Of the rest most are the system's: OSError, MemoryError, and RuntimeError, as which torch, gloo and CUDA fail."""
+
+
+def classified(error: BaseException, where: str = "") -> RLHFError:
+    """`error` as one of ours; a foreign one is named, with `where` it was raised."""
+    if isinstance(error, RLHFError):
+        return error
+    kind = UnexpectedError if isinstance(error, _BUGS) else InfrastructureError
+    return kind(f"{where}: {type(error).__name__}: {error}" if where else f"{type(error).__name__}: {error}")
+
+
 def to_record(error: BaseException) -> dict[str, str]:
     """`{"type", "message"}` of any exception, for crossing a process border as JSON."""
-    if isinstance(error, RLHFError):
-        return {"type": type(error).__name__, "message": error.message}
-    return {"type": "StageFailed", "message": f"{type(error).__name__}: {error}"}
+    ours = classified(error)
+    return {"type": type(ours).__name__, "message": ours.message}
 
 
 def from_record(record: dict[str, str]) -> RLHFError:

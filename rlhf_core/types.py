@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlhf_core.stopping import StopRequest
+from rlhf_core.watch import Watch
 
 StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
 STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
@@ -167,8 +168,6 @@ class Lineage:
     """The artifacts this stage reads: digests and addresses for the registry."""
     parent_run_id: str | None = None
     """MLflow run of the whole pipeline; None when tracking could not be reached."""
-    tracking_uri: str | None = None
-    """Tracking server in use, without credentials, for people."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +187,8 @@ class Services:
     """None where a stage runs outside a pipeline (unit tests)."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Whether this process was asked to stop."""
+    watch: Watch | None = None
+    """Looks after the processes of this attempt; None outside a pipeline."""
     journal: Path | None = None
     """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
 

@@ -39,6 +39,8 @@ class RolloutBatch:
     """Known already when filtering needed them."""
     replaced: int = 0
     """Prompts whose samples all scored alike and that were replaced."""
+    kept: bool = False
+    """Sampled by an earlier attempt."""
 
     @property
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -119,23 +121,19 @@ class Collector:
         # The position joins the seed: a prompt that comes twice in a step is answered twice, not copied.
         where = (step,) if round_ == 0 else (step, "round", round_)
         seeds = [derive_seed(self._seed, "rollout", *where, p.prompt_id, i) for i, p in enumerate(prompts)]
-        shares = assign([len(p.input_ids) for p in prompts], len(fleet.engines))
-        calls = [
-            engine.generate.remote(
+        shares = assign([len(p.input_ids) for p in prompts], len(fleet.engines.serving))
+        by_prompt = fleet.rollouts(
+            shares,
+            lambda share: (
                 [prompts[i] for i in share],
                 ppo.samples_per_prompt,
                 ppo.max_new_tokens,
                 ppo.temperature,
                 [seeds[i] for i in share],
-            )
-            for engine, share in zip(fleet.engines, shares, strict=True)
-            if share
-        ]
-        answers = fleet.wait(calls, f"the engines' rollouts of step {step}", ppo.engine.timeout)
-        by_prompt: dict[int, list[Rollout]] = {}
-        for share, rollouts in zip([share for share in shares if share], answers, strict=True):
-            for place, i in enumerate(share):
-                by_prompt[i] = rollouts[place * ppo.samples_per_prompt : (place + 1) * ppo.samples_per_prompt]
+            ),
+            version,
+            f"the rollouts of step {step}",
+        )
         ordered = [rollout for i in range(len(prompts)) for rollout in by_prompt[i]]
         stale = {r.policy_version for r in ordered} - {version}
         if stale:

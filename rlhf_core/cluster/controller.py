@@ -6,7 +6,7 @@
                           critic, reward         (both at once)
 
 Consumes the prompts of the data artifact; produces `metrics.jsonl`, sample tables, checkpoints and, at the end, the
-policy. Waits for every engine and rank with a timeout. A step's engines hold the weights of the step before: with
+policy. Waits for every engine and rank as long as it moves (`rlhf_core.watch`); a dead engine is replaced on the way. A step's engines hold the weights of the step before: with
 synchronous steps the policy version of every rollout is the number of steps done.
 """
 
@@ -132,7 +132,7 @@ class PPOController:
             **sync,
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,
-            "rollout/tokens_per_s": tokens / self._timing["timing/rollout"],
+            **({} if batch.kept else {"rollout/tokens_per_s": tokens / self._timing["timing/rollout"]}),
             "timing/step": time.monotonic() - started,
             **self._timing,
         }
@@ -222,8 +222,7 @@ class PPOController:
 
     def sync(self) -> Metrics:
         """Weights of `done` into all engines, acknowledged."""
-        references = self._fleet.groups["policy"].submit("send_weights", self.done)
-        report = self._fleet.wait(references, "the weight sync", self._ppo.weight_sync.timeout)[0]
+        report = self._fleet.sync(self.done)
         return {
             "sync/seconds": report.seconds,
             "sync/gb_per_s": report.bytes / 1e9 / report.seconds,

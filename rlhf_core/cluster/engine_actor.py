@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.records import Usage
+from rlhf_core.cluster.calls import Actor, called, fetch
+from rlhf_core.cluster.records import PartSpec, Usage
 from rlhf_core.cluster.worker import process_usage
 from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.errors import WorkerStuck
 from rlhf_core.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.checksum import Acknowledgement
 
 
-class EngineActor:
-    """`index`: 0 .. engines - 1."""
+class EngineActor(Actor):
+    """`index`: 0 .. engines - 1. `load` is separate, so that its errors arrive as they are."""
 
     def __init__(
         self,
+        part: PartSpec,
         index: int,
         model: str,
         engine_json: str,
@@ -28,28 +31,30 @@ class EngineActor:
         backend: str,
         adapter_rank: int | None,
     ) -> None:
-        from rlhf_core.rollout.engine import Engine
-
+        super().__init__(part)
         self._index = index
-        config = EngineConfig.model_validate_json(engine_json)
-        self._tensor_parallel = config.tensor_parallel
-        self._engine = Engine(
-            Path(model),
-            config,
-            device=device,
-            max_model_len=max_model_len,
-            seed=seed,
-            weight_transfer=backend,
-            adapter_rank=adapter_rank,
-        )
+        self._config = EngineConfig.model_validate_json(engine_json)
+        self._model = Path(model)
+        self._options: dict[str, Any] = {
+            "device": device,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "weight_transfer": backend,
+            "adapter_rank": adapter_rank,
+        }
         self._version = -1
         self._adapter_config: dict[str, Any] | None = None
 
-    def warm_up(self) -> None:
-        """Two tokens, so that the first rollout does not pay for lazy initialisation."""
+    @called("start")
+    def load(self) -> None:
+        """Start the engine; two tokens, so that the first rollout does not pay for lazy initialisation."""
+        from rlhf_core.rollout.engine import Engine
+
+        self._engine = Engine(self._model, self._config, **self._options)
         prompt = PromptExample("warm-up", "", (0,))
         self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
 
+    @called()
     def generate(
         self, prompts: Sequence[PromptExample], n: int, max_new_tokens: int, temperature: float, seeds: Sequence[int]
     ) -> list[Rollout]:
@@ -65,24 +70,30 @@ class EngineActor:
             adapter=None if self._adapter_config is None else self._version + 1,
         )
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    @called("start")
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], place: int) -> None:
+        """`place`: among the engines that receive, which some may have left."""
         # Engines' ranks follow the sender's, each with as many as it has workers.
         offset = init_info.get("rank_offset")
         if offset is not None:
-            init_info = {**init_info, "rank_offset": offset + self._index * self._tensor_parallel}
+            init_info = {**init_info, "rank_offset": offset + place * self._config.tensor_parallel}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
 
+    @called("sync")
     def expect_adapter(self, config: dict[str, Any]) -> None:
         """What is sent is an adapter; `config` as PEFT describes it."""
         self._adapter_config = config
 
+    @called("sync")
     def start_weight_update(self) -> None:
         self._engine.llm.start_weight_update()
 
+    @called("sync")
     def update_weights(self, update_info: Any) -> None:
         failpoint("engine.receive")
         self._engine.llm.update_weights({"update_info": update_info})
 
+    @called("sync")
     def finish_weight_update(self, weight_version: str | None) -> None:
         llm = self._engine.llm
         if self._adapter_config is None:
@@ -93,6 +104,7 @@ class EngineActor:
         llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
         llm.update_weight_version(weight_version)
 
+    @called("sync")
     def acknowledge(self) -> Acknowledgement:
         """The version and what arrived; an engine of several workers must have the same on all."""
         version = int(self._engine.llm.get_weight_version())
@@ -103,6 +115,7 @@ class EngineActor:
         self._version = version
         return Acknowledgement(self._index, version, merged)
 
+    @called()
     def usage(self) -> Usage:
         return process_usage()
 
@@ -115,16 +128,21 @@ class RayEngineClient:
         self._timeout = timeout
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        import ray
+        return self._each(method, [args for _ in self._engines])
 
-        results: list[Any] = ray.get(
-            [getattr(engine, method).remote(*args) for engine in self._engines], timeout=self._timeout
-        )
-        return results
+    def _each(self, method: str, args_by_place: list[tuple[Any, ...]]) -> list[Any]:
+        calls = [
+            getattr(engine, method).remote(*args) for engine, args in zip(self._engines, args_by_place, strict=True)
+        ]
+        try:
+            return fetch(calls, self._timeout)
+        except TimeoutError as error:
+            raise WorkerStuck(f"the engines did not answer {method} within {self._timeout:g} s") from error
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
         # vLLM's trainer engines wrap the dict in a request object.
-        self._all("init_weight_transfer_engine", getattr(init_info, "init_info", init_info))
+        info = getattr(init_info, "init_info", init_info)
+        self._each("init_weight_transfer_engine", [(info, place) for place in range(len(self._engines))])
 
     def expect_adapter(self, config: dict[str, Any]) -> None:
         self._all("expect_adapter", config)

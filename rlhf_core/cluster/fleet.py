@@ -1,19 +1,28 @@
-"""Ray: starts the processes of a placement plan, calls them, and turns what can go wrong into named errors."""
+"""Ray: starts the processes of a placement plan, and ends them.
+
+Workers keep to their group: where one dies or is stuck, the attempt fails and the next continues from the checkpoint.
+Engines hold nothing that is not held elsewhere: they are replaced, and serve again after a completed sync.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.records import Usage
+from rlhf_core.cluster.calls import Calls
+from rlhf_core.cluster.engines import Engines
+from rlhf_core.cluster.records import PartSpec, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
-from rlhf_core.errors import ConfigError, RLHFError, WorkerDied
+from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.seeds import derive_seed
+from rlhf_core.watch import Watch, doing, leave_part, take_part
+from rlhf_core.weight_sync.sender import SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -42,32 +51,54 @@ class Fleet:
     """All worker groups and engines of one PPO stage. Use as a context manager: leaving it ends them all."""
 
     def __init__(
-        self, config: PipelineConfig, plan: PlacementPlan, device: str, folders: dict[Role, Path], pad_id: int
+        self,
+        config: PipelineConfig,
+        plan: PlacementPlan,
+        device: str,
+        folders: dict[Role, Path],
+        pad_id: int,
+        watch: Watch | None = None,
     ) -> None:
-        """`folders`: the model each role starts from; the policy's is also the engines'."""
+        """`folders`: the model each role starts from; the policy's is also the engines'. `watch`: the stage's, entered;
+        None: one's own."""
         self._config = config
         self._plan = plan
         self._device = device
         self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
         self._pad_id = pad_id
-        self._timeout = config.ppo.engine.start_timeout
+        self._timeouts = config.run.timeouts
         self._local = "RAY_ADDRESS" not in os.environ
+        self._given_watch = watch
+        self._connected: list[Any] = []
         self.groups: dict[Role, WorkerGroup] = {}
-        self.engines: list[Any] = []
+        self.engines: Engines
 
     def __enter__(self) -> Fleet:
-        self._start_ray()
+        self._watch = self._given_watch or Watch().__enter__()
+        # This process moves as long as Ray answers it; what it does between calls has bounds of its own.
+        take_part(self._watch.folder, "controller", math.inf)
+        self._calls = Calls(self._watch, self._timeouts)
         try:
+            doing("start Ray", self._timeouts.start)
+            self._start_ray()
             self._start_actors()
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
         import ray
 
+        doing("end", self._timeouts.start)
+        if error is not None:
+            # Some may be halted, and Ray's daemons wait for nobody whom they cannot ask.
+            self._watch.kill()
         ray.shutdown()
+        self._watch.kill()
+        leave_part()
+        if self._given_watch is None:
+            self._watch.__exit__()
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -92,33 +123,17 @@ class Fleet:
     def _start_actors(self) -> None:
         import ray
 
-        from rlhf_core.cluster.engine_actor import EngineActor
         from rlhf_core.cluster.worker import ModelWorker
 
         slots = self._reserve()
         log.info("ppo runs as %s", self._plan.describe())
         config_json = self._config.model_dump_json(by_alias=True)
         environment = self._environment()
-        backend = self.sync_backend
-        lora = self._config.ppo.lora if self._config.ppo.syncs_adapter else None
-        adapter_rank = None if lora is None else lora.r
-        seed = derive_seed(self._config.run.seed, "ppo", "engine")
-        for index in range(self._plan.engines):
-            options = slots.engine(index) | {"runtime_env": {"env_vars": environment["engine"]}}
-            self.engines.append(
-                ray.remote(EngineActor)
-                .options(name=f"engine-{index}", max_concurrency=1, **options)
-                .remote(
-                    index,
-                    self._folders["policy"],
-                    self._config.ppo.engine.model_dump_json(),
-                    self._device,
-                    self._config.max_sequence_tokens,
-                    seed,
-                    backend,
-                    adapter_rank,
-                )
-            )
+        self.engines = Engines(
+            lambda index, restarts: self._start_engine(index, restarts, slots.engine(index), environment["engine"]),
+            self._config.ppo.engine,
+            self._calls,
+        )
         for group in self._plan.groups:
             folders = {role: self._folders[role] for role in group.roles}
             actors = []
@@ -127,11 +142,39 @@ class Fleet:
                 actors.append(
                     ray.remote(ModelWorker)
                     .options(name=f"{group.name}-{rank}", max_concurrency=1, **options)
-                    .remote(config_json, group.roles, folders, self._pad_id)
+                    .remote(self._part(f"{group.name} rank {rank}"), config_json, group.roles, folders, self._pad_id)
                 )
             worker_group = WorkerGroup(group, tuple(actors))
             self.groups.update(dict.fromkeys(group.roles, worker_group))
         self._load()
+
+    def _start_engine(self, index: int, restarts: int, options: dict[str, Any], environment: dict[str, str]) -> Any:
+        import ray
+
+        from rlhf_core.cluster.engine_actor import EngineActor
+
+        lora = self._config.ppo.lora if self._config.ppo.syncs_adapter else None
+        return (
+            ray.remote(EngineActor)
+            # The name of a dead one is free a moment later.
+            .options(
+                name=f"engine-{index}.{restarts}", max_concurrency=1, runtime_env={"env_vars": environment}, **options
+            )
+            .remote(
+                self._part(f"engine {index}"),
+                index,
+                self._folders["policy"],
+                self._config.ppo.engine.model_dump_json(),
+                self._device,
+                self._config.max_sequence_tokens,
+                derive_seed(self._config.run.seed, "ppo", "engine"),
+                self.sync_backend,
+                None if lora is None else lora.r,
+            )
+        )
+
+    def _part(self, name: str) -> PartSpec:
+        return PartSpec(name, self._watch.folder.resolve(), self._timeouts)
 
     def _load(self) -> None:
         loading = []
@@ -142,16 +185,8 @@ class Fleet:
             loading += worker_group.submit_each(
                 "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
             )
-        loading += [engine.warm_up.remote() for engine in self.engines]
-        self.wait(loading, "all models to load", self._timeout)
-        policy = self.groups["policy"]
-        address = self.wait([policy.actors[0].address.remote(self._local)], "the policy's address")[0][0]
-        receivers = self._plan.engines * self._config.ppo.engine.tensor_parallel
-        self.wait(
-            policy.submit("connect_engines", self.sync_backend, address, self.engines, receivers),
-            "policy and engines to connect for weight sync",
-            self._timeout,
-        )
+        loading += [engine.load.remote() for engine in self.engines.handles]
+        self.wait(loading, "all models to load")
 
     def _reserve(self) -> _Slots:
         """One bundle per process; too few devices is an error here, not a wait for ever."""
@@ -179,7 +214,7 @@ class Fleet:
                     f"{have.get(resource, 0):g}; lower the ranks or ppo.engine.count, or colocate models"
                 )
         reserved = placement_group(bundles, strategy="PACK")
-        self.wait([reserved.ready()], "Ray to reserve its devices", self._timeout)
+        self.wait([reserved.ready()], "Ray to reserve its devices")
         index = {key: i for i, key in enumerate(per_rank)}
         return _Slots(reserved, index, plan, together, gpus)
 
@@ -204,7 +239,7 @@ class Fleet:
     def usage(self) -> list[Usage]:
         """Of every worker and engine."""
         calls = [actor.usage.remote() for group in self.distinct_groups for actor in group.actors]
-        calls += [engine.usage.remote() for engine in self.engines]
+        calls += [engine.usage.remote() for engine in self.engines.handles]
         return self.wait(calls, "usage")
 
     @property
@@ -217,28 +252,74 @@ class Fleet:
             return "gloo"
         return "ipc" if self._config.ppo.colocate == "all" else "nccl"
 
-    def wait(self, references: list[Any], what: str, timeout: float | None = None) -> list[Any]:
-        """Results in order. A dead or late actor is a WorkerDied that says what was waited for; errors of ours come as
-        they were raised."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    def wait(self, references: list[Any], what: str) -> list[Any]:
+        """Results in order; see `Calls.wait`."""
+        return self._calls.wait(references, what)
 
-        limit = timeout if timeout is not None else self._config.ppo.call_timeout
-        try:
-            results: list[Any] = ray.get(references, timeout=limit)
-            return results
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, RLHFError):
-                raise cause from error
-            if isinstance(cause, RayActorError | GetTimeoutError):
-                raise WorkerDied(f"while waiting for {what}: {cause}") from error
-            raise RLHFError(f"while waiting for {what}: {type(cause).__name__}: {cause}") from error
-        except GetTimeoutError as error:
-            raise WorkerDied(f"waited {limit:g} s for {what}; something hangs, the run stops") from error
-        except RayActorError as error:
-            first = str(error).strip().splitlines()[0]
-            raise WorkerDied(f"a process died while waiting for {what}: {first}") from error
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    def sync(self, version: int) -> SyncReport:
+        """Weights of policy `version` into all engines, acknowledged. Those that died before or on the way are replaced."""
+        what = f"the weight sync of version {version}"
+        self.engines.bury(f"before {what}", failed=False)
+        while True:
+            self.engines.restart()
+            try:
+                self._connect()
+                report: SyncReport = self.wait(self.groups["policy"].submit("send_weights", version), what)[0]
+            except InfrastructureError as error:
+                if not self.engines.bury(error.message, failed=True):
+                    raise
+                # The others hold parts of two versions, in the middle of an update that nobody can take back.
+                self.engines.bury_all(f"{what} broke")
+                continue
+            self.engines.synced()
+            return report
+
+    def rollouts(
+        self, shares: list[list[int]], arguments: Callable[[list[int]], tuple[Any, ...]], version: int, what: str
+    ) -> dict[int, list[Any]]:
+        """`EngineActor.generate` on each share of prompts; the rollouts of each prompt, by its index.
+
+        What a lost engine was asked is asked again in one piece, of the engine that replaces it, so that it comes out
+        the same; where none does, of the others. `arguments` of a share carry its own seeds.
+        """
+        found: dict[int, list[Any]] = {}
+        asked = {index: share for index, share in zip(self.engines.serving, shares, strict=True) if share}
+        while asked:
+            answers = self.engines.ask("generate", {index: arguments(share) for index, share in asked.items()}, what)
+            for index, rollouts in answers.items():
+                share = asked.pop(index)
+                samples = len(rollouts) // len(share)
+                found |= {i: rollouts[place * samples : (place + 1) * samples] for place, i in enumerate(share)}
+            if asked:
+                self.sync(version)
+                asked = _moved(asked, self.engines.serving)
+        return found
+
+    def _connect(self) -> None:
+        """The policy's ranks and the engines there are, for weight sync; nothing if these are connected already."""
+        engines, policy = self.engines.handles, self.groups["policy"]
+        if engines == self._connected:
+            return
+        address = self.wait([policy.actors[0].address.remote(self._local)], "the policy's address")[0][0]
+        receivers = len(engines) * self._config.ppo.engine.tensor_parallel
+        self.wait(
+            policy.submit("connect_engines", self.sync_backend, address, engines, receivers),
+            "policy and engines to connect for weight sync",
+        )
+        self._connected = engines
+
+
+def _moved(asked: dict[int, list[int]], serving: list[int]) -> dict[int, list[int]]:
+    """Shares of engines that are given up go to the first that serve, in one piece each."""
+    kept = {index: share for index, share in asked.items() if index in serving}
+    free = [index for index in serving if index not in kept]
+    for index, share in asked.items():
+        if index not in serving:
+            target = free.pop(0) if free else min(kept, key=lambda i: len(kept[i]))
+            kept[target] = kept.get(target, []) + share
+    return kept
 
 
 @dataclass(frozen=True)

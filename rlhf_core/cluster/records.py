@@ -6,10 +6,13 @@ Axes: `T` response tokens of one sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlhf_core.config.pipeline import TimeoutsConfig
 
 FloatArray = NDArray[np.float32]
 Sequence2 = tuple[tuple[int, ...], tuple[int, ...]]
@@ -58,6 +61,17 @@ class LogprobResult:
     """(T,) each."""
     entropy: list[FloatArray] | None
     """(T,) each, where asked for."""
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """Who an actor is for those who watch it."""
+
+    name: str
+    """`critic+reward rank 0`, `engine 1`."""
+    folder: Path
+    """See `rlhf_core.watch`."""
+    timeouts: TimeoutsConfig
 
 
 @dataclass(frozen=True)

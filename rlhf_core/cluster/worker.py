@@ -2,7 +2,7 @@
 
 Consumes: lists of sequences or samples, already cut into micro-batches with equal counts on all ranks.
 Produces: per-sequence numbers and sums of metrics; the controller adds them up over ranks.
-Waits for: the other ranks of its group, inside collectives with a timeout. It never calls another group; policy ranks
+Waits for: the other ranks of its group, inside collectives bounded by `run.timeouts.stall`. It never calls another group; policy ranks
 call the engines during a weight sync.
 """
 
@@ -12,7 +12,16 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.records import FloatArray, LogprobResult, OptimizerStep, Sequence2, TrainSample, Usage
+from rlhf_core.cluster.calls import Actor, called
+from rlhf_core.cluster.records import (
+    FloatArray,
+    LogprobResult,
+    OptimizerStep,
+    PartSpec,
+    Sequence2,
+    TrainSample,
+    Usage,
+)
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.config.training import DeepSpeedConfig
@@ -21,28 +30,34 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join
 
 
-class ModelWorker:
+class ModelWorker(Actor):
     """Methods are called by the controller on every rank of the group at once."""
 
-    def __init__(self, config_json: str, roles: tuple[Role, ...], folders: dict[Role, str], pad_id: int) -> None:
+    def __init__(
+        self, part: PartSpec, config_json: str, roles: tuple[Role, ...], folders: dict[Role, str], pad_id: int
+    ) -> None:
+        super().__init__(part)
         self._config = PipelineConfig.model_validate_json(config_json)
         self._roles = roles
         self._folders = folders
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
 
+    @called()
     def address(self, local: bool) -> tuple[str, int]:
         """(address, free port) where rank 0 of the group can be met; loopback if all of Ray is on this host."""
         import ray
 
         return ("127.0.0.1" if local else ray.util.get_node_ip_address(), free_port())
 
+    @called("start")
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> None:
         """Join the group and load the models."""
         import torch
 
         # Ray shows each actor its own GPU only, as number 0.
-        self._rank = Rank(rank, world_size, 0, address, port, device)
+        limits = self.part.timeouts
+        self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
         join(self._rank)
         for role in self._roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
@@ -83,6 +98,7 @@ class ModelWorker:
 
     # -- experience ---------------------------------------------------------------------------------------------
 
+    @called()
     def logprobs(
         self, role: Role, sequences: list[Sequence2], micro_batches: list[list[int]], with_entropy: bool
     ) -> LogprobResult:
@@ -95,6 +111,7 @@ class ModelWorker:
         arrays = [values.numpy() for values in logprobs]
         return LogprobResult(arrays, None if entropy is None else [values.numpy() for values in entropy])
 
+    @called()
     def values(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[FloatArray]:
         """The critic's value before each response token, (T,) each."""
         from rlhf_core.models.scoring import token_values
@@ -103,6 +120,7 @@ class ModelWorker:
             values.numpy() for values in token_values(self._models["critic"], self._batches(sequences, micro_batches))
         ]
 
+    @called()
     def scores(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[float]:
         """The reward model's score of each response, normalised by its stored statistics."""
         from rlhf_core.models.scoring import sequence_scores
@@ -120,6 +138,7 @@ class ModelWorker:
 
     # -- update -------------------------------------------------------------------------------------------------
 
+    @called()
     def update_policy(
         self,
         samples: list[TrainSample],
@@ -143,6 +162,7 @@ class ModelWorker:
             demonstrations=[TokenSequence(*row) for row in demonstrations],
         )
 
+    @called()
     def update_critic(self, samples: list[TrainSample], steps: list[OptimizerStep]) -> dict[str, float]:
         """The same for the critic."""
         from rlhf_core.training.ppo import update_critic
@@ -152,6 +172,7 @@ class ModelWorker:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
+    @called("start")
     def connect_engines(self, backend: str, address: str, engines: list[Any], receivers: int) -> None:
         """Prepare weight sync into `engines` (actor handles); a collective of the policy ranks."""
         from rlhf_core.cluster.engine_actor import RayEngineClient
@@ -163,7 +184,8 @@ class ModelWorker:
         policy = self._models["policy"]
         dtype = DTYPES[self._config.ppo.engine.dtype]
         adapter = self._config.ppo.syncs_adapter
-        client = RayEngineClient(engines, self._config.ppo.weight_sync.timeout) if self._rank.rank == 0 else None
+        seconds = self.part.timeouts.sync
+        client = RayEngineClient(engines, seconds) if self._rank.rank == 0 else None
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
         self._sender = WeightSender(
@@ -174,35 +196,43 @@ class ModelWorker:
             backend=backend,
             address=address,
             receivers=receivers,
-            config=self._config.ppo.weight_sync,
+            bucket_bytes=self._config.ppo.weight_sync.bucket_mib << 20,
+            timeout=seconds,
         )
 
+    @called("sync")
     def send_weights(self, version: int) -> Any:
         """`SyncReport` on rank 0, None elsewhere; raises WeightSyncError unless all engines acknowledge."""
         return self._sender.send(version)
 
+    @called()
     def save_model(self, role: Role, folder: str, average: bool) -> None:
         """Hugging Face layout; `average`: of the weights' moving average. A collective."""
         engine = self._models[role]
         engine.save_model(Path(folder), engine.module.save, average=average)
 
+    @called()
     def save_adapter(self, role: Role, folder: str, base: str) -> None:
         """As PEFT saves it; `base` names the model it belongs to. A collective."""
         self._models[role].save_adapter(Path(folder), base)
 
+    @called()
     def save_checkpoint(self, role: Role, folder: str) -> None:
         """DeepSpeed state of every rank into one folder, which all ranks' hosts must share."""
         self._models[role].save_checkpoint(Path(folder))
 
+    @called()
     def checkpoint_bytes(self, role: Role) -> int:
         """About what `save_checkpoint` writes, over all ranks."""
         size: int = self._models[role].checkpoint_bytes
         return size
 
+    @called()
     def load_checkpoint(self, role: Role, folder: str, scratch: str) -> None:
         """`scratch`: a folder of its own for this role, which all ranks' hosts must share."""
         self._models[role].load_checkpoint(Path(folder), Path(scratch))
 
+    @called()
     def usage(self) -> Usage:
         return process_usage()
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.devices import runs_on_gpu
@@ -45,7 +46,6 @@ _NOT_RESULTS = {
     "breaker_failures",
     "breaker_seconds",
     "bucket_mib",
-    "call_timeout",
     "canary",
     "canary_tolerance",
     "checkpoint_every",
@@ -56,19 +56,24 @@ _NOT_RESULTS = {
     "kv_cache_gib",
     "logprob_gap_limit",
     "max_kl",
+    "max_restarts",
     "min_accuracy",
+    "min_count",
     "ranks",
     "reference_ranks",
     "retries",
     "reward_ranks",
     "samples_every",
-    "start_timeout",
     "timeout",
 }
 """Fields that change when and where things happen, not what comes out (more than by rounding)."""
 
 _BY_CONTENT = {"chat_template", "file", "path", "revision"}
 """Addresses of what is read from outside: its content is in the key, by digest, and may move."""
+
+
+_NAMED_BY_USERS = {"rename"}
+"""Fields whose own keys are anybody's words."""
 
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
@@ -94,9 +99,15 @@ def stage_key(
     if stage == "register":
         payload["model"] = config.registered_model
         # A version lives in one registry: another MLflow needs its own.
-        payload["tracking"] = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        payload["tracking"] = tracking_uri(config)
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tracking_uri(config: PipelineConfig) -> str:
+    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`."""
+    own = f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:
@@ -119,9 +130,18 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def pipeline_name(config: PipelineConfig, key: str) -> str:
+    """Of the pipeline `key`, for folders and trackers: `demo-seed0-1c38a75c`."""
+    return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
+
+
 def _strip(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS | _BY_CONTENT}
+        return {
+            name: value if name in _NAMED_BY_USERS else _strip(value)
+            for name, value in tree.items()
+            if name not in _NOT_RESULTS | _BY_CONTENT
+        }
     if isinstance(tree, list):
         return [_strip(value) for value in tree]
     return tree

@@ -12,6 +12,22 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
 
 
+class TimeoutsConfig(Section):
+    """How long a process of a stage may stand still before it counts as stuck. What moves is never stopped.
+
+    The store has `store.retry_seconds`, a Python reward its own `timeout`; MLflow's client waits 10 seconds and tries twice.
+    """
+
+    start: PositiveFloat = Field(
+        300.0, description="Seconds until a training rank or engine is ready: its imports, its model, its connections"
+    )
+    stall: PositiveFloat = Field(
+        600.0,
+        description="Seconds for one movement of a rank or engine: a pass over a micro-batch, a collective, a step of decoding, a checkpoint written",
+    )
+    sync: PositiveFloat = Field(120.0, description="Seconds for one weight sync")
+
+
 class RunConfig(Section):
     """The run itself. Nothing here but the seed changes a result."""
 
@@ -27,12 +43,15 @@ class RunConfig(Section):
     retries: NonNegativeInt = Field(2, description="How often a failed stage is tried again, from its last checkpoint")
     retry_delay: PositiveFloat = Field(5.0, description="Seconds before the first retry; doubles each time")
     stage_timeout: PositiveFloat = Field(604800.0, description="Seconds after which a stage is stopped")
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="When a process counts as stuck")
 
 
 class StoreConfig(Section):
     """Where artifacts and checkpoints lie."""
 
-    url: str | None = Field(None, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`")
+    url: str | None = Field(
+        None, min_length=1, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`"
+    )
     endpoint: str | None = Field(
         None, description="URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"
     )

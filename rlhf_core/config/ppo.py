@@ -73,8 +73,26 @@ class EngineConfig(Section):
     kv_cache_gib: PositiveFloat = Field(1.0, description="KV cache of a CPU engine in GiB")
     max_num_seqs: PositiveInt = Field(256, description="Sequences decoded at once by one engine")
     enforce_eager: bool = Field(True, description="No CUDA graphs: slower decoding, faster start")
-    start_timeout: PositiveFloat = Field(300.0, description="Seconds until an engine must answer first")
-    timeout: PositiveFloat = Field(600.0, description="Seconds for one rollout batch")
+    max_restarts: NonNegativeInt = Field(
+        3, description="How often one engine that died or got stuck is started again in an attempt"
+    )
+    min_count: PositiveInt | None = Field(
+        None,
+        description="The run goes on without engines that used up their restarts while so many are left; None: all are needed, since fewer would sample in other batches",
+    )
+
+    @property
+    def needed(self) -> int:
+        """Engines without which the run does not go on."""
+        return self.min_count or self.count
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.needed > self.count:
+            raise ValueError(
+                f"ppo.engine.min_count must be at most ppo.engine.count ({self.count}); got {self.min_count}"
+            )
+        return self
 
 
 class WeightSyncConfig(Section):
@@ -88,7 +106,6 @@ class WeightSyncConfig(Section):
         description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves",
     )
     bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
-    timeout: PositiveFloat = Field(120.0, description="Seconds for one sync")
     canary: bool = Field(
         True,
         description="In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ",
@@ -186,7 +203,6 @@ class PPOConfig(Section):
     max_kl: PositiveFloat = Field(100.0, description="KL per response above this three steps in a row stops the run")
     checkpoint_every: PositiveInt = Field(10, description="Steps between checkpoints")
     samples_every: PositiveInt = Field(10, description="Steps between tables of sample responses")
-    call_timeout: PositiveFloat = Field(1800.0, description="Seconds any call to a training worker may take")
 
     @property
     def rollout_batch_size(self) -> int:

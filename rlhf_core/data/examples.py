@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_core.config.data import DataConfig
 from rlhf_core.data.collect import Loaded, SetName, split_key
@@ -15,6 +15,7 @@ from rlhf_core.types import PairExample, PromptExample, SFTExample
 PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
 RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"
 NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
+_MAX_TRAINING_CHARS = 100_000
 _LARGEST_MARGIN = 1e9
 
 
@@ -113,7 +114,9 @@ def _plain(record: Record) -> str:
     return record.prompt_text if record.text is not None else f"{record.prompt_text}\n\n{said}"
 
 
-def training_texts(record: Record) -> Any:
-    """Every text of a record, for training a tokenizer."""
-    yield from (message.content for message in record.messages or record.prompt)
-    yield from (text for text in (record.text, record.response, record.rejected) if text is not None)
+def training_texts(record: Record) -> Iterator[str]:
+    """Every text of a record, for training a tokenizer; of one far over all limits the beginning, since megabytes without
+    a blank would take the training minutes."""
+    yield from (message.content[:_MAX_TRAINING_CHARS] for message in record.messages or record.prompt)
+    texts = (record.text, record.response, record.rejected)
+    yield from (text[:_MAX_TRAINING_CHARS] for text in texts if text is not None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from rlhf_core.config.training import LoraConfig
@@ -112,7 +113,7 @@ def load_score_model(
             use_safetensors=True,
             **loading_options(quantize, DTYPES[dtype], device),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot make a score model from {folder}: {error}") from error
     if from_causal:
         nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.hidden_size + 1))

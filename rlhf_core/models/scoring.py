@@ -15,6 +15,7 @@ import torch
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics
+from rlhf_core.watch import doing
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """(prompt ids, response ids)."""
@@ -38,7 +39,8 @@ class Batches:
         self._pad_id, self._device, self._pack = pad_id, device, pack
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], TokenBatch]]:
-        for group in self._groups:
+        for number, group in enumerate(self._groups, start=1):
+            doing(f"pass {number} of {len(self._groups)}")
             chosen = [TokenSequence.of(*self._sequences[i]) for i in group]
             yield group, collate(chosen, pad_id=self._pad_id, pack=self._pack).to(self._device)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.watch import doing
 
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
@@ -70,6 +71,8 @@ class Engine:
             trust_remote_code=False,
             **options,
         )
+
+        self.llm.llm_engine.step = _moving(self.llm.llm_engine.step)
 
     def generate(
         self,
@@ -134,6 +137,16 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def _moving(step: Callable[[], Any]) -> Callable[[], Any]:
+    """vLLM's `step`, as a sign of life: a long batch is no stuck engine."""
+
+    def run() -> Any:
+        doing("decode")
+        return step()
+
+    return run
 
 
 def _set_environment(engine: EngineConfig, device: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 FD_VARIABLE = "RLHF_EVENTS_FD"
 PARENT_VARIABLE = "RLHF_PARENT_PID"
 STOP_VARIABLE = "RLHF_STOP_SECONDS"
+HALT_VARIABLE = "RLHF_HALT_SECONDS"
 MIN_SECONDS = 0.2
 """Progress of one task is sent at most this often; first and last reports always are."""
 

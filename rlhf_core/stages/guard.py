@@ -8,6 +8,7 @@ session, under whatever name: Ray's agents outlive their driver's SIGKILL by hal
     stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
     flow dies            SIGKILL of all at once: there is nobody left to continue for
+    stage is halted      by a SIGSTOP, for `halt_seconds`: SIGKILL; nobody else could tell, for all its threads are
     guard dies           the kernel kills the stage
 
 SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the spot.
@@ -32,7 +33,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
-def go_on_under_guard(flow: int, stop_seconds: float) -> None:
+def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> None:
     """Fork: the child returns and is the stage, the original process stays behind as its guard and never returns.
 
     `flow`: pid of the process that must stay alive. Call it before any thread exists. The guard's exit code is that of
@@ -46,15 +47,16 @@ def go_on_under_guard(flow: int, stop_seconds: float) -> None:
     stage = os.fork()
     if stage:
         os.closerange(3, 256)  # the pipe of the events is the stage's: its end must mean the stage's end
-        os._exit(_watch(stage, flow, stop_seconds))
+        os._exit(_watch(stage, flow, stop_seconds, halt_seconds))
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guard:
         os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 
-def _watch(stage: int, flow: int, stop_seconds: float) -> int:
+def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> int:
     deadline = float("inf")
+    halted, before = 0.0, time.monotonic()
     code: int | None = None
     flow_lives = True
     while code is None and flow_lives and time.monotonic() < deadline:
@@ -62,6 +64,14 @@ def _watch(stage: int, flow: int, stop_seconds: float) -> int:
         signum = signal.sigtimedwait(_WATCHED, 1.0)
         code = _reap(stage)
         flow_lives = os.getppid() == flow
+        # Whatever halted the stage may have halted the guard, too: its own absence does not count.
+        passed, before = min(time.monotonic() - before, 2.0), time.monotonic()
+        halted = halted + passed if code is None and _is_halted(stage) else 0.0
+        if halted > halt_seconds:
+            sys.stderr.write(
+                f"WorkerStuck: the stage's own process was halted (SIGSTOP) for {halted:.0f} s and is killed\n"
+            )
+            os.kill(stage, signal.SIGKILL)
         if signum is not None and signum.si_signo in _REQUESTS and deadline == float("inf"):
             deadline = time.monotonic() + stop_seconds
             with contextlib.suppress(ProcessLookupError):
@@ -71,6 +81,12 @@ def _watch(stage: int, flow: int, stop_seconds: float) -> int:
     if killed and not stopping:
         sys.stderr.write(f"processes that outlived the stage were killed: {', '.join(killed)}\n")
     return 128 + signal.SIGKILL if code is None else code
+
+
+def _is_halted(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _reap(stage: int) -> int | None:

@@ -30,7 +30,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     services.progress("ppo start", 0, 1, "fleets")
     with (
         RewardComposer(ppo.rewards) as composer,
-        Fleet(config, placement, device, _folders(config, services), decoder.pad) as fleet,
+        Fleet(config, placement, device, _folders(config, services), decoder.pad, services.watch) as fleet,
     ):
         services.progress("ppo start", 1, 1, "fleets")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import GateFailed
 from rlhf_core.seeds import derive_seed
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import PairExample, Services, StageResult
 
 
@@ -28,14 +28,12 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         services.work,
         services.out,
         rank_zero=services,
+        timeouts=config.run.timeouts,
+        watch=services.watch,
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.flush()
-    if metrics["accuracy"] < config.reward.min_accuracy:
-        raise GateFailed(
-            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
-            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
-        )
+    check_gate(config, "reward", metrics)
     return StageResult(metrics)
 
 
@@ -118,7 +116,7 @@ def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, 
     """Twenty held-out pairs with their raw scores, for reading."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
     return [
         {
             "prompt": pair.prompt,

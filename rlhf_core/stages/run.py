@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.config.flat import flat
+from rlhf_core.config.keys import pipeline_name
+from rlhf_core.errors import InfrastructureError, StoreError, Superseded, to_record
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
@@ -27,6 +30,7 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import StageRun, open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+from rlhf_core.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +55,16 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
         attempt=fence.attempt,
         tags={"rlhf.attempt": str(fence.attempt)},
         inputs={str(name): ref for name, ref in spec.inputs.items()},
+        pipeline=(spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None,
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
     status = "KILLED"
     failpoint("stage.started")
     try:
-        ref = _run(spec, store, fence, stage_run, events, stop or StopRequest(), work)
+        stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
+        with Watch(stacks, fail=lambda error: _give_up(error, watch, events)) as watch:
+            ref = _run(spec, store, fence, stage_run, events, stop or StopRequest(), watch, work)
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -72,8 +79,24 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     return ref
 
 
+def _give_up(error: InfrastructureError, watch: Watch, events: Events) -> NoReturn:
+    """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing running."""
+    log.error("%s: %s", type(error).__name__, error.message)
+    events.send("error", **to_record(error))
+    watch.kill()
+    logging.shutdown()
+    os._exit(error.exit_code)
+
+
 def _run(
-    spec: StageSpec, store: Store, fence: Fence, stage_run: StageRun, events: Events, stop: StopRequest, work: Path
+    spec: StageSpec,
+    store: Store,
+    fence: Fence,
+    stage_run: StageRun,
+    events: Events,
+    stop: StopRequest,
+    watch: Watch,
+    work: Path,
 ) -> ArtifactRef:
     outbox = None if store.is_local else Outbox(store, spec.home / "outbox")
     artifacts = ArtifactStore(store, spec.home / "cache", outbox)
@@ -91,7 +114,7 @@ def _run(
     ref = artifacts.deliver(spec.stage, spec.key, fence)
     if ref is None:
         try:
-            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, stop, work)
+            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, stop, watch, work)
         except BaseException:
             checkpoints.finish()
             raise
@@ -109,6 +132,7 @@ def _make(
     stage_run: StageRun,
     events: Events,
     stop: StopRequest,
+    watch: Watch,
     work: Path,
 ) -> ArtifactRef:
     out, scratch = work / "out", work / "scratch"
@@ -121,8 +145,9 @@ def _make(
         checkpoints=checkpoints,
         metrics=stage_run,
         progress=events.progress,
-        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
+        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
         stop=stop,
+        watch=watch,
         journal=_journal(spec),
     )
     failpoint("stage.fetched")
@@ -163,19 +188,4 @@ def _journal(spec: StageSpec) -> Path:
 
 def _params(spec: StageSpec) -> dict[str, Any]:
     """The configuration of the stage, flat, as MLflow shows it."""
-    dump = spec.config.model_dump(mode="json", by_alias=True)
-    flat: dict[str, Any] = {"stage_key": spec.key, "seed": spec.config.run.seed}
-    for section in ("model", spec.stage):
-        _flatten(section, dump[section], flat)
-    return flat
-
-
-def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
-    if isinstance(value, dict):
-        for name, part in value.items():
-            _flatten(f"{prefix}.{name}", part, into)
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            _flatten(f"{prefix}.{index}", part, into)
-    elif value is not None:
-        into[prefix] = value
+    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", spec.stage))}

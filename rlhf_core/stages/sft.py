@@ -26,6 +26,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         services.work,
         services.out,
         rank_zero=services,
+        timeouts=config.run.timeouts,
+        watch=services.watch,
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.log_table("sft_samples", _samples(config, services, device))
@@ -89,8 +91,10 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
     from rlhf_core.data.dataset import load_prompts
 
     folder = services.out / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).to(device).eval()
+    )
     rows = []
     prompts = load_prompts(services.inputs["data"], "eval")[: config.sft.samples]
     for i, prompt in enumerate(prompts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_core.failpoints import failpoint
 from rlhf_core.stopping import StopRequest
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.types import Services
+from rlhf_core.watch import doing
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +40,13 @@ def save(
     folder = work / f"checkpoint-{step:08d}"
     if services is not None:
         services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
+    doing("checkpoint")
     dist.barrier()
     engine.save_checkpoint(folder)
     failpoint("checkpoint.written")
     dist.barrier()
     if services is not None:
+        doing("commit", limit=math.inf)  # an upload's every call has its own bound
         (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
         services.metrics.flush()
         services.checkpoints.save(step, folder, score)
@@ -79,6 +83,7 @@ def stops_after_a_step(services: Services | None) -> AbstractContextManager[None
 def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:
     """Load the newest whole checkpoint on every rank; its loop state (with `step`), or None for a fresh start."""
     found: list[Any] = [None]
+    doing("restore", limit=math.inf)  # rank 0 fetches, the others wait for it in a collective
     if services is not None:
         latest = services.checkpoints.latest()
         found = [None if latest is None else (latest[1], services.work / "converted")]
@@ -86,6 +91,7 @@ def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any]
     if found[0] is None:
         return None
     folder, scratch = found[0]
+    doing("load checkpoint")
     engine.load_checkpoint(folder, scratch)
     state: dict[str, Any] = json.loads((folder / _LOOP).read_text())
     return state

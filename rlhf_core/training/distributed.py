@@ -7,9 +7,10 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
-TIMEOUT = timedelta(minutes=10)
-"""For every collective: gloo would wait 30 minutes for a rank that hangs."""
+WATCH_FIRST_SECONDS = 3.0
+"""What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Rank:
     """0: a free port, for a world of one."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
+    start: float = 300.0
+    """Seconds for the rendezvous and every collective until the model is loaded."""
+    timeout: float = 600.0
+    """Seconds that a rank may stand still from then on; a collective gets a little more (`bound_collectives`)."""
 
     @property
     def torch_device(self) -> str:
@@ -74,12 +79,25 @@ def join(rank: Rank) -> None:
 
     # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never built.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed(dist_backend="nccl" if rank.device == "cuda" else "gloo", timeout=TIMEOUT, verbose=False)
+    bound_collectives(rank.start)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if rank.device == "cuda" else "gloo", timeout=timedelta(seconds=rank.start), verbose=False
+    )
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+
+
+def bound_collectives(seconds: float) -> None:
+    """In all groups there are and will be: DeepSpeed makes some of its own for ZeRO and passes them no timeout. By
+    default gloo waits 30 minutes for a rank that hangs, NCCL 10."""
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    timeout = timedelta(seconds=seconds)
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timeout, group)
 
 
 def leave() -> None:

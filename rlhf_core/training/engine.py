@@ -24,8 +24,9 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
 from rlhf_core.training import resharding
-from rlhf_core.training.distributed import Rank
+from rlhf_core.training.distributed import WATCH_FIRST_SECONDS, Rank, bound_collectives
 from rlhf_core.training.shards import WeightAverage, WeightCopy
+from rlhf_core.watch import doing
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class TrainingEngine:
             torch_optimizer.register_step_pre_hook(self._clip)
         self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
         self._best = WeightCopy(self.module.lm, "best", device="cpu") if keeps_best else None
+        bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
         # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
@@ -149,6 +151,7 @@ class TrainingEngine:
         assert self.optimizer_config is not None
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         for loss in micro_losses:
+            doing(f"optimizer step {self.steps_done + 1}")
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
         for group in self.optimizer.param_groups:

@@ -1,6 +1,7 @@
 """Training ranks of one stage on one host: rank 0 is the stage's own process, the others are spawned beside it.
 
-rank 0    waits until every other rank is up, then works; a broken collective is explained by the rank that broke it
+rank 0    waits until every other rank is up, then works; a broken collective is explained by the rank that broke it,
+          one that timed out by the rank that is stuck (`rlhf_core.watch`)
 rank r    "up" through its pipe, works, and sends its error, if any, before it ends
 """
 
@@ -9,15 +10,17 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, from_record, to_record
+from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
 from rlhf_core.training.distributed import Rank, free_port, join, leave
+from rlhf_core.watch import Watch, doing, idle, leave_part, take_part
 
-_START_SECONDS = 300.0
-"""How long a rank may take to import what it needs."""
 _LAST_WORD_SECONDS = 5.0
 """How long a rank's own error may follow the collective that it broke."""
 
@@ -31,35 +34,47 @@ def resolve_device(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def run_ranks(work: Callable[..., Any], ranks: int, device: str, *args: Any, rank_zero: Any) -> Any:
+def run_ranks(
+    work: Callable[..., Any],
+    ranks: int,
+    device: str,
+    *args: Any,
+    rank_zero: Any,
+    timeouts: TimeoutsConfig | None = None,
+    watch: Watch | None = None,
+) -> Any:
     """Call `work(rank, *args, context)` on every rank and return what rank 0 returned.
 
     `context` is `rank_zero` on rank 0 and None elsewhere: only rank 0 tracks, commits and reports. `work` and `args`
     must be picklable. An error of another rank is raised here with its class and the rank's number; a rank that dies
-    without a word is a WorkerDied.
+    without a word is a WorkerDied, one that does not move a WorkerStuck. `watch`: the stage's, entered; None: one's own.
     """
-    port = free_port()
-    own = Rank(0, ranks, 0, "127.0.0.1", port, device)
-    others = [_Other.start(work, Rank(r, ranks, r, "127.0.0.1", port, device), args) for r in range(1, ranks)]
-    try:
-        _await_start(others)
-        join(own)
-        result = work(own, *args, rank_zero)
-        for other in others:
-            other.process.join(60)
-            if other.process.exitcode != 0:
-                raise other.error()
-        return result
-    except RuntimeError as error:
-        culprit = _first_dead(others, _LAST_WORD_SECONDS)
-        if culprit is not None:
-            raise culprit.error() from error
-        raise
-    finally:
-        leave()
-        for other in others:
-            other.process.kill()
-            other.process.join()
+    limits = timeouts or TimeoutsConfig()
+    own = Rank(0, ranks, 0, "127.0.0.1", free_port(), device, limits.start, limits.stall)
+    with nullcontext(watch) if watch is not None else Watch() as seen:
+        take_part(seen.folder, _name(own), limits.stall)
+        doing("start", limits.start)
+        others = [
+            _Other.start(work, replace(own, rank=r, local_rank=r), args, seen.folder, limits) for r in range(1, ranks)
+        ]
+        try:
+            _await_start(others, limits.start)
+            join(own)
+            result = work(own, *args, rank_zero)
+            _await_end(others, limits.stall)
+            return result
+        except RuntimeError as error:
+            raise _explained(error, others, seen, limits) from error
+        finally:
+            leave()
+            for other in others:
+                other.process.kill()
+                other.process.join()
+            leave_part()
+
+
+def _name(rank: Rank) -> str:
+    return f"training rank {rank.rank}"
 
 
 @dataclass(frozen=True)
@@ -71,10 +86,12 @@ class _Other:
     pipe: Connection
 
     @staticmethod
-    def start(work: Callable[..., Any], rank: Rank, args: tuple[Any, ...]) -> _Other:
+    def start(
+        work: Callable[..., Any], rank: Rank, args: tuple[Any, ...], folder: Path, limits: TimeoutsConfig
+    ) -> _Other:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_other_rank, args=(work, rank, args, there), daemon=True)
+        process = context.Process(target=_other_rank, args=(work, rank, args, there, folder, limits), daemon=True)
         process.start()
         there.close()
         return _Other(rank.rank, process, here)
@@ -95,17 +112,38 @@ class _Other:
         )
 
 
-def _await_start(others: list[_Other]) -> None:
+def _await_start(others: list[_Other], seconds: float) -> None:
     """Every rank is up, or the error of the first that is not: before a rendezvous that would wait for it."""
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + seconds
     for other in others:
         wait([other.pipe, other.process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
         up = other.pipe.poll() and _receives_up(other.pipe)
         if not up and other.process.exitcode is None and time.monotonic() >= deadline:
-            raise WorkerDied(f"training rank {other.rank} was not up after {_START_SECONDS:g} s")
+            raise WorkerStuck(f"training rank {other.rank} was not up after {seconds:g} s (run.timeouts.start)")
         if not up:
             other.process.join(_LAST_WORD_SECONDS)
             raise other.error()
+
+
+def _await_end(others: list[_Other], seconds: float) -> None:
+    for other in others:
+        other.process.join(seconds)
+        if other.process.exitcode is None:
+            raise WorkerStuck(f"training rank {other.rank} did not end within {seconds:g} s (run.timeouts.stall)")
+        if other.process.exitcode != 0:
+            raise other.error()
+
+
+def _explained(error: RuntimeError, others: list[_Other], watch: Watch, limits: TimeoutsConfig) -> Exception:
+    """The error of the rank that made rank 0 raise `error`, which is its own if no other rank is to blame."""
+    idle()  # rank 0 has moved: it raised
+    stuck = any(part.state == "halted" or part.late for part in watch.lost())
+    culprit = None if stuck else _first_dead(others, _LAST_WORD_SECONDS)
+    if culprit is not None:
+        return culprit.error()
+    if stuck or (others and "timed out" in str(error).lower()):
+        return watch.blame("the other training ranks", f"run.timeouts.stall={limits.stall:g}")
+    return error
 
 
 def _receives_up(pipe: Connection) -> bool:
@@ -125,7 +163,16 @@ def _first_dead(others: list[_Other], seconds: float) -> _Other | None:
     return None
 
 
-def _other_rank(work: Callable[..., Any], rank: Rank, args: tuple[Any, ...], pipe: Connection) -> None:
+def _other_rank(
+    work: Callable[..., Any],
+    rank: Rank,
+    args: tuple[Any, ...],
+    pipe: Connection,
+    folder: Path,
+    limits: TimeoutsConfig,
+) -> None:
+    take_part(folder, _name(rank), limits.stall)
+    doing("start", limits.start)
     try:
         pipe.send("up")
         join(rank)
@@ -134,3 +181,5 @@ def _other_rank(work: Callable[..., Any], rank: Rank, args: tuple[Any, ...], pip
     except Exception as error:
         pipe.send(to_record(error))
         raise
+    finally:
+        leave_part()

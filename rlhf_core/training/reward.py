@@ -24,6 +24,7 @@ from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.sft import epoch_batches
 from rlhf_core.types import PairExample, Services
+from rlhf_core.watch import doing
 
 
 @dataclass
@@ -160,6 +161,7 @@ def evaluate_reward(
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
     for group in _my_groups(engine, held_out, config):
+        doing("evaluation")
         chosen, rejected = _forward(engine, [held_out[i] for i in group], config, pad_id)
         for i, c, r in zip(group, chosen.tolist(), rejected.tolist(), strict=False):
             scores[i] = torch.tensor([c, r], dtype=torch.float64)

@@ -24,6 +24,7 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.types import Services
+from rlhf_core.watch import doing
 
 
 def epoch_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -118,6 +119,7 @@ def evaluate_sft(
     engine.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.rank.torch_device)
     for group in _my_groups(engine, held_out, config):
+        doing("evaluation")
         tensors = collate([held_out[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
         logprobs_N = engine(tensors).logprobs_N
         sums[0] -= logprobs_N.double().sum()

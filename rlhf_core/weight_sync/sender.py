@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_core.config.ppo import WeightSyncConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.training.distributed import free_port
@@ -60,15 +59,17 @@ class WeightSender:
         backend: str,
         address: str,
         receivers: int,
-        config: WeightSyncConfig,
+        bucket_bytes: int,
+        timeout: float,
     ) -> None:
+        """`timeout`: seconds for each operation of the gloo transport."""
         self._weights = weights
         self._specs = specs
         self._client = client
         self._checksums: dict[str, str] = {}
         self._transport: _GlooTransport | _VllmTransport
         if backend == "gloo":
-            self._transport = _GlooTransport(self._stream, specs, client, address, receivers, config)
+            self._transport = _GlooTransport(self._stream, specs, client, address, receivers, bucket_bytes, timeout)
         else:
             self._transport = _VllmTransport(self._stream, specs, client, rank, backend, address, receivers)
 
@@ -107,12 +108,13 @@ class _GlooTransport:
         client: EngineClient | None,
         address: str,
         receivers: int,
-        config: WeightSyncConfig,
+        bucket_bytes: int,
+        timeout: float,
     ) -> None:
         self._stream = stream
         self._specs = specs
         self._client = client
-        self._bucket_bytes = config.bucket_mib << 20
+        self._bucket_bytes = bucket_bytes
         if client is None:
             return
         port = free_port()
@@ -122,36 +124,41 @@ class _GlooTransport:
             "rank_offset": 1,
             "size": receivers + 1,
             "bucket_bytes": self._bucket_bytes,
-            "timeout": config.timeout,
+            "timeout": timeout,
         }
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = GlooGroup(address, port, 0, receivers + 1, config.timeout)
+            self._group = GlooGroup(address, port, 0, receivers + 1, timeout)
             joined.result()
 
     def send(self, version: str) -> None:
-        if self._client is None:
-            for _ in self._stream():
+        stream = self._stream()
+        try:
+            if self._client is not None:
+                self._transmit(self._client, stream, version)
+        finally:
+            # Also where the engines failed: the other ranks are in the gathers, and wait for this one.
+            for _ in stream:
                 pass
-            return
+
+    def _transmit(self, client: EngineClient, stream: Iterator[tuple[str, torch.Tensor]], version: str) -> None:
         update: Mapping[str, Any] = {
             "names": [spec.name for spec in self._specs],
             "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in self._specs],
             "shapes": [list(spec.shape) for spec in self._specs],
         }
-        self._client.start_weight_update()
+        client.start_weight_update()
         pool = ThreadPoolExecutor(1)
         try:
-            received = pool.submit(self._client.update_weights, dict(update))
-            self._broadcast(received)
+            received = pool.submit(client.update_weights, dict(update))
+            self._broadcast(stream, received)
             received.result()
         finally:
             # A broken broadcast leaves the engines' call hanging until its timeout; the error must not wait for it.
             pool.shutdown(wait=False)
-        self._client.finish_weight_update(version)
+        client.finish_weight_update(version)
 
-    def _broadcast(self, received: Future[None]) -> None:
-        stream = self._stream()
+    def _broadcast(self, stream: Iterator[tuple[str, torch.Tensor]], received: Future[None]) -> None:
         sending: tuple[Any, torch.Tensor] | None = None
         try:
             for bucket in cut(self._specs, self._bucket_bytes):

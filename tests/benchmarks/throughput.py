@@ -28,7 +28,6 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from rlhf_core.models.packing import plan_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -36,6 +35,7 @@ from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenSequence
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.training.distributed import Rank, join, leave

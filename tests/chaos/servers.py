@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.files import read_json
-from flows.processes import ProcessId, carriers
 from flows.reconcile import ENGINE_VARIABLE, post
 from flows.supervisor import flow_processes
+from rlhf_core.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 
 KINDS = {
@@ -90,13 +90,17 @@ class Servers:
         found += [state["pid"]] if "supervisor" in victims else []
         return found + [server["pid"] for name, server in state["servers"].items() if name in victims]
 
-    def deploy(self) -> str:
-        """Start PPO by the deployment; the flow run's id."""
-        parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}"], "until": "ppo"}
+    def deploy(self, until: str = "ppo") -> str:
+        """Start a run of the deployment; the flow run's id."""
+        parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}"], "until": until}
         api = self.state["prefect"]
         (deployment,) = [d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline"]
         run = post(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
         return str(run["id"])
+
+    def wait_for_end(self, name: str, seconds: float) -> bool:
+        """Whether the flow run ended within `seconds`."""
+        return wait(lambda: (run := self.run(name)) is not None and run["state_type"] in _ENDS, seconds)
 
     def run(self, name: str) -> dict[str, Any] | None:
         """The flow run as Prefect knows it; None while the server is away."""
@@ -117,9 +121,9 @@ def trial(golden: Golden, kind: str, folder: Path) -> Trial:
     try:
         name = servers.deploy()
         if kind == "run still pending":
-            _wait(lambda: any(value == name for _, value in carriers(ENGINE_VARIABLE)), 120)
+            wait(lambda: any(value == name for _, value in carriers(ENGINE_VARIABLE)), 120)
         else:
-            _wait(lambda: any(p.point == "ppo.after_checkpoint" for p in read_passes(trace)), 400)
+            wait(lambda: any(p.point == "ppo.after_checkpoint" for p in read_passes(trace)), 400)
         victims = servers.pids(KINDS[kind])
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -129,9 +133,9 @@ def trial(golden: Golden, kind: str, folder: Path) -> Trial:
         gone = {process for process in map(ProcessId.of, victims) if process is not None}
         back = 0.0
         if "flow" in KINDS[kind]:
-            found = _wait(lambda: any(v == name and p not in gone for p, v in carriers(ENGINE_VARIABLE)), 200)
+            found = wait(lambda: any(v == name and p not in gone for p, v in carriers(ENGINE_VARIABLE)), 200)
             back = time.time() - killed if found else -1.0
-        _wait(lambda: (run := servers.run(name)) is not None and run["state_type"] in _ENDS, 400)
+        servers.wait_for_end(name, 400)
         run = servers.run(name) or {"state_type": "UNKNOWN", "run_count": 0}
         finished = time.time() - killed
     finally:
@@ -146,7 +150,8 @@ def trial(golden: Golden, kind: str, folder: Path) -> Trial:
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
-def _wait(ready: Callable[[], bool], seconds: float) -> bool:
+def wait(ready: Callable[[], bool], seconds: float) -> bool:
+    """Whether `ready` became true in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if ready():

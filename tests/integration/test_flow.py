@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from flows.processes import ProcessId, carriers
+from rlhf_core.processes import ProcessId, carriers
 
 STAGES = '''
 import importlib.abc, importlib.machinery, json, os, signal, sys, time

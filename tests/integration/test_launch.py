@@ -2,19 +2,28 @@
 
 - an error of another rank arrives with its class and the rank's number, though rank 0 only sees a broken collective
 - a rank that dies without a word, or before it is up, is named within seconds
+- a rank that is halted, or stands still, is named within its timeout and 10 s, in the groups that DeepSpeed makes, too;
+  stacks are saved, and no rank is left
 - what rank 0 returns comes back when all went well
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_core.errors import DataError, WorkerDied
+from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.errors import DataError, WorkerDied, WorkerStuck
+from rlhf_core.training.distributed import WATCH_FIRST_SECONDS, bound_collectives
 from rlhf_core.training.launch import run_ranks
+from rlhf_core.watch import Watch, doing
 
 
 def _sum_of_ranks(rank: Any, _context: Any) -> float:
@@ -36,6 +45,27 @@ def _one_dies(rank: Any, _context: Any) -> float:
     if rank.rank == 1:
         os._exit(9)
     return _sum_of_ranks(rank, None)
+
+
+def _one_is_halted(rank: Any, _context: Any) -> float:
+    bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return _sum_of_ranks(rank, None)
+
+
+def _one_stands_still(rank: Any, _context: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    # As ZeRO does it: without a timeout of its own.
+    group = dist.new_group(range(2))
+    bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
+    doing("optimizer step 7")
+    if rank.rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.zeros(1), group=group)
+    return 0.0
 
 
 class _KillsItsReader:
@@ -69,3 +99,36 @@ def test_a_rank_that_dies_before_it_is_up_does_not_hold_the_others() -> None:
     with pytest.raises(WorkerDied, match=r"training rank 1 died \(exit code 7\)"):
         run_ranks(_takes_an_argument, 2, "cpu", _KillsItsReader(), rank_zero=None)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("work", "said", "inside"),
+    [
+        (_one_is_halted, r"has been halted \(SIGSTOP\)", "halted"),
+        (_one_stands_still, r'has stood still at "optimizer step 7"', "_one_stands_still"),
+    ],
+    ids=["halted", "still"],
+)
+def test_a_rank_that_does_not_move_is_named_within_its_timeout(
+    work: Any, said: str, inside: str, tmp_path: Path
+) -> None:
+    limits = TimeoutsConfig(stall=3.0)
+    began: list[float] = []
+    with Watch(tmp_path / "stacks") as watch:
+        seen = threading.Thread(target=_note_start, args=(watch, began), daemon=True)
+        seen.start()
+        with pytest.raises(WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {said}"):
+            run_ranks(work, 2, "cpu", rank_zero=None, timeouts=limits, watch=watch)
+        assert time.monotonic() - began[0] < 3 + 10
+        assert "run_ranks" in (watch.folder / "training_rank_0.stacks").read_text()
+        assert inside in (watch.folder / "training_rank_1.stacks").read_text()
+    assert multiprocessing.active_children() == []
+
+
+def _note_start(watch: Watch, began: list[float]) -> None:
+    """When rank 1 was through with its start."""
+    while not began:
+        part = watch.part("training rank 1")
+        if part is not None and (part.state == "halted" or part.what not in ("", "start")):
+            began.append(time.monotonic())
+        time.sleep(0.1)

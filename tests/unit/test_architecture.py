@@ -27,7 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
     ("rlhf_core.errors",),
-    ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds", "rlhf_core.failpoints", "rlhf_core.stopping"),
+    (
+        "rlhf_core.config",
+        "rlhf_core.types",
+        "rlhf_core.seeds",
+        "rlhf_core.failpoints",
+        "rlhf_core.processes",
+        "rlhf_core.stopping",
+        "rlhf_core.watch",
+    ),
     ("rlhf_core.algo", "rlhf_core.planning"),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
     ("rlhf_core.training", "rlhf_core.rollout", "rlhf_core.weight_sync", "rlhf_core.rewards"),

@@ -2,7 +2,7 @@
 
 - the child's artifact comes back, and its progress in order
 - an error comes back with its class and message
-- a child that dies, or exits without a result, or hangs, is a StageFailed that says how and quotes the log
+- a child that dies, is halted, exits without a result, or hangs, is a StageFailed that says how and quotes the log
 - nothing of it survives: not after success, timeout or interruption, not in another session, not the flow's SIGKILL
 """
 
@@ -21,9 +21,9 @@ import pytest
 
 import flows.child as child_module
 from flows.child import run_child, telling_lines
-from flows.processes import ProcessId, wait_gone
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import DataError, StageFailed, Superseded
+from rlhf_core.errors import DataError, InfrastructureError, StageFailed, Superseded, UnexpectedError
+from rlhf_core.processes import ProcessId, wait_gone
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 
@@ -107,17 +107,29 @@ def test_an_error_keeps_its_class_and_message(toy: Any, spec: StageSpec, tmp_pat
     assert caught.value.args == error.args
 
 
-def test_an_unforeseen_exception_is_a_stage_failure_with_its_class_named(
-    toy: Any, spec: StageSpec, tmp_path: Path
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [("return 1 // 0", UnexpectedError), ("raise ConnectionResetError('peer')", InfrastructureError)],
+)
+def test_an_unforeseen_exception_is_named_and_told_from_an_outage(
+    toy: Any, spec: StageSpec, tmp_path: Path, body: str, kind: type[Exception]
 ) -> None:
-    with pytest.raises(StageFailed, match="ZeroDivisionError: "):
-        run(spec, tmp_path, toy("return 1 // 0"))
+    with pytest.raises(kind, match=r"ZeroDivisionError: |ConnectionResetError: peer"):
+        run(spec, tmp_path, toy(body))
 
 
 def test_a_killed_child_is_named_with_its_signal_and_its_last_words(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy("print('CustomError: disk is full', file=sys.stderr)\nos.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(StageFailed, match=r"killed by SIGKILL.*data-01\.log.*CustomError: disk is full"):
         run(spec, tmp_path, environment)
+
+
+def test_a_halted_child_is_killed_and_named(toy: Any, tmp_path: Path) -> None:
+    config = PipelineConfig.model_validate_json('{"run": {"timeouts": {"stall": 1.5}}}')
+    started = time.monotonic()
+    with pytest.raises(StageFailed, match=r"the stage's own process was halted \(SIGSTOP\)"):
+        run(StageSpec("sft", "0" * 16, config), tmp_path, toy("os.kill(os.getpid(), signal.SIGSTOP)"))
+    assert time.monotonic() - started < 11.5
 
 
 def test_an_exit_without_a_result_is_a_failure_even_with_code_0(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
@@ -127,8 +139,8 @@ def test_an_exit_without_a_result_is_a_failure_even_with_code_0(toy: Any, spec: 
 
 def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
-    with pytest.raises(StageFailed, match=r"stopped after run\.stage_timeout = 2 seconds"):
-        run(spec, tmp_path, environment, timeout=2.0)
+    with pytest.raises(StageFailed, match=r"stopped after run\.stage_timeout = 4 seconds"):
+        run(spec, tmp_path, environment, timeout=4.0)
     assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
 
 
@@ -137,7 +149,7 @@ def test_a_child_that_does_not_stop_is_killed(toy: Any, spec: StageSpec, tmp_pat
     environment = toy("signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
     began = time.monotonic()
     with pytest.raises(StageFailed, match=r"killed by SIGKILL|stopped after"):
-        run(spec, tmp_path, environment, timeout=2.0)
+        run(spec, tmp_path, environment, timeout=4.0)
     assert time.monotonic() - began < 15
 
 

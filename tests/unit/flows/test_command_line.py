@@ -29,12 +29,12 @@ from flows import cli
 from flows.display import Lines
 from flows.embedded import free_port
 from flows.environment import stage_environment
-from flows.processes import ProcessId, stop, wait_gone
 from flows.servers import down, supervisor_of, up
 from flows.status import describe
 from flows.supervisor import Server
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError, WorkerDied
+from rlhf_core.processes import ProcessId, stop, wait_gone
 
 DEMO = "deployments/configs/demo.yaml"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")

@@ -53,7 +53,8 @@ def test_a_changed_learning_rate_of_ppo_changes_only_its_own_key(tmp_path: Path)
 
 
 def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
-    other = {"run": {"retries": 7, "threads": 1}, "ppo": {"call_timeout": 5.0, "checkpoint_every": 3}}
+    run = {"retries": 7, "threads": 1, "timeouts": {"stall": 5.0}}
+    other = {"run": run, "ppo": {"engine": {"max_restarts": 0}, "checkpoint_every": 3}}
     assert keys(pipeline(tmp_path)) == keys(pipeline(tmp_path, **other))
     assert pipeline(tmp_path).key == pipeline(tmp_path / "elsewhere", **other).key
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config.ppo import WeightSyncConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.buckets import TensorSpec
 from rlhf_core.weight_sync.gloo import GlooGroup
@@ -55,10 +54,10 @@ def _weights() -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_an_engine_that_fails_is_named_at_once(leaves: bool) -> None:
     specs = [TensorSpec(name, torch.float32, (BIG,)) for name in "abcd"]
-    config = WeightSyncConfig(bucket_mib=12, timeout=60.0)
     sender = WeightSender(
-        _weights, specs, _Engine(leaves), rank=0, backend="gloo", address="127.0.0.1", receivers=1, config=config
-    )
+        _weights, specs, _Engine(leaves), rank=0, backend="gloo", address="127.0.0.1", receivers=1,
+        bucket_bytes=12 << 20, timeout=60.0,
+    )  # fmt: skip
     started = time.monotonic()
     with pytest.raises((ValueError, WeightSyncError), match=r"cannot take this tensor|broke"):
         sender.send(1)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _KILL_SECONDS = 5.0
 """The kernel's share of a SIGKILL, on a loaded machine."""
 
@@ -43,6 +44,12 @@ class ProcessId:
             return same and process.status() != psutil.STATUS_ZOMBIE
         return False
 
+    def stopped(self) -> bool:
+        """Whether it is halted by a SIGSTOP or a debugger: alive, but no code of it runs."""
+        with contextlib.suppress(psutil.Error):
+            return self.alive() and psutil.Process(self.pid).status() in _HALTED
+        return False
+
     def send(self, signum: int) -> None:
         """Signal it, unless it is gone."""
         if self.alive():
@@ -65,10 +72,11 @@ def stop(processes: Iterable[ProcessId], patience: float) -> None:
     for process in left:
         process.send(signal.SIGTERM)
     if not wait_gone(left, patience):
-        _kill(left)
+        kill(left)
 
 
-def _kill(processes: Iterable[ProcessId]) -> None:
+def kill(processes: Iterable[ProcessId]) -> None:
+    """SIGKILL, also to halted ones; waits until they are gone."""
     left = list(processes)
     for process in left:
         process.send(signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""Engines and ranks that die or do not move in PPO: Ray, vLLM and DeepSpeed for real, two ZeRO-3 policy ranks.
+
+- an engine that is killed in a rollout, and one that is killed in a weight sync, are replaced without a restart of the
+  stage; their rollouts are redone with the same seeds, and the weights end in the bits of the undisturbed run
+- a policy rank, a critic rank, or an engine without restarts left, halted by a SIGSTOP, is named within its timeout and
+  10 s; the stacks of the others are saved, and no process is left 10 s after the end
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
+from rlhf_core.errors import WorkerDied, WorkerStuck
+from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.storage.digests import weights_sha256
+from rlhf_core.types import PromptExample, Services
+from rlhf_core.watch import Watch
+from tests.chaos.harness import processes
+from tests.tiny_llama import save_tiny_llama
+
+STALL = 12.0
+
+
+class _Nothing:
+    def latest(self) -> None:
+        return None
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_args, **_kwargs: None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
+    )
+
+
+@contextmanager
+def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) -> Iterator[PPOController]:
+    """A started fleet in whose processes `faults` happen, each once."""
+    trace = folder / "trace"
+    trace.mkdir()
+    patch.setenv("RLHF_FAIL", faults)
+    patch.setenv("RLHF_FAIL_TRACE", str(trace))
+    patch.setenv("DS_ACCELERATOR", "cpu")
+    config = config_from_tree(
+        {
+            "run": {"device": "cpu", "threads": 2, "timeouts": {"stall": STALL, "sync": STALL}},
+            "model": {"path": str(model)},
+            "data": {"max_prompt_tokens": 16},
+            "ppo": {
+                "steps": 9,
+                "prompts_per_step": 8,
+                "max_new_tokens": 8,
+                "minibatches": 2,
+                "micro_batch_tokens": 128,
+                "policy": {"learning_rate": 5e-3, "schedule": "constant"},
+                "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
+                "engine": {"count": 2, "max_restarts": 2},
+                "rewards": [{"type": "token_share", "below": 50}],
+            },
+        },
+        "test",
+    )
+    rng = random.Random(0)
+    prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, 101) for _ in range(4 + i % 7)))) for i in range(20)]
+    nothing: Any = _Nothing()
+    services = Services({}, folder, folder, nothing, nothing, nothing.progress)
+    folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), model)
+    with (
+        Watch(folder / "stacks") as watch,
+        RewardComposer(config.ppo.rewards) as composer,
+        Fleet(config, plan(config.ppo), "cpu", folders, 0, watch) as fleet,
+    ):
+        controller = PPOController(config, fleet, prompts, str, composer, services)
+        controller.sync()
+        yield controller
+
+
+def _two_steps(controller: PPOController, folder: Path) -> str:
+    """Digest of the policy after them."""
+    controller.iterate()
+    controller.iterate()
+    controller.save_policy(folder / "policy")
+    return weights_sha256(folder / "policy")
+
+
+def _nobody_is_left(folder: Path) -> bool:
+    deadline = time.monotonic() + 10
+    while list(processes(folder / "trace")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not list(processes(folder / "trace"))
+
+
+@pytest.fixture(scope="module")
+def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two steps undisturbed; then a policy rank is halted."""
+    folder = tmp_path_factory.mktemp("golden")
+    with pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(WorkerStuck) as caught, _running(model, folder, "policy.update:3:stop", patch) as controller:
+            digest = _two_steps(controller, folder)
+            started = time.monotonic()
+            controller.iterate()
+        seconds = time.monotonic() - started
+    assert "while waiting for the policy's update of step 3 (run.timeouts: " in caught.value.message
+    assert "policy+reference rank" in caught.value.message and "has been halted (SIGSTOP)" in caught.value.message
+    assert seconds < STALL + 10
+    assert _nobody_is_left(folder)
+    stacks = {file.name: file.read_text() for file in (folder / "stacks").iterdir()}
+    assert "blame" in stacks["controller.stacks"]
+    assert "update_policy" in "".join(text for name, text in stacks.items() if name.startswith("policy"))
+    return digest
+
+
+def test_a_halted_policy_rank_is_named_and_nothing_is_left(golden: str) -> None:
+    assert len(golden) == 64
+
+
+def test_killed_engines_are_replaced_with_the_same_bits_until_their_restarts_are_used_up(
+    golden: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One in the rollout of step 1; one in the sync after it, its third with the sync that confirms the replacement. Then
+    # both are new, and are halted in turn until one has no restart left.
+    kills = ("engine.generate:1:kill", "engine.receive:3:kill")
+    halts = ("engine.generate:2:stop", "engine.generate:3:stop")
+    with (
+        pytest.raises(
+            WorkerDied, match=r"engine \d is lost after 2 restarts: 1 of 2 remain, 2 are needed; at last: "
+        ) as caught,
+        _running(model, tmp_path, ",".join(kills + halts), monkeypatch) as controller,
+    ):
+        assert _two_steps(controller, tmp_path) == golden
+        while True:
+            started = time.monotonic()
+            controller.iterate()
+    assert time.monotonic() - started < STALL + 10
+    assert "has been halted (SIGSTOP)" in caught.value.message
+    assert set(kills) <= {file.name for file in (tmp_path / "trace").iterdir()}
+    assert _nobody_is_left(tmp_path)
+
+
+def test_a_halted_critic_rank_is_named_and_nothing_is_left(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(WorkerStuck, match=r"critic rank 0 \(process \d+\) has been halted \(SIGSTOP\)"),
+        _running(model, tmp_path, "critic.update:1:stop", monkeypatch) as controller,
+    ):
+        started = time.monotonic()
+        controller.iterate()
+    assert time.monotonic() - started < STALL + 20  # with the rollout and all that comes before
+    assert _nobody_is_left(tmp_path)
