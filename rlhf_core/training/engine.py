@@ -299,7 +299,7 @@ class TrainingEngine:
         ranks = resharding.noted_ranks(folder)
         if ranks != self.rank.world_size and not self._allow_other_ranks:
             raise ConfigError(
-                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} ranks; got "
+                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got "
                 f"{self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert the checkpoint"
             )
         try:
