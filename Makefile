@@ -17,10 +17,10 @@ export UV_LINK_MODE ?= copy
 # Every stage is a fresh process: without bytecode each would compile the whole stack again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-unit test-slow lint format bench chaos up down status lock clean help
+.PHONY: setup run test test-unit test-slow lint format bench bench-training chaos up down status lock clean help
 
 help:
-	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, chaos, lock, clean)"
+	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, bench-training, chaos, lock, clean)"
 
 setup: $(STAMP)
 
@@ -55,6 +55,9 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m tests.benchmarks.ppo_iteration $(ARGS)
+
+bench-training: setup
+	$(BIN)/python -m tests.benchmarks.throughput $(ARGS)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, from_record
 from rlhf_core.stages.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
 from rlhf_core.stages.spec import StageSpec
@@ -177,13 +178,8 @@ def telling_lines(log_file: Path, count: int = 3) -> str:
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         file.seek(max(0, log_file.stat().st_size - 16384))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        lines = [escape_controls(line)[:300] for line in lines if line]
+        lines = [printable(scrubbed(line))[:300] for line in lines if line]
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line)]
         start = errors[-1] if errors else max(0, len(lines) - count)
         return " | ".join(lines[start : start + count])
     return ""
-
-
-def escape_controls(text: str) -> str:
-    """`text` with control characters spelled out: samples in a log must not steer a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

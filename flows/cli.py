@@ -1,4 +1,4 @@
-"""The command line: `rlhf run`, `plan`, `up`, `down`, `status`.
+"""The command line: `rlhf run`, `plan`, `serve-reward`, `up`, `down`, `status`.
 
 Everything slow is imported inside the commands: a mistake in the configuration is reported before that.
 Exit codes: 0 done; 2 the user's input is wrong; 3 a fault, the same command continues; 130, 143 stopped by a signal.
@@ -12,11 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rlhf_core.config.redact import ScrubbingFormatter, printable, scrubbed
 from rlhf_core.errors import InputError, RLHFError
 from rlhf_core.types import STAGES
 
@@ -111,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         help="config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/ has some",
     )
     plan.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
+    _add_serve_reward(commands)
 
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
@@ -122,6 +125,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_serve_reward(commands: Any) -> None:
+    serve = _command(
+        commands, "serve-reward", "serve a trained reward model over HTTP, for rewards of type remote", _serve_reward,
+        "rlhf serve-reward .rlhf/store/artifacts/reward/0123456789abcdef --port 8600",
+    )  # fmt: skip
+    serve.add_argument(
+        "artifact", metavar="ARTIFACT_OR_FOLDER", help="address of a `reward` artifact, or a model folder"
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="others than loopback need RLHF_REWARD_TOKEN (default: %(default)s)"
+    )
+    serve.add_argument("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
+    serve.add_argument(
+        "--home", default=".rlhf", help="folder for logs and for copies of artifacts (default: %(default)s)"
+    )
+    serve.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
+    serve.add_argument(
+        "--template", choices=("chat", "plain"), help="how prompts are rendered (default: as the artifact's data were)"
+    )
+    serve.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s"
+    )
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    serve.add_argument(
+        "--micro-batch-tokens", type=int, default=16384, help="tokens of one forward pass (default: %(default)s)"
+    )
+
+
 def _command(commands: Any, name: str, text: str, command: Any, example: str) -> argparse.ArgumentParser:
     sub: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + ".", epilog=f"example: {example}"
@@ -131,6 +162,7 @@ def _command(commands: Any, name: str, text: str, command: Any, example: str) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from flows.files import make_home
     from flows.parameters import check_range
     from rlhf_core.config.load import load_config
     from rlhf_core.config.preflight import check
@@ -141,6 +173,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check(config)
     check_memory(config)
     check_range(arguments.start, arguments.until)
+    make_home(Path(config.run.home))
     Store(config.store_url, config.store.endpoint).check()
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
@@ -202,25 +235,56 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0 if plan.verdict.fits else InputError.exit_code
 
 
+def _serve_reward(arguments: argparse.Namespace) -> int:
+    from flows.files import make_home
+    from flows.serve import serve_reward
+
+    home = make_home(_home(arguments))
+    _set_up_logging(home)
+    with suppress(KeyboardInterrupt, Stopped):  # how a service ends
+        serve_reward(
+            arguments.artifact,
+            host=arguments.host,
+            port=arguments.port,
+            home=home,
+            endpoint=arguments.endpoint,
+            template=arguments.template,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            micro_batch_tokens=arguments.micro_batch_tokens,
+            ready=lambda url: print(f"serving {arguments.artifact} at {url}", flush=True),
+        )
+    return 0
+
+
 def _up(arguments: argparse.Namespace) -> int:
+    from flows.files import make_home
     from flows.servers import up
 
-    print(up(Path(arguments.home).resolve()))
+    print(up(make_home(_home(arguments))))
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
     from flows.servers import down
 
-    print(down(Path(arguments.home).resolve()))
+    print(down(_home(arguments)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from flows.status import describe
 
-    print(describe(Path(arguments.home).resolve()))
+    print(describe(_home(arguments)))
     return 0
+
+
+def _home(arguments: argparse.Namespace) -> Path:
+    from rlhf_core.config.checkfiles import writable
+
+    if problem := writable(Path(arguments.home)):
+        raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
+    return Path(arguments.home).resolve()
 
 
 def _set_up_logging(home: Path) -> Console:
@@ -233,10 +297,11 @@ def _set_up_logging(home: Path) -> Console:
     console = Console(stderr=True)
     (home / "logs").mkdir(parents=True, exist_ok=True)
     file = RotatingFileHandler(home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
         terminal = RichHandler(console=console, show_time=False, show_level=False, show_path=False, markup=False)
+    terminal.setFormatter(ScrubbingFormatter())
     terminal.addFilter(lambda record: record.exc_info is None)
     for name in ("flows", "rlhf_core"):
         logger = logging.getLogger(name)
@@ -247,7 +312,7 @@ def _set_up_logging(home: Path) -> Console:
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    print("\n".join(map(printable, scrubbed(text).split("\n"))), file=sys.stderr)
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:

@@ -18,11 +18,15 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from filelock import FileLock
+
 from flows.environment import prefect_environment
 from rlhf_core.errors import StageFailed
 from rlhf_core.processes import die_with_parent
 
 START_SECONDS = 120.0
+EMBEDDED = "RLHF_EMBEDDED_PREFECT"
+"""Set where the server is gone when the command is."""
 
 
 class EmbeddedPrefect:
@@ -33,15 +37,24 @@ class EmbeddedPrefect:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         folder = home / "prefect"
         folder.mkdir(parents=True, exist_ok=True)
+        # Its database is made in many migrations: one process at a time, anew where one was killed at it.
+        self._complete = folder / "complete"
+        self._lock = FileLock(folder / ".lock")
+        self._lock.acquire()
+        if self._complete.exists():
+            self._lock.release()
+        else:
+            for left in folder.glob("prefect.db*"):
+                left.unlink()
         port = free_port(0)
         self.url = f"http://127.0.0.1:{port}/api"
         os.environ.update(prefect_environment(folder))
-        os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false"})
+        os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
         application = ["--factory", "prefect.server.api.server:create_app", "--log-level", "error"]
         with self._log_file.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(port)],
-                env={**os.environ, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
+                env={**_without_client_logging(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -61,11 +74,18 @@ class EmbeddedPrefect:
                 how = "ended at once" if died else f"did not answer within {START_SECONDS:g} s"
                 raise StageFailed(f"Prefect's embedded server {how}; see {self._log_file}")
             time.sleep(0.1)
+        self._complete.touch()
+        self._lock.release()
 
     def stop(self) -> None:
         """End the server. SIGKILL loses nothing: the run's own records are in the store and in MLflow."""
         self._process.kill()
         self._process.wait(timeout=10)
+
+
+def _without_client_logging() -> dict[str, str]:
+    """The environment; what the flow's terminal is spared, the server's log shall have."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_LOGGING_")}
 
 
 def answers(url: str, seconds: float = 2.0) -> bool:

@@ -1,4 +1,4 @@
-"""Small JSON files that other processes read while they are written: always whole."""
+"""The folder of a run, and small JSON files in it that other processes read while they are written: always whole."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rlhf_core.errors import InputError
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -24,3 +26,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def make_home(home: Path) -> Path:
+    """`home`, made if it is not there: then for this user alone, because logs and databases hold the training data."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.home: the folder {home} cannot be made: {error.strerror}; choose another") from error
+    return home

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 from uuid import UUID
 
+from prefect import get_client, runtime
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -90,6 +91,15 @@ def describe(event: dict[str, Any]) -> tuple[float, str]:
         f" ({metrics})" if metrics else ""
     )
     return min(100.0, round(100.0 * event["done"] / event["total"], 1)), text
+
+
+def publish_tags(run: Pipeline) -> None:
+    """Tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
+    settings = run.config.run
+    with _view_only("tags"), get_client(sync_client=True) as client:
+        known = client.read_flow_run(runtime.flow_run.id).tags
+        wanted = (settings.name, f"seed={settings.seed}", f"pipeline={run.key[:8]}")
+        client.update_flow_run(runtime.flow_run.id, tags=[*known, *(tag for tag in wanted if tag not in known)])
 
 
 def publish_stage(run: Pipeline, stage: StageName, record: StageRecord) -> None:

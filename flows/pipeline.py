@@ -7,6 +7,7 @@ the pipeline: a hash of everything that decides its result.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import time
@@ -16,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.files import write_json
+from flows.embedded import EMBEDDED
+from flows.files import make_home, write_json
 from flows.parameters import check_range
 from flows.report import run_markdown, summarize
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.keys import pipeline_key, stage_inputs, stage_key
+from rlhf_core.config.flat import flat
+from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
 from rlhf_core.data.sources import source_digests
@@ -30,6 +33,7 @@ from rlhf_core.processes import ProcessId
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking
 from rlhf_core.types import STAGES, ArtifactRef, StageName
 
@@ -65,14 +69,22 @@ class Pipeline:
         self.sources = outside_digests(config)
         self.key = pipeline_key(config, self.sources)
         self.home = Path(config.run.home).resolve()
-        self.name = f"{config.run.name}-seed{config.run.seed}-{self.key[:8]}"
+        self.name = pipeline_name(config, self.key)
         self.folder = self.home / "runs" / self.name
         self.logs = self.home / "logs" / self.name
         store = Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
         self.artifacts = ArtifactStore(store, self.home / "cache")
         self.tracking: Tracking = open_tracking(config)
+        self.tags: dict[str, str] = {}
+        """Of the MLflow run."""
         self.parent_run_id: str | None = None
+        """None until MLflow answers."""
         self.records: dict[StageName, StageRecord] = {}
+
+    def ensure_parent(self) -> None:
+        """Ask MLflow for the run of this pipeline, if it has not answered yet."""
+        if self.parent_run_id is None:
+            self.parent_run_id = self.tracking.parent_run(self.key, self.name, self.tags, flat(self.config))
 
     def wants(self, stage: StageName) -> bool:
         """Whether this run has `stage` at all: `--until` ends it, and no reward model may be asked for."""
@@ -186,20 +198,18 @@ def open_pipeline(
     for warning in check(settings):
         log.warning("%s", warning)
     check_memory(settings)
+    make_home(Path(settings.run.home))
     Store(settings.store_url, settings.store.endpoint).check()
     run = Pipeline(settings, config, start, until)
-    run.parent_run_id = run.tracking.parent_run(
-        run.key,
-        run.name,
-        tags={"rlhf.config": config, **tags},
-        params={"name": settings.run.name, "seed": settings.run.seed},
-    )
+    run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(versions()), **tags}
+    run.ensure_parent()
     run.save_state("running")
     state: str = "stopped"
     status: Status = "KILLED"
     try:
         yield run
         state, status = "finished", "FINISHED"
+        run.ensure_parent()
         summary = run.summary()
         write_json(run.summary_file, summary)
         run.tracking.log_results(run.key, run.results())
@@ -234,5 +244,6 @@ def flow_run_tags() -> dict[str, str]:
     from prefect import runtime
 
     tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
-    tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
+    if EMBEDDED not in os.environ:
+        tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
     return {name: str(value) for name, value in tags.items() if value}

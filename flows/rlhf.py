@@ -9,7 +9,7 @@ from prefect import flow, runtime
 from pydantic import Field
 
 from flows import stages
-from flows.pages import publish_run
+from flows.pages import publish_run, publish_tags
 from flows.parameters import DEFAULT_CONFIG, overrides_of
 from flows.pipeline import flow_run_tags, open_pipeline
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -58,6 +58,7 @@ def rlhf(
         until: Stop after this stage.
     """
     with open_pipeline(config, overrides_of(locals()), start, until, flow_run_tags()) as run:
+        publish_tags(run)
         data = stages.data(run)
         sft = stages.sft(run, data)
         reward = stages.reward(run, data, sft)

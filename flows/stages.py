@@ -30,6 +30,7 @@ from flows.pages import ProgressPage, publish_stage
 from flows.pipeline import Pipeline, StageRecord
 from rlhf_core.errors import CorruptArtifact, GateFailed, InputError, NonFiniteError, Superseded, UnexpectedError
 from rlhf_core.failpoints import failpoint
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef, StageName
 
@@ -100,6 +101,7 @@ def execute(
 ) -> State[ArtifactRef] | ArtifactRef:
     """Find the artifact of `stage`, or have a child process make it."""
     began = time.monotonic()
+    run.ensure_parent()
     spec = run.spec(stage, inputs)
     display = current_display()
     ref = run.find(spec)
@@ -117,6 +119,7 @@ def execute(
             ref = _make(run, spec, log_file, on_event)
         failpoint("flow.made")
     else:
+        check_gate(run.config, stage, ref.metrics)
         run.tracking.link_reused(run.parent_run_id, stage, ref)
     record = StageRecord(ref, time.monotonic() - began, reused)
     run.record(stage, record)

@@ -26,6 +26,7 @@ from flows.embedded import answers, free_port
 from flows.environment import NO_TELEMETRY, prefect_environment
 from flows.files import write_json
 from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
+from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
 from rlhf_core.processes import ProcessId, carriers, die_with_parent, stop
 
@@ -40,6 +41,7 @@ FLOW_STOP_SECONDS = 40.0
 """A stage may take 20 s to stop, and its flow some more to report."""
 _LOOK_SECONDS = 2.0
 _BACKOFF = (0.0, 2.0, 10.0, 30.0)
+_SETTLED_SECONDS = 120.0
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Server:
     log_file: Path
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
+    """In a row: one that stayed up for a while starts a new count."""
+    started: float = 0.0
     next_start: float = field(default=0.0)
 
     def keep_running(self) -> None:
@@ -62,10 +66,11 @@ class Server:
         if self.process is not None:
             log.warning("%s ended with exit code %s; see %s", self.name, self.process.returncode, self.log_file)
             self.process = None
-            self.restarts += 1
+            self.restarts = self.restarts + 1 if now - self.started < _SETTLED_SECONDS else 1
             self.next_start = now + _BACKOFF[min(self.restarts, len(_BACKOFF)) - 1]
         if now < self.next_start:
             return
+        self.started = now
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -86,6 +91,7 @@ class Supervisor:
 
     def __init__(self, home: Path) -> None:
         self.folder = home / "servers"
+        self.database = home / "mlflow.db"
         self.prefect_port, self.mlflow_port = free_port(4200), free_port(5000)
         self.api = f"http://127.0.0.1:{self.prefect_port}/api"
         self.mlflow_url = f"http://127.0.0.1:{self.mlflow_port}"
@@ -108,7 +114,7 @@ class Supervisor:
         prefect = [*tool, "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.prefect_port)]
         mlflow = [
             *tool, "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.mlflow_port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}",
+            "--backend-store-uri", f"sqlite:///{self.database}",
             "--default-artifact-root", str(home / "mlartifacts"),
             "--allowed-hosts", f"localhost:{self.mlflow_port},127.0.0.1:{self.mlflow_port}",
         ]  # fmt: skip
@@ -143,6 +149,7 @@ class Supervisor:
 
     def _start(self) -> None:
         self.servers["prefect"].keep_running()
+        self._make_database()
         self.servers["mlflow"].keep_running()
         self._await("Prefect's server", "prefect", lambda: answers(f"{self.api}/health"))
         self.servers["worker"].keep_running()
@@ -160,6 +167,22 @@ class Supervisor:
                 raise StageFailed(f"{what} did not come up; see {self.servers[server].log_file}")
             self.servers[server].keep_running()
             self._pause(0.3)
+
+    def _make_database(self) -> None:
+        """MLflow's server would make it in place, where a kill leaves it broken for good."""
+        with (self.folder / "mlflow.log").open("ab") as output:
+            command = [sys.executable, "-m", "rlhf_core.tracking.database", str(self.database)]
+            done = subprocess.run(
+                command,
+                env={**os.environ, **NO_TELEMETRY},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=READY_SECONDS,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise StageFailed(f"MLflow's database {self.database} could not be made; see {self.folder / 'mlflow.log'}")
 
     def _deploy(self) -> None:
         if self.stopping:
@@ -225,7 +248,9 @@ def _pool_exists(api: str) -> bool:
 
 def main() -> int:
     """Entry point of the supervisor's process: `python -m flows.supervisor HOME`."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     supervisor = Supervisor(Path(sys.argv[1]))
 
     def on_signal(signum: int, frame: object) -> None:

@@ -70,6 +70,8 @@ class PairExample:
     """(T,) the other one, EOS included."""
     source: str = ""
     """Name of the data source, for accuracy by source."""
+    margin: float | None = None
+    """The row's number `margin`, where it has one (`reward.margin: field`)."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,6 @@ class Lineage:
     """The artifacts this stage reads: digests and addresses for the registry."""
     parent_run_id: str | None = None
     """MLflow run of the whole pipeline; None when tracking could not be reached."""
-    tracking_uri: str | None = None
-    """Tracking server in use, without credentials, for people."""
 
 
 @dataclass(frozen=True)

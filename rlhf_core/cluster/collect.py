@@ -39,6 +39,8 @@ class RolloutBatch:
     """Known already when filtering needed them."""
     replaced: int = 0
     """Prompts whose samples all scored alike and that were replaced."""
+    kept: bool = False
+    """Sampled by an earlier attempt."""
 
     @property
     def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.collect import Collector, RolloutBatch
 from rlhf_core.cluster.fleet import Fleet
@@ -134,7 +132,7 @@ class PPOController:
             **sync,
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,
-            "rollout/tokens_per_s": tokens / self._timing["timing/rollout"],
+            **({} if batch.kept else {"rollout/tokens_per_s": tokens / self._timing["timing/rollout"]}),
             "timing/step": time.monotonic() - started,
             **self._timing,
         }
@@ -171,9 +169,7 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
         )
-        experience.metrics.update(
-            {f"rewards/{name}": float(np.mean(source)) for name, source in batch.rewards.by_source.items()}
-        )
+        experience.metrics.update({f"rewards/{name}": value for name, value in batch.rewards.metrics().items()})
         if ppo.dynamic_filtering is not None:
             experience.metrics["rollout/replaced_prompts"] = float(batch.replaced)
         return experience
@@ -296,7 +292,8 @@ class PPOController:
         _, folder = latest
         loading = []
         for role in self._trained:
-            loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role))
+            scratch = self._services.work / f"converted-{role}"
+            loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role), str(scratch))
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.done = self._restorable = int(state["done"])

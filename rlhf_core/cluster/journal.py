@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class RolloutJournal:
-    """In `folder`, which outlives an attempt."""
+    """In `folder`, which outlives an attempt. `prompts`: all there are, in the same order every time."""
 
     def __init__(self, folder: Path, prompts: Sequence[PromptExample]) -> None:
         self._file = folder / "rollouts.json"
-        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._prompts = prompts
+        self._position = {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def write(self, step: int, batch: RolloutBatch) -> None:
         """Keep the batch of `step`, in place of any other."""
@@ -37,6 +38,7 @@ class RolloutJournal:
             {
                 "step": step,
                 "rollouts": [asdict(rollout) for rollout in batch.rollouts],
+                "prompts": [self._position[id(prompt)] for prompt in batch.prompts],
                 "rewards": None if batch.rewards is None else asdict(batch.rewards),
                 "replaced": batch.replaced,
             }
@@ -62,7 +64,8 @@ class RolloutJournal:
             return None
         rollouts = [_rollout(fields) for fields in kept["rollouts"]]
         rewards = None if kept["rewards"] is None else RewardBatch(**kept["rewards"])
-        return RolloutBatch(rollouts, [self._prompts[r.prompt_id] for r in rollouts], rewards, kept["replaced"])
+        prompts = [self._prompts[i] for i in kept["prompts"]]
+        return RolloutBatch(rollouts, prompts, rewards, kept["replaced"], kept=True)
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_core.cluster.fleet import Fleet
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.batching import plan_ranks
+from rlhf_core.models.packing import plan_ranks
 
 
 class Spread:

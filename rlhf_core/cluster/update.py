@@ -11,7 +11,7 @@ from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.cluster.spread import renumber
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.batching import plan_ranks
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.rollout.experience import Experience
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.sft import epoch_batches

@@ -228,8 +228,9 @@ class ModelWorker(Actor):
         return size
 
     @called()
-    def load_checkpoint(self, role: Role, folder: str) -> None:
-        self._models[role].load_checkpoint(Path(folder))
+    def load_checkpoint(self, role: Role, folder: str, scratch: str) -> None:
+        """`scratch`: a folder of its own for this role, which all ranks' hosts must share."""
+        self._models[role].load_checkpoint(Path(folder), Path(scratch))
 
     @called()
     def usage(self) -> Usage:

@@ -1,161 +1,44 @@
-"""Looks at the first bytes of data files and at a model's folder; loads nothing and runs nothing.
+"""Looks at a model's folder; loads nothing and runs nothing.
 
 Every function yields findings: an `InputError` for what would make the run fail, a text for what the user should know.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError, DataError, InputError, ModelError
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import ConfigError, InputError, ModelError
 
 Finding = InputError | str
 
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-_POINTER = b"version https://git-lfs"
-_FIRST_ROWS = 5
-_MAX_READ = 8_000_000
+DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+POINTER = b"version https://git-lfs"
 
 
 def is_local(path: str) -> bool:
     """True if a path is meant as one of this machine, not as a hub id or an address."""
     if "://" in path:
         return path.startswith("file://")
-    return path.startswith(("/", "./", "../", "~")) or path.endswith((*DATA_SUFFIXES, ".txt", ".gz")) or _exists(path)
+    return (
+        path.startswith(("/", "./", "../", "~"))
+        or path.lower().endswith((*DATA_SUFFIXES, ".txt", ".gz"))
+        or exists(path)
+    )
 
 
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
+    """Whether there is such a file or folder; False for what cannot be a path."""
     try:
-        return Path(path).exists()
-    except (OSError, ValueError):
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
         return False
-
-
-def check_source(field: str, path: str, revision: str | None) -> Iterator[Finding]:
-    """A data source: `field` is its place in the configuration, for messages."""
-    if path == "synthetic":
-        return
-    if path.startswith("s3://"):
-        if not re.match(r"s3://[^/]+/.", path):
-            yield ConfigError(f"{field}.path: must be s3://bucket/key; got {path!r}; name the bucket and a key in it")
-        return
-    if "://" in path and not path.startswith("file://"):
-        scheme = path.split("://")[0][:20]
-        yield ConfigError(
-            f"{field}.path: must be a local path, s3://, a hub id or `synthetic`; got scheme {scheme}://; "
-            "download the file first"
-        )
-        return
-    if not is_local(path):
-        if not _HUB_ID.fullmatch(path):
-            yield DataError(f"{field}.path: file not found, and {path[:80]!r} is no hub id either; correct the path")
-        elif revision is None:
-            yield (
-                f"{field}.path: {path} is no local path, so it is read from the Hugging Face hub; "
-                f"pin {field}.revision to a commit, or a change there goes unnoticed"
-            )
-        return
-    place = Path(path.removeprefix("file://"))
-    if not place.exists():
-        yield DataError(f"{field}.path: file not found: {path}; correct the path (relative ones start at {Path.cwd()})")
-    elif place.is_dir():
-        files = [file for file in sorted(place.rglob("*")) if file.is_file() and file.name.endswith(DATA_SUFFIXES)]
-        if not files:
-            yield DataError(f"{field}.path: {path} has no data files; put {', '.join(DATA_SUFFIXES[:4])} files into it")
-        for file in files[:3]:
-            yield from _data_file(field, file)
-    else:
-        yield from _data_file(field, place)
-
-
-def _data_file(field: str, file: Path) -> Iterator[Finding]:
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            head = stream.read(200)
-        if size == 0:
-            yield DataError(f"{field}.path: {file}: 0 rows, the file is empty; give one with rows")
-        elif head.startswith(_POINTER):
-            yield DataError(f"{field}.path: {file} is a Git LFS pointer, not data; fetch it with `git lfs pull`")
-        elif file.name.endswith(".parquet"):
-            if head[:4] != b"PAR1" or size < 12:
-                yield DataError(f"{field}.path: {file} is not parquet (no PAR1 mark); give it the suffix of what it is")
-        elif head[:4] == b"PAR1":
-            yield DataError(f"{field}.path: {file} is parquet; rename it to .parquet")
-        elif file.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _json_lines(field, file)
-        elif file.name.endswith(".json"):
-            yield from _json_array(field, file, head)
-        elif not file.name.endswith(DATA_SUFFIXES):
-            yield DataError(f"{field}.path: {file}: unknown kind of file; use one of {', '.join(DATA_SUFFIXES)}")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        yield DataError(f"{field}.path: {file} is not whole gzip data ({error}); compress or download it again")
-    except OSError as error:
-        yield DataError(f"{field}.path: {file} cannot be read ({error.strerror or error}); make it readable")
-
-
-def _json_lines(field: str, file: Path) -> Iterator[Finding]:
-    """A file none of whose first rows is an object is of another kind; single bad rows are for the data stage."""
-    reasons: list[str] = []
-    with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as stream:
-        for number in range(1, 1000):
-            line = stream.readline(_MAX_READ)
-            if not line or len(reasons) == _FIRST_ROWS:
-                break
-            if not line.removeprefix(b"\xef\xbb\xbf").strip():
-                continue
-            reason = _row_problem(line, cut=len(line) == _MAX_READ)
-            if reason is None:
-                return
-            reasons.append(f"{file}:{number}: {reason}")
-    if reasons:
-        yield DataError(
-            f"{field}.path: {reasons[0]} (none of the first {len(reasons)} rows is usable); write one JSON object per line"
-        )
-    else:
-        yield DataError(f"{field}.path: {file}: 0 rows, only blank lines; give a file with rows")
-
-
-def _row_problem(line: bytes, cut: bool) -> str | None:
-    try:
-        text = line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return f"byte 0x{line[error.start]:02x} is not UTF-8"
-    if cut:
-        return None
-    try:
-        row = json.loads(text)
-    except RecursionError:
-        return "JSON nested too deep"
-    except ValueError as error:
-        return f"not complete JSON ({str(error).split(':')[0]})"
-    return None if isinstance(row, dict) else f"must be a JSON object; got {type(row).__name__}"
-
-
-def _json_array(field: str, file: Path, head: bytes) -> Iterator[Finding]:
-    first = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if first not in (b"[", b"{"):
-        yield DataError(
-            f"{field}.path: {file}:1: must be a JSON array of objects; got {first!r} as its first character"
-        )
-    elif file.stat().st_size <= _MAX_READ and first == b"[":
-        try:
-            rows = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            yield DataError(f"{field}.path: {file} is not valid JSON ({error}); correct it")
-            return
-        if not rows:
-            yield DataError(f"{field}.path: {file}: 0 rows, the array is empty; give one with rows")
-        elif not any(isinstance(row, dict) for row in rows[:_FIRST_ROWS]):
-            yield DataError(f"{field}.path: {file}: rows must be JSON objects; got {type(rows[0]).__name__}")
 
 
 def check_model(
@@ -163,7 +46,7 @@ def check_model(
 ) -> Iterator[Finding]:
     """The base model. `tokens`: longest sequence it must hold; `needs_template`: the tokenizer's chat template is used;
     `head_sizes`: attention heads that the engines can compute, None for any."""
-    if not is_local(path) and _HUB_ID.fullmatch(path):
+    if not is_local(path) and HUB_ID.fullmatch(path):
         if revision is None:
             yield (
                 f"model.path: {path} is no local folder, so it is read from the Hugging Face hub; "
@@ -171,7 +54,7 @@ def check_model(
             )
         return
     folder = Path(path)
-    if not _exists(path):
+    if not exists(path):
         yield ModelError(f"model.path: model path not found: {path[:200]}; correct it, or give a hub id as owner/name")
     elif not folder.is_dir():
         yield ModelError(f"model.path: must be a folder in Hugging Face layout; got the file {path}; give its folder")
@@ -255,7 +138,8 @@ def _token_count(content: dict[str, Any]) -> int:
         highest = max((index for index in vocabulary.values() if isinstance(index, int)), default=-1)
     elif isinstance(vocabulary, list):
         highest = len(vocabulary) - 1
-    for token in content.get("added_tokens") or []:
+    added = content.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
         if isinstance(token, dict) and isinstance(token.get("id"), int):
             highest = max(highest, token["id"])
     return highest + 1
@@ -270,7 +154,15 @@ def _weights(folder: Path, rows: set[int]) -> Iterator[Finding]:
         if problem or not isinstance(named, dict):
             yield ModelError(f"model.path: {problem or f'{index} has no weight_map'}; fetch it again")
             return
-        files = [folder / str(name) for name in sorted(set(named.values()))]
+        names = sorted({str(name) for name in named.values()})
+        strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+        if strange:
+            yield ModelError(
+                f"model.path: {index} names {shown(strange[0])}, but each of its shards must be a *.safetensors file of "
+                "this folder; take the index from where the model is from"
+            )
+            return
+        files = [folder / name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             yield ModelError(
@@ -297,7 +189,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, Any], str | None]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(64)
-        if head.startswith(_POINTER):
+        if head.startswith(POINTER):
             return {}, "is a Git LFS pointer, not weights"
         if head.lstrip()[:1] == b"<":
             return {}, "is not safetensors (it looks like HTML)"
@@ -312,7 +204,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, Any], str | None]:
             for entry in header.values():
                 end = max(end, int(entry["data_offsets"][1]))
                 entry["shape"] = [int(axis) for axis in entry["shape"]]
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+        except (ValueError, AttributeError, LookupError, TypeError, OverflowError, RecursionError):
             return {}, "is not safetensors (its header is no JSON)"
     if size != 8 + length + end:
         return {}, f"has {size} bytes where its header says {8 + length + end}: cut short or damaged"
@@ -331,8 +223,10 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 
 def writable(folder: Path) -> str | None:
     """What keeps `folder` from being made and written to, or None."""
+    if "\0" in str(folder):
+        return "a path has no NUL character"
     here = folder.absolute()
-    while not here.exists() and here != here.parent:
+    while not exists(str(here)) and here != here.parent:
         here = here.parent
     if not here.is_dir():
         return f"{here} is a file"

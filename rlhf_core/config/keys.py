@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
-SCHEMA: dict[StageName, int] = {"data": 1, "sft": 2, "reward": 3, "ppo": 3, "evaluate": 2, "register": 1}
+SCHEMA: dict[StageName, int] = {"data": 2, "sft": 3, "reward": 4, "ppo": 4, "evaluate": 3, "register": 1}
 """Version of each stage's code: raise it when the same configuration gives another result."""
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {
@@ -39,25 +40,40 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
 }
 
 _NOT_RESULTS = {
+    "allow_other_ranks",
+    "allowed_hosts",
+    "backoff",
+    "breaker_failures",
+    "breaker_seconds",
     "bucket_mib",
     "canary",
     "canary_tolerance",
     "checkpoint_every",
+    "concurrency",
     "eval_every",
     "gpu_memory_utilization",
+    "items_per_request",
     "kv_cache_gib",
     "logprob_gap_limit",
     "max_kl",
     "max_restarts",
     "min_accuracy",
     "min_count",
+    "ranks",
+    "reference_ranks",
+    "retries",
+    "reward_ranks",
     "samples_every",
     "timeout",
 }
-"""Fields that change when things happen, not what comes out."""
+"""Fields that change when and where things happen, not what comes out (more than by rounding)."""
 
 _BY_CONTENT = {"chat_template", "file", "path", "revision"}
 """Addresses of what is read from outside: its content is in the key, by digest, and may move."""
+
+
+_NAMED_BY_USERS = {"rename"}
+"""Fields whose own keys are anybody's words."""
 
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
@@ -83,9 +99,15 @@ def stage_key(
     if stage == "register":
         payload["model"] = config.registered_model
         # A version lives in one registry: another MLflow needs its own.
-        payload["tracking"] = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        payload["tracking"] = tracking_uri(config)
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tracking_uri(config: PipelineConfig) -> str:
+    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`."""
+    own = f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:
@@ -108,9 +130,18 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def pipeline_name(config: PipelineConfig, key: str) -> str:
+    """Of the pipeline `key`, for folders and trackers: `demo-seed0-1c38a75c`."""
+    return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
+
+
 def _strip(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {name: _strip(value) for name, value in tree.items() if name not in _NOT_RESULTS | _BY_CONTENT}
+        return {
+            name: value if name in _NAMED_BY_USERS else _strip(value)
+            for name, value in tree.items()
+            if name not in _NOT_RESULTS | _BY_CONTENT
+        }
     if isinstance(tree, list):
         return [_strip(value) for value in tree]
     return tree

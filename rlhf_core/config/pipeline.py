@@ -49,7 +49,9 @@ class RunConfig(Section):
 class StoreConfig(Section):
     """Where artifacts and checkpoints lie."""
 
-    url: str | None = Field(None, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`")
+    url: str | None = Field(
+        None, min_length=1, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`"
+    )
     endpoint: str | None = Field(
         None, description="URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"
     )

@@ -47,9 +47,6 @@ class PlacementPlan:
     together: bool
     """True where engines use the devices of the training ranks (`colocate: all`)."""
 
-    def group_of(self, role: Role) -> Group:
-        return next(group for group in self.groups if role in group.roles)
-
     @property
     def ranks(self) -> int:
         """Training ranks of all groups."""

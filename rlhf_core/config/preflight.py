@@ -6,27 +6,24 @@ and models are only looked at.
 
 from __future__ import annotations
 
-import ast
-import importlib.machinery
 import math
 import os
-import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config.checkadapters import check_adapters
-from rlhf_core.config.checkfiles import Finding, check_model, check_source, is_local, tensors, writable
+from rlhf_core.config.checkdata import check_source
+from rlhf_core.config.checkfiles import Finding, check_model, is_local, tensors
+from rlhf_core.config.checkplaces import check_environment, check_places
+from rlhf_core.config.checkrewards import check_rewards
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as placement
-from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
-from rlhf_core.config.rewards import GoldReward, ModelReward, PythonReward
+from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError
 
-_TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks")
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on the CPU computes with; other sizes load and then fail at the first token."""
 _BYTES_PER_PARAMETER = 16
@@ -36,51 +33,22 @@ _BYTES_PER_PARAMETER = 16
 def check(config: PipelineConfig) -> list[str]:
     """Warnings, one sentence each. Raises ConfigError, DataError or ModelError (the class of the first problem) whose
     message lists every problem, a line each."""
-    parts = (_addresses, _folders, _data, _model, check_adapters, _rewards, _consistency, _devices, _disk)
+    parts = (
+        check_places,
+        check_environment,
+        _data,
+        _model,
+        check_adapters,
+        check_rewards,
+        _consistency,
+        _devices,
+        _disk,
+    )
     findings: list[Finding] = [finding for part in parts for finding in part(config)]
     errors = [finding for finding in findings if isinstance(finding, InputError)]
     if errors:
         raise type(errors[0])("\n".join(dict.fromkeys(error.message for error in errors)))
     return list(dict.fromkeys(finding for finding in findings if isinstance(finding, str)))
-
-
-def _addresses(config: PipelineConfig) -> Iterator[Finding]:
-    for path, text in texts(config.model_dump(mode="json", by_alias=True)):
-        if has_credentials(text):
-            yield ConfigError(
-                f"{'.'.join(map(str, path))}: credentials in a URL are refused; got {HIDDEN}; "
-                "give them by environment variables or a role"
-            )
-    url, endpoint, uri = config.store.url, config.store.endpoint, config.tracking.uri
-    if url is not None and url.startswith("s3://"):
-        bucket = url.removeprefix("s3://").split("/")[0]
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
-            yield ConfigError(
-                f"store.url: must be s3://bucket/prefix with a bucket name of 3 to 63 a-z, 0-9, `.` and `-`; "
-                f"got {shown(url)}; name a bucket"
-            )
-    elif url is not None and "://" in url and not url.startswith("file://"):
-        yield ConfigError(
-            f"store.url: must be a folder, file:// or s3://bucket/prefix; got scheme {url.split('://')[0][:20]}://; use s3://"
-        )
-    if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
-        yield ConfigError(
-            f"store.endpoint: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
-        )
-    if uri is not None and "://" in uri and uri.split("://")[0].split("+")[0] not in _TRACKING_SCHEMES:
-        yield ConfigError(
-            f"tracking.uri: must be one of {', '.join(_TRACKING_SCHEMES)}; got scheme {uri.split('://')[0][:20]}://; "
-            "use http://host:port of an MLflow server"
-        )
-
-
-def _folders(config: PipelineConfig) -> Iterator[Finding]:
-    places = {"run.home": config.run.home}
-    if "://" not in config.store_url or config.store_url.startswith("file://"):
-        places["store.url"] = config.store_url.removeprefix("file://")
-    for field, path in places.items():
-        if problem := writable(Path(path)):
-            yield ConfigError(f"{field}: the folder {path[:200]} cannot be used: {problem}; choose another")
 
 
 def _data(config: PipelineConfig) -> Iterator[Finding]:
@@ -112,75 +80,6 @@ def _model(config: PipelineConfig) -> Iterator[Finding]:
         yield from check_model(config.model.path, config.model.revision, longest, needs_template, sizes)
 
 
-def _rewards(config: PipelineConfig) -> Iterator[Finding]:
-    for index, source in enumerate(config.ppo.rewards):
-        field = f"ppo.rewards.{index}"
-        if isinstance(source, PythonReward):
-            problem = _function_problem(source)
-            if problem:
-                yield ConfigError(problem.replace("FIELD", field))
-        elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
-            yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
-
-
-def _function_problem(source: PythonReward) -> str | None:
-    module, _, name = source.function.partition(":")
-    if source.file is not None:
-        file = Path(source.file)
-        if not file.is_file():
-            return f"FIELD.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
-    else:
-        found = _module_file(module)
-        if found is None:
-            return f"FIELD.function: module {module} not found; install it, or give its file as FIELD.file"
-        file = found
-    if file.suffix != ".py":
-        return None
-    try:
-        names = _names(ast.parse(file.read_bytes(), str(file)).body)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        return f"FIELD.function: {file}{f':{line}' if line else ''} is not valid Python ({error}); correct it"
-    if names is not None and name not in names:
-        return f"FIELD.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
-    return None
-
-
-def _module_file(module: str) -> Path | None:
-    """Where a module's source lies, without running the packages around it."""
-    paths: list[str] | None = [*sys.path, os.getcwd()]
-    spec = None
-    parts = module.split(".")
-    for depth in range(len(parts)):
-        try:
-            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), paths)
-        except (ImportError, ValueError, TypeError):
-            return None
-        if spec is None:
-            return Path(parts[0]) if parts[0] in sys.builtin_module_names else None
-        paths = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec is not None and spec.origin else None
-
-
-def _names(body: list[ast.stmt]) -> set[str] | None:
-    """Names that a module defines at its top level; None if a star import or `__getattr__` may add others."""
-    names: set[str] = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names.update(part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name for alias in node.names)
-        else:
-            inner = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
-            handlers = [part for handler in getattr(node, "handlers", []) for part in handler.body]
-            found = _names([*inner, *handlers])
-            names.update({"*"} if found is None else found)
-    return None if names & {"*", "__getattr__"} else names
-
-
 def _consistency(config: PipelineConfig) -> Iterator[Finding]:
     judge, ppo = config.evaluate.judge, config.ppo
     rules = [source for source in ppo.rewards if not isinstance(source, ModelReward)]
@@ -205,6 +104,10 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
         if deepspeed.offload == "optimizer" and deepspeed.zero_stage == 0:
             yield ConfigError(
                 f"{field}.offload: optimizer needs {field}.zero_stage 1, 2 or 3; got 0; set it, or offload=none"
+            )
+        if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
+            yield ConfigError(
+                f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
             )
 
 
@@ -257,6 +160,8 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     for field, deepspeed in _trainers(config):
         if deepspeed.offload == "optimizer":
             yield ConfigError(f"{field}.offload: optimizer needs a GPU to offload from; got 0 visible; use none")
+        if deepspeed.dtype == "float16":
+            yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
     if plan.busy > cores:
         yield (
             f"ppo has {plan.busy} processes at work at once ({plan.describe()}) on {cores} CPU cores: they will take "

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 HIDDEN = "(hidden)"
 
 _SECRET_NAME = re.compile(
-    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth|private_?key)$", re.I
-)
-_SECRET_VALUE = re.compile(
-    r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
-    r"|-----BEGIN|\beyJ[\w-]{10,}\.|[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)=",
+    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth(_string)?|private_?key)$",
     re.I,
 )
-_URL_WITH_USER = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@)")
+_SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
+_SECRET_VALUE = re.compile(
+    r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
+    r"|-----BEGIN|\beyJ[\w-]{10,}\.|" + _SECRET_QUERY,
+    re.I,
+)
+_URL_WITH_SECRET = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@|\S*" + _SECRET_QUERY + ")", re.I)
+
+_URL_USER = re.compile(r"://[^/\s@'\"]*:[^@\s'\"]*@")
+_SHORTEST_SECRET = 8
+"""Shorter values are words such as `true`, and would be taken out of every line."""
 
 
 def has_credentials(text: str) -> bool:
-    """True for a URL with a user part (`scheme://user:password@host`)."""
-    return _URL_WITH_USER.search(text) is not None
+    """True for a URL with a user part (`scheme://user:password@host`) or with a secret in its query (`?token=`)."""
+    return _URL_WITH_SECRET.search(text) is not None
 
 
 def is_secret(name: str, value: Any) -> bool:
@@ -48,6 +56,31 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
         return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
+
+
+def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`text` without user parts of URLs and without the value of any variable that has a secret's name.
+
+    The net below all sinks: a library's error message, which nobody here wrote, may echo what it was given.
+    """
+    text = _URL_USER.sub(f"://{HIDDEN}@", text)
+    for name, value in environ.items():
+        if len(value) >= _SHORTEST_SECRET and value in text and _SECRET_NAME.search(name):
+            text = text.replace(value, HIDDEN)
+    return text
+
+
+class ScrubbingFormatter(logging.Formatter):
+    """A formatter whose lines, tracebacks included, are `scrubbed`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as it is written."""
+        return scrubbed(super().format(record))
+
+
+def printable(text: str) -> str:
+    """`text` with control and direction characters spelled out: what comes from outside must not steer a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown_key(key: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.hosts import as_network, host_of, is_listed, url_problem
 
 
 class RewardSource(Section):
@@ -106,7 +107,16 @@ class AnswerReward(RewardSource):
     )
 
 
-class PythonReward(RewardSource):
+class ExternalReward(RewardSource):
+    """What runs code that is not ours and may fail."""
+
+    on_error: Literal["abort", "mask"] = Field(
+        "abort",
+        description="A response that has no value after all tries: `abort` ends the step with an error that names it, `mask` leaves it out of the update and the metrics, and counts it",
+    )
+
+
+class PythonReward(ExternalReward):
     """A function of yours: `list[RewardInput] -> list[float]`."""
 
     type: Literal["python"] = "python"
@@ -115,7 +125,61 @@ class PythonReward(RewardSource):
         None, description="Python file that holds it, if it is not importable; then `function` is `anything:function`"
     )
     timeout: PositiveFloat = Field(30.0, description="Seconds for one batch")
-    retries: NonNegativeInt = Field(1, description="Further tries before the step fails")
+    retries: NonNegativeInt = Field(1, description="Further tries of a batch that failed")
+
+
+class RemoteReward(ExternalReward):
+    """A service that scores over HTTP, such as `rlhf serve-reward`; the protocol is in `rlhf_core/rewards/remote.py`."""
+
+    type: Literal["remote"] = "remote"
+    urls: tuple[str, ...] = Field(
+        min_length=1, description="`http(s)://host[:port]/path` of each replica; the least busy one is asked"
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        min_length=1,
+        description="Hosts that may be asked. A name that leads to a private or loopback address needs that address, or a network like 10.0.0.0/8, here as well",
+    )
+    items_per_request: PositiveInt = Field(64, description="Responses in one request")
+    concurrency: PositiveInt = Field(4, description="Requests at once to each replica")
+    send_tokens: bool = Field(
+        False, description="Send token ids beside the texts: for a service with the policy's own tokenizer"
+    )
+    timeout: PositiveFloat = Field(
+        30.0, description="Seconds for one request, from the address look-up to the last byte"
+    )
+    retries: NonNegativeInt = Field(4, description="Further tries of a request that failed")
+    backoff: PositiveFloat = Field(
+        1.0, description="Seconds before the first further try, twice as long before each next one, times 0.5 to 1.5"
+    )
+    breaker_failures: PositiveInt = Field(5, description="Failures in a row after which a replica is left alone")
+    breaker_seconds: PositiveFloat = Field(
+        15.0, description="How long it is left alone; a single request then tries it again"
+    )
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in allowed:
+            try:
+                name = as_network(entry) is None
+            except ValueError as error:
+                raise ValueError(f"allowed_hosts must hold networks without host bits; {error}") from error
+            if name and not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", entry):
+                raise ValueError(
+                    f"allowed_hosts must hold host names, addresses or networks; got {entry!r}; leave scheme, port and path out"
+                )
+        return allowed
+
+    @model_validator(mode="after")
+    def _urls_are_allowed(self) -> Self:
+        for url in self.urls:
+            if problem := url_problem(url):
+                raise ValueError(f"urls: {problem}; correct url {self.urls.index(url)}")
+            if not is_listed(host_of(url), self.allowed_hosts):
+                raise ValueError(
+                    f"urls must lead to allowed_hosts ({', '.join(self.allowed_hosts)}); got {host_of(url)}; add it there"
+                )
+        return self
 
 
 AnyReward = Annotated[
@@ -129,6 +193,7 @@ AnyReward = Annotated[
     | WellFormedReward
     | TokenShareReward
     | AnswerReward
-    | PythonReward,
+    | PythonReward
+    | RemoteReward,
     Field(discriminator="type"),
 ]

@@ -34,10 +34,17 @@ class DeepSpeedConfig(Section):
     offload: Literal["none", "optimizer"] = Field(
         "none", description="Keep optimizer state in host memory (ZeRO 1-3, GPU)"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Compute precision; bfloat16 keeps float32 master weights"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="Compute precision; bfloat16 and float16 keep float32 master weights, float16 (GPU, ZeRO 1-3) scales "
+        "the loss, at first by 65536 and by half of that after each gradient that overflows",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
+    allow_other_ranks: bool = Field(
+        False,
+        description="Continue from a checkpoint that another number of ranks wrote, converted: the same training up to "
+        "rounding; else that is an error",
+    )
 
 
 class LoraConfig(Section):
@@ -76,6 +83,15 @@ class SFTConfig(Section):
     samples: PositiveInt = Field(8, description="Held-out prompts answered at the end, for reading")
 
 
+class EarlyStopConfig(Section):
+    """The end of the training when held-out pairs stop getting better, with the weights that were best on them."""
+
+    every: PositiveInt = Field(50, description="Optimizer steps between evaluations on the held-out pairs")
+    patience: PositiveInt = Field(
+        3, description="Evaluations in a row without a lower held-out loss after which the training ends"
+    )
+
+
 class RewardConfig(Section):
     """Bradley-Terry reward model, from the SFT model."""
 
@@ -92,6 +108,15 @@ class RewardConfig(Section):
         True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
     )
     center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
+    margin: Literal["none", "constant", "field"] = Field(
+        "none",
+        description="By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023): "
+        "`constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
+    )
+    margin_value: PositiveFloat = Field(1.0, description="The margin of all pairs with `margin: constant`")
+    early_stop: EarlyStopConfig | None = Field(
+        None, description="Stop when the held-out loss stops falling; None: all epochs and the last weights"
+    )
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     min_accuracy: Fraction = Field(
         0.5, description="Held-out accuracy below this fails the stage: PPO on it would be noise"

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError
 
 MAX_BYTES = 1_000_000
@@ -63,7 +64,8 @@ def read(path: str | Path) -> Document:
     except PermissionError as error:
         raise ConfigError(f"{path}: permission denied; make the file readable for this user") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path!s:.200}: cannot be read ({error})".replace("\0", "\\0")) from error
+        what = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown(str(path))}: cannot be read ({what}); give the path of a YAML file") from error
     return parse(data, str(path))
 
 

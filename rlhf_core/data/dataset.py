@@ -11,7 +11,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 Split = Literal["train", "eval"]
-_TOKENS, _MASK, _TEXT = "list<int32>", "list<int8>", "string"
+_TOKENS, _MASK, _TEXT, _NUMBER = "list<int32>", "list<int8>", "string", "double"
 _COLUMNS: dict[str, dict[str, str]] = {
     "sft": {"input_ids": _TOKENS, "loss_mask": _MASK, "source": _TEXT},
     "pairs": {
@@ -21,6 +21,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "chosen_ids": _TOKENS,
         "rejected_ids": _TOKENS,
         "source": _TEXT,
+        "margin": _NUMBER,
     },
     "prompts": {"prompt_id": _TEXT, "prompt": _TEXT, "input_ids": _TOKENS, "meta": _TEXT},
 }
@@ -37,11 +38,22 @@ def load_sft(folder: Path, split: Split) -> list[SFTExample]:
 
 def load_pairs(folder: Path, split: Split) -> list[PairExample]:
     """Preference pairs of a data artifact's folder; empty if the configuration has no preference source."""
-    names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source")
+    names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source", "margin")
     return [
-        PairExample(prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source)
-        for prompt_id, prompt, prompt_ids, chosen, rejected, source in _read(folder, "pairs", split, names)
+        PairExample(prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source, margin)
+        for prompt_id, prompt, prompt_ids, chosen, rejected, source, margin in _read(folder, "pairs", split, names)
     ]
+
+
+def require_margins(pairs: Sequence[PairExample]) -> None:
+    """DataError unless every pair has a margin."""
+    without = [pair for pair in pairs if pair.margin is None]
+    if without:
+        raise DataError(
+            f"reward.margin: field needs a finite number `margin` in every preference row; {len(without)} of {len(pairs)} "
+            f"have none (the first: source {without[0].source!r}, prompt {without[0].prompt[:60]!r}); add it, `rename` "
+            "another field to it, or use none or constant"
+        )
 
 
 def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
@@ -59,7 +71,7 @@ def write(folder: Path, name: str, split: Split, examples: Sequence[SFTExample |
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {_TOKENS: pa.list_(pa.int32()), _MASK: pa.list_(pa.int8()), _TEXT: pa.string()}
+    types = {_TOKENS: pa.list_(pa.int32()), _MASK: pa.list_(pa.int8()), _TEXT: pa.string(), _NUMBER: pa.float64()}
     schema = pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
     columns = {
         column: [

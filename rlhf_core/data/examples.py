@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_core.config.data import DataConfig
 from rlhf_core.data.collect import Loaded, SetName, split_key
@@ -15,6 +15,8 @@ from rlhf_core.types import PairExample, PromptExample, SFTExample
 PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
 RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"
 NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
+_MAX_TRAINING_CHARS = 100_000
+_LARGEST_MARGIN = 1e9
 
 
 class Dropped(ValueError):
@@ -60,7 +62,15 @@ def _pair(item: Loaded, encoder: Encoder, config: DataConfig) -> PairExample:
     _, rejected = _respond(record, record.rejected, encoder, config)
     if chosen == rejected:
         raise Dropped("chosen and rejected have the same tokens")
-    return PairExample(prompt_id(record.prompt_text), record.prompt_text, prompt, chosen, rejected, item.source)
+    text = record.prompt_text
+    return PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, _margin(record))
+
+
+def _margin(record: Record) -> float | None:
+    value = record.meta.get("margin")
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _LARGEST_MARGIN:
+        return None
+    return float(value)
 
 
 def _sft(item: Loaded, encoder: Encoder, config: DataConfig, max_text: int) -> SFTExample:
@@ -104,7 +114,9 @@ def _plain(record: Record) -> str:
     return record.prompt_text if record.text is not None else f"{record.prompt_text}\n\n{said}"
 
 
-def training_texts(record: Record) -> Any:
-    """Every text of a record, for training a tokenizer."""
-    yield from (message.content for message in record.messages or record.prompt)
-    yield from (text for text in (record.text, record.response, record.rejected) if text is not None)
+def training_texts(record: Record) -> Iterator[str]:
+    """Every text of a record, for training a tokenizer; of one far over all limits the beginning, since megabytes without
+    a blank would take the training minutes."""
+    yield from (message.content[:_MAX_TRAINING_CHARS] for message in record.messages or record.prompt)
+    texts = (record.text, record.response, record.rejected)
+    yield from (text[:_MAX_TRAINING_CHARS] for text in texts if text is not None)

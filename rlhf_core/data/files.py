@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
+from rlhf_core.config.checkdata import csv_header_problem, impostor, suffix_of
+from rlhf_core.config.checkfiles import DATA_SUFFIXES
 from rlhf_core.errors import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
 
@@ -43,18 +44,15 @@ class BadRow:
     """The row as far as it can be shown, at most 500 characters."""
 
 
-def suffix_of(name: str) -> str | None:
-    """The supported suffix of a file name, the longest that fits, or None."""
-    lower = name.lower()
-    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if lower.endswith(suffix)), None)
-
-
 def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     """Every row of one open file; its name tells the format. Blank lines, CRLF and a byte-order mark are accepted."""
     suffix = suffix_of(file)
     if suffix is None:
-        raise DataError(f"{file}: unknown kind of file; name it {', '.join(SUFFIXES)}")
-    _refuse_impostor(file, suffix, stream)
+        raise DataError(f"{file}: unknown kind of file; name it {', '.join(DATA_SUFFIXES)}")
+    problem = impostor(suffix, stream.read(256))
+    if problem is not None:
+        raise DataError(f"{file}: {problem}")
+    stream.seek(0)
     if suffix == ".parquet":
         yield from _read_parquet(file, stream)
     elif suffix == ".csv":
@@ -68,26 +66,9 @@ def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         yield from _read_jsonl(file, stream)
 
 
-def _refuse_impostor(file: str, suffix: str, stream: IO[bytes]) -> None:
-    """DataError for a file that is not what its name says; the stream is back at its beginning."""
-    head = stream.read(256)
-    stream.seek(0)
-    start = head.lstrip()[:64].lower()
-    binary = {"parquet": head.startswith(b"PAR1"), "gzip": head.startswith(b"\x1f\x8b")}
-    wanted = {".parquet": "parquet", ".jsonl.gz": "gzip"}.get(suffix)
-    if not head:
-        raise DataError(f"{file}: the file is empty (0 rows); give a file with rows")
-    if start.startswith(b"version https://git-lfs"):
-        raise DataError(f"{file}: this is a Git LFS pointer, not the data; run `git lfs pull`")
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise DataError(f"{file}: this is a web page or XML, not data; download the file again")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{file}: the file is UTF-16; save it as UTF-8")
-    for name, found in binary.items():
-        if found and wanted != name:
-            raise DataError(f"{file}: this is a {name} file with the name of a {suffix} file; rename it")
-    if wanted and not binary[wanted]:
-        raise DataError(f"{file}: this is not a {wanted} file, in spite of its name; rename it or export it again")
+def json_type(value: Any) -> str:
+    """The type of a JSON value, for messages."""
+    return "null" if value is None else type(value).__name__
 
 
 def _cut(text: str) -> str:
@@ -109,7 +90,7 @@ def _parse(text: str) -> dict[str, Any]:
     if isinstance(value, list):
         raise ValueError("expected a JSON object, got an array; a file that is one array must be named .json")
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+        raise ValueError(f"expected a JSON object, got {json_type(value)}")
     return value
 
 
@@ -161,13 +142,13 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(f"{file}: {reason}") from error
     if not isinstance(value, list):
         raise DataError(
-            f"{file}: expected an array of objects, got {type(value).__name__}; name it .jsonl if each line is an object"
+            f"{file}: expected an array of objects, got {json_type(value)}; name it .jsonl if each line is an object"
         )
     for index, item in enumerate(value, start=1):
         if isinstance(item, dict):
             yield Row(file, index, item)
         else:
-            yield BadRow(file, index, f"expected a JSON object, got {type(item).__name__}", _cut(repr(item)))
+            yield BadRow(file, index, f"expected a JSON object, got {json_type(item)}", _cut(repr(item)))
 
 
 def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
@@ -180,8 +161,8 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{file}:1: not CSV: {error}") from error
-    if len(set(header)) < len(header) or not all(name.strip() for name in header):
-        raise DataError(f"{file}:1: the first line must name each field once; got {', '.join(header)[:200]}")
+    if problem := csv_header_problem(header):
+        raise DataError(f"{file}:1: {problem}")
     while True:
         line = reader.line_num + 1
         try:
@@ -204,11 +185,13 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    number = 0
     try:
-        number = 0
         for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
             yield from numbered(file, batch.to_pylist(), number)
             number += batch.num_rows
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"

@@ -11,7 +11,7 @@
 `prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists with or
 without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
 "\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt.
-All other fields of a row are kept as `meta`.
+All other fields of a row are kept as `meta`; a number `margin` of a preference row may serve the reward model's loss.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.config.data import Format
+from rlhf_core.data.files import json_type
 
 ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
@@ -127,7 +128,7 @@ def _checked(text: Any, name: str) -> str:
     if text is None:
         raise RowError(f"{name} is missing or null")
     if not isinstance(text, str):
-        raise RowError(f"{name} must be a string; got {type(text).__name__}")
+        raise RowError(f"{name} must be a string; got {json_type(text)}")
     if not text.strip():
         raise RowError(f"{name} is {'blank' if text else 'empty'}")
     if "\x00" in text:
@@ -149,7 +150,7 @@ def _messages(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     if value is None:
         raise RowError(f"{name!r} is missing or null")
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        raise RowError(f"{name!r} must be a list of messages; got {type(value).__name__}")
+        raise RowError(f"{name!r} must be a list of messages; got {json_type(value)}")
     if not value:
         raise RowError(f"{name!r} has no messages")
     return tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
@@ -157,7 +158,7 @@ def _messages(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
 
 def _message(item: Any, name: str) -> Message:
     if not isinstance(item, Mapping):
-        raise RowError(f"{name} must be an object with 'role' and 'content'; got {type(item).__name__}")
+        raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
     role = item.get("role")
     if role not in ROLES:
         raise RowError(f"{name}.role must be system, user or assistant; got {str(role)[:40]!r}")

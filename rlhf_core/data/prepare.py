@@ -27,13 +27,14 @@ from rlhf_core.data.collect import (
     load_set,
     split_position,
 )
-from rlhf_core.data.dataset import Split, write
+from rlhf_core.data.dataset import Split, require_margins, write
 from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
 from rlhf_core.data.sources import source_digests
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.failpoints import failpoint
+from rlhf_core.types import PairExample
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], No
         made = _encode(config, loaded, encoder, positions, quarantine, counts, progress)
     finally:
         quarantine.close()
+    if config.reward.enabled and config.reward.margin == "field":
+        require_margins([item.example for item in made["preference"] if isinstance(item.example, PairExample)])
     failpoint("data.encoded")
     splits = _split(config, made, counts)
     for name in SETS:

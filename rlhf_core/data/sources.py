@@ -15,9 +15,11 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, Literal, cast
 
+from rlhf_core.config.checkdata import suffix_of
+from rlhf_core.config.checkfiles import DATA_SUFFIXES
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.files import SUFFIXES, BadRow, Row, numbered, read_file, suffix_of
+from rlhf_core.data.files import BadRow, Row, numbered, read_file
 from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
@@ -35,7 +37,11 @@ def kind_of(path: str) -> Kind:
         return "synthetic"
     if path.startswith("s3://"):
         return "s3"
-    if path.startswith(("/", "./", "../", "~", "file://")) or path.lower().endswith(SUFFIXES) or Path(path).exists():
+    if (
+        path.startswith(("/", "./", "../", "~", "file://"))
+        or path.lower().endswith(DATA_SUFFIXES)
+        or Path(path).exists()
+    ):
         return "local"
     is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     return "hub" if is_id else "local"
@@ -150,7 +156,7 @@ def _list_files(path: str, kind: Kind, endpoint: str | None) -> list[str]:
         if file.is_file() and suffix_of(file.name) and not file.name.startswith(".")
     )
     if not files:
-        raise DataError(f"no data file in folder {path}; supported are {', '.join(SUFFIXES)}")
+        raise DataError(f"no data file in folder {path}; supported are {', '.join(DATA_SUFFIXES)}")
     return files
 
 

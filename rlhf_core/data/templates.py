@@ -10,18 +10,20 @@ is tokenised in the ordinary way, as the tokenizer itself would do it.
 from __future__ import annotations
 
 import re
-import sys
-import time
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlhf_core.config.redact import printable
 from rlhf_core.data.formats import Message
+from rlhf_core.data.limits import memory_limit, time_limit
 from rlhf_core.errors import ModelError
 
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 _TEMPLATE_SECONDS = 2.0
+_TEMPLATE_BYTES = 2**29
+"""What rendering one conversation may allocate."""
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too long."""
 
@@ -134,19 +136,21 @@ class Encoder:
     def _render(
         self, messages: list[dict[str, str]], generate: bool, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                chat_template=self.tokenizer.chat_template,
-                add_generation_prompt=generate,
-                return_assistant_tokens_mask=marks,
-                **self.tokenizer.special_tokens_map,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
-            raise EncodeError(f"the chat template refused it: {type(error).__name__}: {error}") from error
+            with memory_limit(_TEMPLATE_BYTES):
+                texts, spans = render_jinja_template(
+                    [messages],
+                    chat_template=self.tokenizer.chat_template,
+                    add_generation_prompt=generate,
+                    return_assistant_tokens_mask=marks,
+                    **self.tokenizer.special_tokens_map,
+                )
+        except TimeoutError:
+            raise
+        except Exception as error:  # a template is a program: it can raise anything
+            raise EncodeError(f"the chat template refused it: {_reason(error)}") from error
         return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
     def _render_spans(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
@@ -298,13 +302,16 @@ class Encoder:
     def _check_template(self) -> None:
         """A template that is missing, broken, slow, empty or not a continuation is refused before any row is read."""
         fix = "give data.chat_template a Jinja file, or use data.template=plain"
-        if not isinstance(self.tokenizer.chat_template, str):
+        template = self.tokenizer.chat_template
+        if not isinstance(template, str):
             raise ModelError(f"the tokenizer of {self.name} has no chat template; {fix}")
         import transformers.utils.chat_template_utils  # noqa: F401  # outside the time limit: importing takes seconds
 
         ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")
         try:
-            with _time_limit(_TEMPLATE_SECONDS):
+            if _uses_power(template):
+                raise EncodeError("it uses the operator **")
+            with time_limit(_TEMPLATE_SECONDS):
                 text, _ = self._render([{"role": "user", "content": ask.content}], generate=True)
                 if ask.content not in text:
                     raise EncodeError("it does not render the user's message")
@@ -335,19 +342,19 @@ def _bos_added(tokenizer: Any) -> int | None:
     return int(ids[0]) if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in Python code, compiled templates included, that computes longer. Needs no signal and no thread."""
-    deadline = time.thread_time() + seconds
-    previous = sys.gettrace()
+def _uses_power(template: str) -> bool:
+    """Whether `**` is in it: one such operation can take hours in C code, where no time limit reaches it."""
+    import jinja2
 
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        if time.thread_time() > deadline:
-            raise TimeoutError
-        return trace
-
-    sys.settrace(trace)
     try:
-        yield
-    finally:
-        sys.settrace(previous)
+        return any(kind == "operator" and word == "**" for _, kind, word in jinja2.Environment().lex(template))
+    except jinja2.TemplateSyntaxError:
+        return False  # rendering says what is wrong with it
+
+
+def _reason(error: Exception) -> str:
+    """What a template raised, and in which of its lines."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    where = f" in its line {line}" if line else ""
+    return printable(f"{type(error).__name__}{where}: {str(error)[:200]}").rstrip(": ")

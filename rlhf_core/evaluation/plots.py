@@ -31,11 +31,16 @@ def training_curves(history: History) -> Any:
     return figure
 
 
+def reward_means(history: History) -> list[str]:
+    """The metrics with the mean of each reward source."""
+    return [name for name in history.names("rewards/") if name.endswith("/mean")]
+
+
 def reward_sources(history: History) -> Any:
     """Raw value of each reward source by step."""
     figure, (axes,) = _figure(9.4, 3.6)
-    for name, color in zip(history.names("rewards/"), _SERIES * 8, strict=False):
-        _line(axes, history.column("step"), history.column(name), color, name.removeprefix("rewards/"))
+    for name, color in zip(reward_means(history), _SERIES * 8, strict=False):
+        _line(axes, history.column("step"), history.column(name), color, name.split("/")[1])
     axes.legend(loc="best", frameon=False)
     _label(axes, "Reward sources during PPO", "PPO step", "mean raw value")
     return figure

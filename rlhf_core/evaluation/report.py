@@ -170,8 +170,8 @@ def _footnote(evaluation: Mapping[str, Any]) -> str:
     return (
         f"<p class=quiet>{evaluation['prompts']} held-out prompts, the same for both models and with the same seeds; one "
         f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts. Wins "
-        f"are decided by {_text(_JUDGES.get(evaluation['judge'], evaluation['judge']))}, in both orders; "
-        f"{evaluation['inconsistent']:.1%} of the verdicts changed with the order.</p>"
+        f"are decided by {_text(_JUDGES.get(evaluation['judge'], evaluation['judge']))}, in both orders, "
+        f"which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts changed).</p>"
     )
 
 

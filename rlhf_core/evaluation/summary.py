@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,24 @@ class Measured:
     """Raw value of each rule source."""
     kl: list[float]
     """(n,) nats per response of the policy."""
+
+
+def scored(
+    responses: Mapping[str, list[RewardInput]], measured: Measured
+) -> tuple[dict[str, list[RewardInput]], Measured]:
+    """The prompts on which every measure has a value for both models; one that a reward source masks is NaN."""
+    columns = [
+        values for pairs in (measured.measures, measured.rules) for pair in pairs.values() for values in pair.values()
+    ]
+    whole = [i for i in range(len(measured.kl)) if not any(math.isnan(values[i]) for values in columns)]
+
+    def kept(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+        return {
+            name: {model: [values[i] for i in whole] for model, values in pair.items()} for name, pair in pairs.items()
+        }
+
+    rest = {model: [samples[i] for i in whole] for model, samples in responses.items()}
+    return rest, Measured(kept(measured.measures), kept(measured.rules), [measured.kl[i] for i in whole])
 
 
 def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> tuple[list[Answer], list[Answer]]:
@@ -94,7 +113,7 @@ def evaluation_json(
 
 
 def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {"kl": evaluation["kl"], "inconsistent": evaluation["inconsistent"]}
+    flat: dict[str, float] = {name: evaluation[name] for name in ("kl", "inconsistent", "unscored")}
     pairs = {name: evaluation[name] for name in ("gold_reward", "reward_model") if evaluation[name]}
     pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
     for name, pair in pairs.items():

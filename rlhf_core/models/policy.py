@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
@@ -81,7 +82,7 @@ def load_policy(
         else:
             options |= loading_options(quantize, DTYPES[dtype], device)
             lm = AutoModelForCausalLM.from_pretrained(folder, revision=revision, use_safetensors=True, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot load a causal language model from {folder}: {error}") from error
     if not hasattr(lm, "lm_head") or not hasattr(lm, "model"):
         raise ModelError(

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from rlhf_core.config.training import LoraConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, NonFiniteError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_onednn
@@ -32,6 +33,16 @@ class ScoreStatistics:
 
     mean: float = 0.0
     std: float = 1.0
+
+    @staticmethod
+    def of(scores: torch.Tensor) -> ScoreStatistics:
+        """Of raw scores, any shape. Raises NonFiniteError where they do not vary or are not finite."""
+        std = scores.std().item()
+        if not 0 < std < math.inf:
+            raise NonFiniteError(
+                f"reward: the scores on held-out pairs have standard deviation {std}; nothing was learned"
+            )
+        return ScoreStatistics(scores.mean().item(), std)
 
     def normalize(self, scores_S: torch.Tensor) -> torch.Tensor:
         return (scores_S - self.mean) / self.std
@@ -90,7 +101,7 @@ def load_score_model(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from_causal = not _is_classifier(Path(folder))
+    from_causal = not is_classifier(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, num_labels=1)
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -102,13 +113,14 @@ def load_score_model(
             use_safetensors=True,
             **loading_options(quantize, DTYPES[dtype], device),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot make a score model from {folder}: {error}") from error
     if from_causal:
         nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.hidden_size + 1))
     return ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
 
 
-def _is_classifier(folder: Path) -> bool:
+def is_classifier(folder: Path) -> bool:
+    """True for a saved score model, False for a causal LM."""
     names = json.loads((folder / "config.json").read_text()).get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in names)

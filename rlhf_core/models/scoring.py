@@ -1,6 +1,6 @@
 """Log-probabilities, values and scores of whole lists of sequences, without gradients.
 
-A list is cut into micro-batches first (`models.batching`); results come back in the order of the list, as CPU tensors.
+A list is cut into micro-batches first (`models.packing`); results come back in the order of the list, as CPU tensors.
 
 Axes: `T` response tokens of one sequence.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, micro_batches
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics
 from rlhf_core.watch import doing
 
@@ -84,7 +85,7 @@ def sequence_scores(model: Any, statistics: ScoreStatistics, batches: Batches) -
 
 def whole_list(model: torch.nn.Module, sequences: Sequence[Pair], micro_batch_tokens: int, pad_id: int) -> Batches:
     """Micro-batches of one process on its own, on the device of `model`."""
-    groups = micro_batches([len(p) + len(r) for p, r in sequences], micro_batch_tokens, pack=True)
+    (groups,) = plan_ranks([len(p) + len(r) for p, r in sequences], 1, micro_batch_tokens, pack=True)
     return Batches(sequences, groups, pad_id=pad_id, device=next(model.parameters()).device, pack=True)
 
 

@@ -94,11 +94,6 @@ class ModelShape:
         """Of the reward model and the critic: a backbone and one output."""
         return self.backbone_parameters + self.hidden
 
-    @property
-    def kv_width(self) -> int:
-        """Numbers that one token adds to the KV cache, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
 
 def shape_of(config: PipelineConfig, given: Path | None = None, *, local: bool = False) -> ModelShape:
     """`given`: a `config.json` to use instead of the model's own, which the hub is asked for where there is no folder of
@@ -141,7 +136,7 @@ def _config_file(config: PipelineConfig, local: bool) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: is no readable config.json: {error}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{file}: must hold an object; got {type(found).__name__}")
@@ -150,9 +145,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _from_json(found: dict[str, Any]) -> ModelShape:
     wanted = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [name for name in wanted if not isinstance(found.get(name), int)]
+    missing = [name for name in wanted if not isinstance(found.get(name), int) or found[name] < 1]
     if missing:
-        raise ModelError(f"config.json: {', '.join(missing)} must be integers; use a decoder-only architecture")
+        raise ModelError(f"config.json: {', '.join(missing)} must be integers above 0; use a decoder-only architecture")
     family = found.get("model_type", "llama")
     if family not in _FAMILIES:
         raise ModelError(

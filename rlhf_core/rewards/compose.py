@@ -3,6 +3,7 @@
     score = sum over sources of weight * (raw value, or its batch-normalised form)
 
 Batch normalisation: (x - mean) / (std + 1e-8) over the batch, population std; exactly 0 where all values are equal.
+A response that a source could not score, and that its `on_error` masks, has NaN there and as its score.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rlhf_core.config.rewards import AnyReward, FormatReward, ModelReward, PythonReward
+from rlhf_core.config.rewards import AnyReward, ExternalReward, FormatReward, ModelReward, PythonReward, RemoteReward
 from rlhf_core.errors import RewardError
+from rlhf_core.rewards.failures import settle
 from rlhf_core.rewards.python_function import PythonFunction
+from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import check_pattern, evaluate_rule
 from rlhf_core.types import RewardInput
 
@@ -27,26 +30,40 @@ class RewardBatch:
     """Scores of one batch of `n` responses, in the order given."""
 
     total: list[float]
-    """(n,) weighted sum, before clipping, penalties and KL."""
+    """(n,) weighted sum, before clipping, penalties and KL; NaN where a source has no value."""
     by_source: dict[str, list[float]]
-    """(n,) raw values of each source by its name, before normalisation and weight."""
+    """(n,) raw values of each source by its name, before normalisation and weight; NaN where it masks a failure."""
+
+    def metrics(self) -> dict[str, float]:
+        """`{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures left out."""
+        metrics: dict[str, float] = {}
+        for name, values in self.by_source.items():
+            known = [value for value in values if not math.isnan(value)]
+            metrics[f"{name}/failed"] = float(len(values) - len(known))
+            if known:
+                metrics[f"{name}/mean"] = statistics.fmean(known)
+                metrics[f"{name}/std"] = statistics.pstdev(known)
+                metrics[f"{name}/min"], metrics[f"{name}/max"] = min(known), max(known)
+        return metrics
 
 
 class RewardComposer:
-    """Scores batches with the sources of `ppo.rewards`. Holds processes for Python functions: `close` it.
+    """Scores batches with the sources of `ppo.rewards`. Holds processes and connections: `close` it.
 
-    Raises `ConfigError` at construction for a function or pattern that cannot be used.
+    Raises `ConfigError` at construction for a function, pattern or host that cannot be used.
     """
 
     def __init__(self, sources: tuple[AnyReward, ...]) -> None:
         self._sources = sources
-        self._functions: dict[str, PythonFunction] = {}
+        self._external: dict[str, PythonFunction | RemoteService] = {}
         try:
             for source in sources:
                 if isinstance(source, FormatReward):
                     check_pattern(source)
                 if isinstance(source, PythonReward):
-                    self._functions[source_name(source)] = PythonFunction(source)
+                    self._external[source_name(source)] = PythonFunction(source)
+                if isinstance(source, RemoteReward):
+                    self._external[source_name(source)] = RemoteService(source)
         except BaseException:
             self.close()
             raise
@@ -54,22 +71,21 @@ class RewardComposer:
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
         """`model_scores`: (n,) reward-model scores, already normalised by its stored statistics; None without one.
 
-        Raises `RewardError` for missing model scores, a failed function, or a value that is not finite.
+        Raises `RewardError` for missing model scores, what `on_error` does not mask, or a value that is not finite.
         """
         total = [0.0] * len(batch)
         by_source: dict[str, list[float]] = {}
         for source in self._sources:
             raw = self._raw(source, batch, model_scores)
-            _check(source_name(source), raw, batch)
             by_source[source_name(source)] = raw
             values = normalize(raw) if source.normalize == "batch" else raw
             total = [sum_ + source.weight * value for sum_, value in zip(total, values, strict=True)]
         return RewardBatch(total, by_source)
 
     def close(self) -> None:
-        """Ends the processes of Python functions; a second call does nothing."""
-        for function in self._functions.values():
-            function.close()
+        """Ends processes and connections; a second call does nothing."""
+        for external in self._external.values():
+            external.close()
 
     def __enter__(self) -> Self:
         return self
@@ -80,15 +96,17 @@ class RewardComposer:
     def _raw(
         self, source: AnyReward, batch: Sequence[RewardInput], model_scores: Sequence[float] | None
     ) -> list[float]:
-        if isinstance(source, ModelReward):
-            if model_scores is None:
-                raise RewardError(
-                    f"reward {source_name(source)}: no reward-model scores were given for {len(batch)} responses"
-                )
-            return [float(value) for value in model_scores]
-        if isinstance(source, PythonReward):
-            return self._functions[source_name(source)](batch)
-        return [evaluate_rule(source, sample) for sample in batch]
+        name = source_name(source)
+        if isinstance(source, ExternalReward):
+            return settle(name, source.on_error, self._external[name](batch), batch)
+        if not isinstance(source, ModelReward):
+            values = [evaluate_rule(source, sample) for sample in batch]
+        elif model_scores is None:
+            raise RewardError(f"reward {name}: no reward-model scores were given for {len(batch)} responses")
+        else:
+            values = [float(value) for value in model_scores]
+        _check(name, values, batch)
+        return values
 
 
 def source_name(source: AnyReward) -> str:
@@ -97,12 +115,13 @@ def source_name(source: AnyReward) -> str:
 
 
 def normalize(values: Sequence[float]) -> list[float]:
-    """(n,) values with mean 0 and population std 1; zeros if all are equal."""
+    """(n,) values with mean 0 and population std 1; zeros if all are equal. NaN stays and counts for nothing."""
+    known = [value for value in values if not math.isnan(value)]
     # Equality is tested on the values: a mean of equal floats can differ from them in the last bit.
-    if not values or min(values) == max(values):
-        return [0.0] * len(values)
-    mean = math.fsum(values) / len(values)
-    std = statistics.pstdev(values)
+    if not known or min(known) == max(known):
+        return [value if math.isnan(value) else 0.0 for value in values]
+    mean = math.fsum(known) / len(known)
+    std = statistics.pstdev(known)
     return [(value - mean) / (std + EPS) for value in values]
 
 

@@ -1,18 +1,16 @@
 """A user's reward function in a process of its own, so that it can be slow, crash or hang without taking PPO along.
 
     with PythonFunction(source) as function:      starts the process and loads the function
-        values = function(samples)                n finite floats, within `timeout`, or RewardError after the retries
+        outcome = function(samples)               values, and why some are missing, after the retries (see `failures`)
 
-A batch that takes too long, or in which the process dies, kills the process and its children; each further try starts
-a fresh one. Batches go one at a time: the object belongs to one thread.
+A batch that takes over `timeout` seconds, or in which the process dies, kills the process and its children; each
+further try starts a fresh one. Batches go one at a time: the object belongs to one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import math
 import os
 import signal
 import socket
@@ -26,9 +24,8 @@ from typing import Any, Self
 
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.failures import Failure, Outcome, attempt
 from rlhf_core.types import RewardInput
-
-logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 """Importing the user's module, which may load a model, may take so long (or `timeout`, if that is more)."""
@@ -36,10 +33,10 @@ _STOP_SECONDS = 2.0
 
 
 class PythonFunction:
-    """Callable `Sequence[RewardInput] -> list[float]`, one finite value per response.
+    """Callable `Sequence[RewardInput] -> Outcome`.
 
-    Raises `ConfigError` at construction if the function cannot be loaded, and `RewardError` from a call that failed
-    `1 + retries` times: it raised, took longer than `timeout` seconds, or returned anything but n finite floats.
+    A call fails that raises, takes longer than `timeout` seconds, or returns anything but n floats. Raises `ConfigError`
+    at construction if the function cannot be loaded, `RewardError` if its process cannot be started.
     """
 
     def __init__(self, source: PythonReward) -> None:
@@ -55,20 +52,8 @@ class PythonFunction:
     def name(self) -> str:
         return self._source.name or self._source.type
 
-    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
-        if not samples:
-            return []
-        tries = self._source.retries + 1
-        for attempt in range(1, tries + 1):
-            try:
-                return self._once(samples)
-            except _Failure as failure:
-                logger.warning("reward %s: try %d of %d failed: %s", self.name, attempt, tries, failure)
-                last = failure
-        raise RewardError(
-            f"reward {self.name}: {self._source.function} failed {tries} times on a batch of {len(samples)} responses"
-            f"{_of_prompt(samples, last.index)}: {last}"
-        ) from last
+    def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
+        return attempt(self.name, self._once, samples, self._source.retries + 1) if samples else Outcome([])
 
     def close(self) -> None:
         """Ends the process; a second call does nothing."""
@@ -86,18 +71,14 @@ class PythonFunction:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _once(self, samples: Sequence[RewardInput]) -> list[float]:
+    def _once(self, samples: Sequence[RewardInput]) -> Outcome:
         if self._process is None:
             self._start()
         request = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=_plain)
         reply = self._exchange(request.encode() + b"\n", self._source.timeout)
         if "error" in reply:
-            raise _Failure(reply["error"])
-        values = [float(value) for value in reply["values"]]
-        for index, value in enumerate(values):
-            if not math.isfinite(value):
-                raise _Failure(f"it returned {value}, but rewards must be finite", index)
-        return values
+            raise Failure(reply["error"])
+        return Outcome.of([float(value) for value in reply["values"]])
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -114,7 +95,7 @@ class PythonFunction:
         self._channel, self._buffer = ours, b""
         try:
             reply = self._exchange(b"", max(START_SECONDS, source.timeout))
-        except _Failure as failure:
+        except Failure as failure:
             raise RewardError(
                 f"reward {self.name}: the process for {source.function} did not start: {failure}"
             ) from failure
@@ -124,7 +105,7 @@ class PythonFunction:
             raise ConfigError(f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}")
 
     def _exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Sends `request`, returns the next reply; on any failure the process is killed and `_Failure` raised."""
+        """Sends `request`, returns the next reply; on any failure the process is killed and `Failure` raised."""
         assert self._channel is not None
         deadline = time.monotonic() + seconds
         try:
@@ -134,16 +115,18 @@ class PythonFunction:
                 self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
                 part = self._channel.recv(1 << 16)
                 if not part:
-                    raise _Failure(f"its process ended{self._exit_status()}")
+                    raise Failure(f"its process ended{self._exit_status()}")
                 self._buffer += part
         except TimeoutError:
             self._kill()
-            raise _Failure(f"it gave no answer within {seconds:g} s") from None
+            # The search for the sample that hangs waits out the limit several times: worth it to save the others only.
+            late = f"it gave no answer within {seconds:g} s"
+            raise Failure(late, searchable=self._source.on_error == "mask") from None
         except OSError as error:
             status = self._exit_status()
             self._kill()
-            raise _Failure(f"its process ended{status} ({error})") from error
-        except _Failure:
+            raise Failure(f"its process ended{status} ({error})") from error
+        except Failure:
             self._kill()
             raise
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -166,20 +149,6 @@ class PythonFunction:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
-
-
-class _Failure(Exception):
-    """One failed try; `index` is the response at fault, where known."""
-
-    def __init__(self, message: str, index: int | None = None) -> None:
-        super().__init__(message)
-        self.index = index
-
-
-def _of_prompt(samples: Sequence[RewardInput], index: int | None) -> str:
-    if index is None and len(samples) > 1:
-        return ""
-    return f", prompt {samples[index or 0].prompt_id}"
 
 
 def _plain(value: Any) -> Any:

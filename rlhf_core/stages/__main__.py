@@ -18,6 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
+from rlhf_core.config.redact import ScrubbingFormatter, scrubbed
 from rlhf_core.errors import RLHFError, to_record
 from rlhf_core.stages.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.stages.guard import go_on_under_guard
@@ -29,7 +30,9 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def main() -> int:
     """Run the stage of the spec named on the command line; the exit code."""
     events = _settle()
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ScrubbingFormatter(_LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     stop = StopRequest()
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
@@ -41,11 +44,11 @@ def main() -> int:
         ref = execute(StageSpec.read(Path(sys.argv[1])), events, stop)
     except RLHFError as error:
         log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
-        events.send("error", **to_record(error))
+        events.send("error", **_record(error))
         return error.exit_code
     except Exception as error:
         log.exception("the stage failed")
-        events.send("error", **to_record(error))
+        events.send("error", **_record(error))
         return RLHFError.exit_code
     except BaseException:
         # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
@@ -53,6 +56,10 @@ def main() -> int:
         return EXIT_STOPPED
     events.send("result", artifact=ref.to_json())
     return 0
+
+
+def _record(error: BaseException) -> dict[str, str]:
+    return {name: scrubbed(text) for name, text in to_record(error).items()}
 
 
 def _settle() -> Events:

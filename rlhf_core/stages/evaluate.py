@@ -18,7 +18,16 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.history import History, read_history
 from rlhf_core.evaluation.judge import ScoreJudge, compare
-from rlhf_core.evaluation.summary import Intervals, Measured, Pair, answers, evaluation_json, flat_metrics, sample_rows
+from rlhf_core.evaluation.summary import (
+    Intervals,
+    Measured,
+    Pair,
+    answers,
+    evaluation_json,
+    flat_metrics,
+    sample_rows,
+    scored,
+)
 from rlhf_core.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
 
@@ -42,11 +51,13 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     responses = _sample(config, services, tokenizer, prompts, device)
     pad_id = tokenizer.pad_token_id or 0
     measured = _measure(config, services, responses, gold_known=gold_known, pad_id=pad_id, device=device)
+    responses, measured = scored(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
     interval = Intervals(config)
     comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
+    evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation)
     _write(config, services, evaluation, samples, measured, metrics)
@@ -162,7 +173,7 @@ def _figures(history: History, measured: Measured) -> list[tuple[str, str, str, 
             "One point per PPO step. A curve that bends down while KL grows is over-optimisation of the reward.",
             plots.reward_against_kl(history),
         )]  # fmt: skip
-    if len(history.names("rewards/")) > 1:
+    if len(plots.reward_means(history)) > 1:
         caption = "Raw value of each source before normalisation and weight."
         figures.append(("reward_sources", "Reward sources by step", caption, plots.reward_sources(history)))
     return figures

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import GateFailed
 from rlhf_core.seeds import derive_seed
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import PairExample, Services, StageResult
 
 
@@ -33,11 +33,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.flush()
-    if metrics["accuracy"] < config.reward.min_accuracy:
-        raise GateFailed(
-            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
-            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
-        )
+    check_gate(config, "reward", metrics)
     return StageResult(metrics)
 
 
@@ -46,14 +42,17 @@ def _train(
 ) -> dict[str, float]:
     import torch
 
-    from rlhf_core.data.dataset import load_pairs
+    from rlhf_core.data.dataset import load_pairs, require_margins
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.models.adapters import add_adapter
-    from rlhf_core.models.score import load_score_model
+    from rlhf_core.models.score import ScoreStatistics, load_score_model
     from rlhf_core.training.engine import TrainingEngine
     from rlhf_core.training.reward import evaluate_reward, train_reward
 
     reward = config.reward
+    train, held_out = load_pairs(data, "train"), load_pairs(data, "eval")
+    if reward.margin == "field":
+        require_margins([*train, *held_out])
     torch.manual_seed(derive_seed(config.run.seed, "reward", "init"))
     model = load_score_model(
         sft / "model",
@@ -64,13 +63,11 @@ def _train(
     )
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)
-    engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank)
+    engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank, keeps_best=reward.early_stop is not None)
     seed = derive_seed(config.run.seed, "reward")
-    metrics = train_reward(
-        engine, load_pairs(data, "train"), reward, seed=seed, pad_id=pad_id, work=work, services=services
-    )
-    held_out = load_pairs(data, "eval")
-    evaluation, model.statistics, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    metrics = train_reward(engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services)
+    evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    model.statistics = ScoreStatistics.of(scores)
     engine.save_model(out / "model", model.save)
     engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
     if services is not None:
@@ -119,7 +116,7 @@ def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, 
     """Twenty held-out pairs with their raw scores, for reading."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
     return [
         {
             "prompt": pair.prompt,

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.flat import flat
+from rlhf_core.config.keys import pipeline_name
 from rlhf_core.errors import InfrastructureError, StoreError, Superseded, to_record
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
@@ -53,6 +55,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
         attempt=fence.attempt,
         tags={"rlhf.attempt": str(fence.attempt)},
         inputs={str(name): ref for name, ref in spec.inputs.items()},
+        pipeline=(spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None,
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
@@ -142,7 +145,7 @@ def _make(
         checkpoints=checkpoints,
         metrics=stage_run,
         progress=events.progress,
-        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id, tracking_uri=stage_run.tracking_uri),
+        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
         stop=stop,
         watch=watch,
         journal=_journal(spec),
@@ -185,19 +188,4 @@ def _journal(spec: StageSpec) -> Path:
 
 def _params(spec: StageSpec) -> dict[str, Any]:
     """The configuration of the stage, flat, as MLflow shows it."""
-    dump = spec.config.model_dump(mode="json", by_alias=True)
-    flat: dict[str, Any] = {"stage_key": spec.key, "seed": spec.config.run.seed}
-    for section in ("model", spec.stage):
-        _flatten(section, dump[section], flat)
-    return flat
-
-
-def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
-    if isinstance(value, dict):
-        for name, part in value.items():
-            _flatten(f"{prefix}.{name}", part, into)
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            _flatten(f"{prefix}.{index}", part, into)
-    elif value is not None:
-        into[prefix] = value
+    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", spec.stage))}

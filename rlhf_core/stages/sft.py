@@ -91,8 +91,10 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
     from rlhf_core.data.dataset import load_prompts
 
     folder = services.out / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).to(device).eval()
+    )
     rows = []
     prompts = load_prompts(services.inputs["data"], "eval")[: config.sft.samples]
     for i, prompt in enumerate(prompts):

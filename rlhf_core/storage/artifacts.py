@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _RUNS_CODE = {
     ".py", ".pyc", ".pyd", ".so", ".sh", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt",
 }  # fmt: skip
-"""Files that are programs or that loading may turn into one."""
+"""Suffixes of files that are programs or that loading may turn into one: neither stored nor read."""
 
 
 class ArtifactStore:
@@ -79,7 +79,11 @@ class ArtifactStore:
         store fails: nothing is visible then, and the artifact waits in the outbox if there is one.
         """
         files = bundles.hash_folder(folder)
-        _refuse_programs(kind, files)
+        if program := _program(files):
+            raise InputError(
+                f"{kind} left {program}, a kind of file that may run code when loaded; artifacts hold data only: "
+                "write models as safetensors and numbers as JSON or Parquet."
+            )
         body = {
             "kind": kind,
             "key": key,
@@ -131,6 +135,13 @@ class ArtifactStore:
         found = "is gone" if manifest is None else "is not the one this run started with"
         raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} {found}; the same command makes it again.")
 
+    def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
+        """The whole configuration of the run that made it. Raises CorruptArtifact if it is gone."""
+        manifest = self._read(ref.kind, ref.key)
+        if manifest is None:
+            raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again.")
+        return dict(manifest.body["config"])
+
     def deliver(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
         """The artifact of `key` if an earlier attempt finished it and could not upload it: it is uploaded now."""
         prefix = _prefix(kind, key)
@@ -161,6 +172,10 @@ class ArtifactStore:
         manifest = bundles.read(self._store, _prefix(kind, key))
         if manifest is not None and (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
             raise CorruptArtifact(f"The manifest of {kind}/{key} is that of another artifact.")
+        if manifest is not None and (program := _program(manifest.files)):
+            raise CorruptArtifact(
+                f"The artifact {kind}/{key} holds {program}, a kind of file that may run code when loaded."
+            )
         return manifest
 
     def _ref(self, manifest: Manifest) -> ArtifactRef:
@@ -188,13 +203,9 @@ def _check(fence: Fence | None) -> None:
         fence.check()
 
 
-def _refuse_programs(kind: str, files: tuple[FileEntry, ...]) -> None:
-    for entry in files:
-        if PurePosixPath(entry.path).suffix.lower() in _RUNS_CODE:
-            raise InputError(
-                f"{kind} left {entry.path}, a kind of file that may run code when loaded; artifacts hold data only: "
-                "write models as safetensors and numbers as JSON or Parquet."
-            )
+def _program(files: tuple[FileEntry, ...]) -> str | None:
+    """The first file that is a program, or that loading may turn into one."""
+    return next((entry.path for entry in files if PurePosixPath(entry.path).suffix.lower() in _RUNS_CODE), None)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

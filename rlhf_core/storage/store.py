@@ -132,6 +132,8 @@ class Store:
             place.delete([key])
         except StoreError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error
+        except FileNotFoundError as error:
+            raise ConfigError(f"store.url={self.url!r} cannot be used: no folder can be made there.") from error
         if not whole:
             raise ConfigError(f"store.url={self.url!r} cannot be used: it did not give back what was written to it.")
 

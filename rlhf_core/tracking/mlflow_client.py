@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import is_secret
+from rlhf_core.tracking.database import artifacts_of, ensure_database
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -82,7 +83,7 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         if database := sqlite_path(self.uri):
-            database.parent.mkdir(parents=True, exist_ok=True)
+            ensure_database(database)
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     @functools.cached_property
@@ -93,7 +94,7 @@ class Mlflow:
         if (found := self._client.get_experiment_by_name(self._experiment)) is not None:
             return str(found.experiment_id)
         database = sqlite_path(self.uri)
-        location = (database.parent / "mlartifacts").as_uri() if database else None
+        location = artifacts_of(database) if database else None
         try:
             # Without the tag MLflow's pages open in their view for prompts and traces.
             tags = {"mlflow.experimentKind": "custom_model_development"}

@@ -8,8 +8,8 @@ warning.
 from __future__ import annotations
 
 import logging
-import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.checkplaces import tracker_problem
+from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason, sqlite_path
@@ -32,11 +34,10 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 _T = TypeVar("_T")
 
 PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 
 
 def open_tracking(config: PipelineConfig) -> Tracking:
-    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`. Connects to nothing.
+    """The tracker at `tracking_uri`. Connects to nothing.
 
     Raises ConfigError for an address that cannot be a tracker.
     """
@@ -46,15 +47,9 @@ def open_tracking(config: PipelineConfig) -> Tracking:
             "tracking.uri must not contain credentials (value hidden); set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment."
         )
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home}/mlflow.db"
-    scheme = uri.split("://", 1)[0].split("+", 1)[0] if "://" in uri else ""
-    if scheme not in _SCHEMES:
-        raise ConfigError(
-            f"tracking.uri (or MLFLOW_TRACKING_URI) must be http(s)://host:port, sqlite:///file or a database address; "
-            f"got {_shown(uri)!r}."
-        )
-    if scheme == "sqlite" and (sqlite_path(uri) is None or "?" in uri):
-        raise ConfigError(f"tracking.uri={uri!r} must be sqlite:///path/of/a/file.db.")
+    uri = tracking_uri(config)
+    if problem := tracker_problem(uri):
+        raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     if database := sqlite_path(uri):
         uri = f"sqlite:///{database}"
     return Tracking(Mlflow(uri, config.experiment), home / "spool", config.tracking.system_metrics)
@@ -98,16 +93,21 @@ class Tracking:
         attempt: int = 0,
         tags: Mapping[str, str] | None = None,
         inputs: Mapping[str, ArtifactRef] | None = None,
+        pipeline: tuple[str, str] | None = None,
     ) -> StageRun:
         """The run of one stage under `parent_id`, found by its stage key or created. Works when the tracker is down.
 
-        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set.
+        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set. `pipeline`: its key and name, by which the parent is found or made
+        where `parent_id` is not known because the tracker did not answer earlier.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
 
         def open_run() -> RunState:
-            identity = _stage_identity(parent_id, key)
+            parent = parent_id
+            if parent is None and pipeline is not None:
+                parent = self._find_or_create({PIPELINE_KEY: pipeline[0]}, pipeline[1], {}, {}).run_id
+            identity = _stage_identity(parent, key)
             state = self._find_or_create(identity, stage, {STAGE: stage, **facts, **(tags or {})}, params or {})
             if (data := inputs.get("data")) is not None:
                 self.mlflow.log_dataset(
@@ -169,7 +169,9 @@ class Tracking:
             base = self.uri.rstrip("/")
             experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
             return f"{base}/{_page(experiment, run_id)}" if experiment else base
-        return f"mlflow ui --backend-store-uri {self.uri}"
+        command = Path(sys.executable).parent / "mlflow"
+        here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+        return f"{here} ui --backend-store-uri {self.uri}"
 
     def _spool_folder(self, stage: str, key: str) -> Path:
         return self.spool / f"{stage}-{key}"

@@ -86,12 +86,12 @@ def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any]
     doing("restore", limit=math.inf)  # rank 0 fetches, the others wait for it in a collective
     if services is not None:
         latest = services.checkpoints.latest()
-        found = [None if latest is None else str(latest[1])]
+        found = [None if latest is None else (latest[1], services.work / "converted")]
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
         return None
-    folder = Path(found[0])
+    folder, scratch = found[0]
     doing("load checkpoint")
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder, scratch)
     state: dict[str, Any] = json.loads((folder / _LOOP).read_text())
     return state

@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
-from rlhf_core.errors import CorruptArtifact, NonFiniteError
+from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
+from rlhf_core.training import resharding
 from rlhf_core.training.distributed import WATCH_FIRST_SECONDS, Rank, bound_collectives
-from rlhf_core.training.ema import WeightAverage
+from rlhf_core.training.shards import WeightAverage, WeightCopy
 from rlhf_core.watch import doing
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,9 @@ REDUCE_BUCKET = 500_000_000
 _TAG = "state"
 _COUNTERS = "rlhf_counters"
 """DeepSpeed's own counters share the same map."""
+
+_LARGE_SCALE = 8.0
+"""A loss scale above this may still be halved three times before DeepSpeed gives up at 1."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -58,13 +64,15 @@ class TrainingEngine:
         rank: Rank,
         *,
         ema_decay: float | None = None,
+        keeps_best: bool = False,
     ) -> None:
-        """`ema_decay`: also keep an average of the weights, see `training.ema`."""
+        """`ema_decay`: also keep an average of the weights. `keeps_best`: also a copy of the best ones, see `keep`."""
         import deepspeed
 
         self.rank = rank
         self.optimizer_config = optimizer
         self.zero_stage = deepspeed_config.zero_stage
+        self._allow_other_ranks = deepspeed_config.allow_other_ranks
         self.lora: LoraConfig | None = getattr(module, "lora", None)
         self._grad_norm = math.nan
         self.steps_done = 0
@@ -97,6 +105,7 @@ class TrainingEngine:
             # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
         self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
+        self._best = WeightCopy(self.module.lm, "best", device="cpu") if keeps_best else None
         bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
@@ -119,8 +128,8 @@ class TrainingEngine:
         }
         if config.offload == "optimizer" and stage > 0:
             ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        if config.dtype == "bfloat16":
-            ds["bf16"] = {"enabled": True}
+        if config.dtype != "float32":
+            ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
         return ds
 
     @property
@@ -136,9 +145,11 @@ class TrainingEngine:
 
         Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on all ranks.
         A gradient that is not finite changes nothing: the step is skipped, counted in `skipped_steps`, and its norm is
-        returned as it is; the third in a row raises NonFiniteError.
+        returned as it is; the third in a row raises NonFiniteError. Those by which float16 finds its loss scale, which
+        each of them halves, are no fault while it is large.
         """
         assert self.optimizer_config is not None
+        scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         for loss in micro_losses:
             doing(f"optimizer step {self.steps_done + 1}")
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
@@ -151,7 +162,7 @@ class TrainingEngine:
             norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
         else:
             norm = math.nan
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + (scale <= _LARGE_SCALE)
         if math.isfinite(norm) and self._average is not None:
             self._average.update()
         if not math.isfinite(norm):
@@ -210,10 +221,27 @@ class TrainingEngine:
             groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append((name, parameter))
         return list(groups.values())
 
-    def _gathered(self, parameters: list[nn.Parameter]) -> Any:
+    def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        return GatheredParameters(parameters, enabled=self.zero_stage == 3)
+        return GatheredParameters(
+            parameters, modifier_rank=0 if to_change else None, enabled=self.zero_stage == 3 and bool(parameters)
+        )
+
+    def keep(self) -> None:
+        """Remember the weights as they are now, in host memory, for `restore_kept`."""
+        assert self._best is not None
+        self._best.take()
+
+    @torch.no_grad()
+    def restore_kept(self) -> None:
+        """Put the weights of the last `keep` back, for use: the optimizer's own copies stay. A collective."""
+        assert self._best is not None
+        for group in self._gather_groups():
+            kept = [(name, parameter) for name, parameter in group if name in self._best]
+            with self._gathered([parameter for _, parameter in kept], to_change=True):
+                for name, parameter in kept:
+                    parameter.copy_(self._best.full(name))
 
     def save_model(
         self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None], *, average: bool = False
@@ -238,8 +266,8 @@ class TrainingEngine:
     @property
     def checkpoint_bytes(self) -> int:
         """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies and two
-        moments, and their moving average where there is one; frozen ones stay out beside an adapter."""
-        copies = 12 + (0 if self._average is None else 4)
+        moments, and further copies where there are any; frozen ones stay out beside an adapter."""
+        copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
         return sum(
             getattr(p, "ds_numel", p.numel()) * (p.element_size() + copies * p.requires_grad)
             for p in self.module.parameters()
@@ -255,17 +283,27 @@ class TrainingEngine:
             save_latest=True,
             exclude_frozen_parameters=self.lora is not None,
         )
-        if self._average is not None:
-            self._average.save(folder, self.rank.rank)
+        for copy in self._copies:
+            copy.save(folder, self.rank.rank)
+        if self.rank.rank == 0:
+            resharding.note_ranks(folder, self.rank.world_size)
         for script in folder.rglob("*.py"):
             # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
             script.unlink(missing_ok=True)
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """The inverse, of a verified folder. Raises CorruptArtifact without a usable state, where DeepSpeed alone would start
-        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is called."""
+    def load_checkpoint(self, folder: Path, scratch: Path) -> None:
+        """The inverse, of a verified folder, which is left as it is; `scratch`, one for all ranks, is made where there is
+        something to convert, and removed. Raises ConfigError if another number of ranks wrote it, unless that is allowed;
+        CorruptArtifact without a usable state, where DeepSpeed alone would start afresh, and for a pickle with classes
+        that are not on the list of `distributed.join`, none of which is called."""
+        ranks = resharding.noted_ranks(folder)
+        if ranks != self.rank.world_size and not self._allow_other_ranks:
+            raise ConfigError(
+                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} ranks; got "
+                f"{self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert the checkpoint"
+            )
         try:
-            path, client = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
+            path, client = self._load_state(folder, scratch, ranks)
         except pickle.UnpicklingError as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptArtifact(
@@ -276,8 +314,33 @@ class TrainingEngine:
         counters = client[_COUNTERS]
         self.steps_done, self.skipped_steps = counters["steps_done"], counters["skipped_steps"]
         self._skipped_in_a_row = counters["skipped_in_a_row"]
-        if self._average is not None:
-            self._average.load(folder, self.rank.rank)
+        for copy in self._copies:
+            copy.load(folder, self.rank.rank, ranks, self.rank.world_size)
+
+    def _load_state(self, folder: Path, scratch: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
+        """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client state)."""
+        if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
+            found = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
+        else:
+            log.warning(
+                "a checkpoint of %d ranks is converted for %d: the same training up to rounding",
+                ranks,
+                self.rank.world_size,
+            )
+            if self.rank.rank == 0:
+                resharding.convert(folder / _TAG, scratch / _TAG)
+            dist.barrier()
+            with resharding.loading_universal(self.engine):
+                found = self.engine.load_checkpoint(str(scratch), tag=_TAG)
+            dist.barrier()
+            if self.rank.rank == 0:
+                shutil.rmtree(scratch)
+        path, client = found
+        return path, client
+
+    @property
+    def _copies(self) -> list[WeightCopy]:
+        return [copy for copy in (self._average, self._best) if copy is not None]
 
     def _counters(self) -> dict[str, int]:
         return {

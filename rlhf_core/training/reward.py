@@ -1,6 +1,7 @@
 """The reward-model loop: Bradley-Terry on pairs, both responses of a pair in the same forward pass.
 
-The loss of one optimizer step is the mean over all its pairs, over every rank and micro-batch.
+The loss of one optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the
+held-out loss decides when the training ends and which weights are its result.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,10 +17,9 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config.training import RewardConfig
-from rlhf_core.errors import NonFiniteError
 from rlhf_core.failpoints import failpoint
-from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
-from rlhf_core.models.score import ScoreStatistics
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.sft import epoch_batches
@@ -26,9 +27,34 @@ from rlhf_core.types import PairExample, Services
 from rlhf_core.watch import doing
 
 
+@dataclass
+class BestSoFar:
+    """The evaluation with the lowest held-out loss."""
+
+    step: int = 0
+    """Optimizer steps before it; 0 for none yet."""
+    loss: float | None = None
+    evaluations_since: int = 0
+    """All of them without a lower loss."""
+
+    def add(self, step: int, loss: float) -> bool:
+        """True if this is the best so far; a loss that is not finite never is."""
+        better = math.isfinite(loss) and (self.loss is None or loss < self.loss)
+        if better:
+            self.step, self.loss, self.evaluations_since = step, loss, 0
+        else:
+            self.evaluations_since += 1
+        return better
+
+    def is_final(self, config: RewardConfig) -> bool:
+        """True when the patience with what came after it has ended."""
+        return config.early_stop is not None and self.evaluations_since >= config.early_stop.patience
+
+
 def train_reward(
     engine: TrainingEngine,
     train: Sequence[PairExample],
+    held_out: Sequence[PairExample],
     config: RewardConfig,
     *,
     seed: int,
@@ -36,36 +62,69 @@ def train_reward(
     work: Path,
     services: Services | None,
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one; returns `tokens_per_s`."""
+    """Train to the end, from the last checkpoint if there is one; returns `tokens_per_s`.
+
+    With `early_stop`, for which the engine must keep its best weights, it has them at the end; then also `best_step`.
+    """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
-    state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
+    state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+    best = BestSoFar(**state["best"])
     with checkpointing.stops_after_a_step(services):
-        while step < total:
+        while step < total and not best.is_final(config):
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            metrics = _step(engine, batch, config, total, pad_id)
+            metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("reward.step")
             step += 1
             tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
             seconds += time.monotonic() - started
+            evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
             if services is not None:
+                if step < total and not best.is_final(config):  # at the end those of the best weights are logged
+                    metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
                 shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
                 services.progress("reward", step, total, "steps", **shown)
             checkpointing.after_step(
                 engine, services, work, step, every=config.checkpoint_every, total=total,
-                state={"tokens": tokens, "seconds": seconds},
+                state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
+                score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
             )  # fmt: skip
-    return {"tokens_per_s": tokens / max(seconds, 1e-9)}
+    if 0 < best.step < step:
+        engine.restore_kept()
+    result = {"tokens_per_s": tokens / max(seconds, 1e-9)}
+    return result if config.early_stop is None else {**result, "best_step": float(best.step or step)}
 
 
-def _step(
+def _evaluate_in_between(
+    engine: TrainingEngine,
+    held_out: Sequence[PairExample],
+    config: RewardConfig,
+    pad_id: int,
+    step: int,
+    total: int,
+    best: BestSoFar,
+) -> dict[str, float]:
+    """Where `early_stop` asks for it: the finite ones of the held-out metrics. Keeps weights that are the best so far."""
+    if config.early_stop is None or (step % config.early_stop.every and step < total):
+        return {}
+    metrics, _ = evaluate_reward(engine, held_out, config, pad_id)
+    if best.add(step, metrics["eval/loss"]):
+        engine.keep()
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def train_step(
     engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
 ) -> dict[str, float]:
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics.
+
+    A step whose gradient is not finite is skipped and counted.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
 
     def losses() -> Iterator[torch.Tensor]:
@@ -74,7 +133,7 @@ def _step(
             if not group:
                 yield 0.0 * chosen.sum()
                 continue
-            loss = reward_model_loss(chosen, rejected, center=config.center) * (len(group) / len(batch))
+            loss = pair_loss(chosen, rejected, [batch[i] for i in group], config) * (len(group) / len(batch))
             gap = (chosen - rejected).detach()
             sums.add_(torch.stack([loss.detach(), (gap > 0).sum(), gap.sum()]).double())
             yield loss
@@ -96,9 +155,9 @@ def _step(
 @torch.no_grad()
 def evaluate_reward(
     engine: TrainingEngine, held_out: Sequence[PairExample], config: RewardConfig, pad_id: int
-) -> tuple[dict[str, float], ScoreStatistics, torch.Tensor]:
-    """Held-out `eval/accuracy` (ties count half), `eval/margin`, `eval/loss`; statistics of the raw scores; and the raw
-    scores (pairs, 2), chosen first. A collective."""
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores (pairs, 2), chosen
+    first. A collective."""
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
     for group in _my_groups(engine, held_out, config):
@@ -114,12 +173,21 @@ def evaluate_reward(
     metrics = {
         "eval/accuracy": ((gap > 0).double() + 0.5 * (gap == 0).double()).mean().item(),
         "eval/margin": gap.mean().item(),
-        "eval/loss": reward_model_loss(scores[:, 0], scores[:, 1], center=config.center).item(),
+        "eval/loss": pair_loss(scores[:, 0], scores[:, 1], held_out, config).item(),
     }
-    std = scores.std().item()
-    if not std > 0:
-        raise NonFiniteError(f"reward: the scores on held-out pairs have standard deviation {std}; nothing was learned")
-    return metrics, ScoreStatistics(scores.mean().item(), std), scores
+    return metrics, scores
+
+
+def pair_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, pairs: Sequence[PairExample], config: RewardConfig
+) -> torch.Tensor:
+    """Mean over these pairs, with the configured margin and centring."""
+    margins = None
+    if config.margin == "constant":
+        margins = torch.full_like(chosen, config.margin_value)
+    elif config.margin == "field":
+        margins = torch.tensor([pair.margin for pair in pairs], dtype=chosen.dtype, device=chosen.device)
+    return reward_model_loss(chosen, rejected, margins, center=config.center)
 
 
 def _forward(

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.failpoints import failpoint
-from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine

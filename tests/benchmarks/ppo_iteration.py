@@ -42,7 +42,7 @@ class _Nowhere:
         return lambda *_args, **_kwargs: None
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, positions: int = 256) -> None:
     """Random weights and no EOS, so every response has its full length."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,7 +55,7 @@ def make_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=VOCABULARY,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         eos_token_id=None,
         bos_token_id=1,

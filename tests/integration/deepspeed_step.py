@@ -26,7 +26,8 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence, plan_ranks
+from rlhf_core.models.batching import TokenSequence
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
@@ -109,21 +110,21 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
         for _ in range(2):
             sft_step(engine, sequences, config, 2, 0)
     else:
-        _ppo(engine, kind, data, sequences, budget, pack)
+        policy_step(engine, kind, data, sequences, budget, pack)
         if kind.endswith("resumed"):
             checkpoint = folder / label(rank.world_size, kind, stage, budget, pack)
             engine.save_checkpoint(checkpoint)
             torch.distributed.barrier()
             engine = new_engine(rank, kind, stage)
-            engine.load_checkpoint(checkpoint)
-        _ppo(engine, kind, data, sequences, budget, pack)
+            engine.load_checkpoint(checkpoint, checkpoint / "converted")
+        policy_step(engine, kind, data, sequences, budget, pack)
     streams = {"": engine.weights(), "adapter.": engine.adapter()}
     if kind.startswith("policy"):
         streams["average."] = engine.weights(average=True)
     return {prefix + name: tensor.clone() for prefix, stream in streams.items() for name, tensor in stream}
 
 
-def _ppo(
+def policy_step(
     engine: TrainingEngine,
     kind: str,
     data: Sequence[TrainSample],

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +23,12 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
+from rlhf_core.training.resharding import note_ranks
 from tests.integration.deepspeed_step import model
 
 ZERO_STAGES = (0, 2)
+WAYS = {0: (1,), 2: (1, 2)}
+"""By stage: ranks that seem to have written the checkpoint. Another number than one makes it be converted."""
 
 
 class Evil:
@@ -69,9 +74,8 @@ def main(root: Path) -> None:
     answers = []
     for stage in ZERO_STAGES:
         optimizer = OptimizerConfig(warmup_ratio=0.0, schedule="constant")
-        engine = TrainingEngine(
-            model("policy"), DeepSpeedConfig.model_validate({"zero_stage": stage}), optimizer, Rank()
-        )
+        sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "allow_other_ranks": True})
+        engine = TrainingEngine(model("policy"), sizes, optimizer, Rank())
         place = root / f"zero{stage}"
         engine.save_checkpoint(place / "state")
         store = Store(place / "store")
@@ -79,36 +83,46 @@ def main(root: Path) -> None:
         manifest = read(store, "checkpoints/k/step-00000001")
         assert manifest is not None
         folder = Path(store.uri(manifest.data))
-        engine.load_checkpoint(folder)
+        assert [load(engine, folder, ranks) for ranks in WAYS[stage]] == ["loaded"] * len(WAYS[stage])
         for path in sorted(folder.rglob("*.pt")):
             whole = path.read_bytes()
             honest = torch.load(path, weights_only=True)
-            for kind, plant in KINDS.items():
-                marker = root / f"marker-{stage}-{path.stem}-{kind}"
+            for (kind, plant), ranks in itertools.product(KINDS.items(), WAYS[stage]):
+                marker = root / f"marker-{stage}-{path.stem}-{kind}-{ranks}"
                 plant(path, honest, marker)
                 armed = runs_without_care(path, marker)
                 forge(store)
                 found = CheckpointStore(store, "k", place / "work", 1).latest()
                 assert found is not None, "its hashes are right"
-                try:
-                    engine.load_checkpoint(found[1])
-                    answer = "loaded"
-                except RLHFError as error:
-                    answer = f"{type(error).__name__}: {error.message}"
                 answers.append(
                     {
                         "file": f"zero{stage}/{path.name}",
                         "kind": kind,
                         "armed": armed,
+                        "answer": load(engine, found[1], ranks),
                         "ran": marker.exists(),
-                        "answer": answer,
                     }
                 )
             path.write_bytes(whole)
             forge(store)
-        engine.load_checkpoint(folder)
+        assert [load(engine, folder, ranks) for ranks in WAYS[stage]] == ["loaded"] * len(WAYS[stage])
     (root / "answers.json").write_text(json.dumps(answers))
     leave()
+
+
+def load(engine: TrainingEngine, folder: Path, ranks: int) -> str:
+    """What came of it: "loaded", or the error."""
+    copy = folder.with_name(f"{folder.name}-copy")
+    shutil.copytree(folder, copy)
+    note_ranks(copy, ranks)
+    try:
+        engine.load_checkpoint(copy, copy.with_name("converted"))
+    except RLHFError as error:
+        return f"{type(error).__name__}: {error.message}"
+    finally:
+        shutil.rmtree(copy)
+        shutil.rmtree(copy.with_name("converted"), ignore_errors=True)
+    return "loaded"
 
 
 def runs_without_care(path: Path, marker: Path) -> bool:

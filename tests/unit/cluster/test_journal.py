@@ -17,7 +17,8 @@ from rlhf_core.cluster.journal import RolloutJournal
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample, Rollout
 
-PROMPTS = [PromptExample(f"p{i}", f"prompt {i}", (1, 2 + i), {"answer": str(i)}) for i in range(3)]
+PROMPTS = [PromptExample(f"p{i // 2}", f"prompt {i // 2}", (1, 2 + i // 2), {"answer": str(i)}) for i in range(4)]
+"""Each comes twice, with another answer."""
 
 
 def batch(rewards: RewardBatch | None = None) -> RolloutBatch:
@@ -38,6 +39,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, rewards: RewardBatch |
     read = RolloutJournal(tmp_path / "new", PROMPTS).read(5)
     assert read is not None
     assert (read.rollouts, read.prompts, read.replaced) == (written.rollouts, written.prompts, 1)
+    assert read.kept and not written.kept
     assert repr(read.rewards) == repr(rewards)
     assert journal.read(3) is None and journal.read(6) is None
 

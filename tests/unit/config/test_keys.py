@@ -3,6 +3,7 @@
 - a setting changes the keys of its stage and, through digests, of what follows; never of what comes before
 - what only says when or where things happen changes no key
 - what is read from outside counts by content: a folder may move, and its changes are seen
+- names that users choose count, whatever they are; a registration belongs to one registry
 - `device: auto` counts as the device it leads to
 """
 
@@ -23,8 +24,12 @@ def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[s
     return {stage: stage_key(config, stage, {}, sources or {}) for stage in STAGES}
 
 
+SERVICE = {"type": "remote", "urls": ["http://one/x"], "allowed_hosts": ["one", "other"]}
+
+
 def _changed(tree: dict[str, Any]) -> set[str]:
-    before, after = _keys({}), _keys(tree)
+    before = _keys({"ppo": {"rewards": [SERVICE]}} if "rewards" in tree.get("ppo", {}) else {})
+    after = _keys(tree)
     return {stage for stage in STAGES if before[stage] != after[stage]}
 
 
@@ -35,7 +40,11 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"reward": {"center": 0.1}}, {"reward"}),
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
+        ({"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}}, set()),
+        ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
         ({"run": {"retries": 7}}, set()),
+        ({"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}}, set()),
+        ({"reward": {"early_stop": {"every": 9}}}, {"reward"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
@@ -49,6 +58,17 @@ def test_a_folder_may_move_but_its_content_counts() -> None:
     assert _keys(here, {"model": "1"})["sft"] != _keys(here, {"model": "2"})["sft"]
     config = config_from_tree(here, "test"), config_from_tree(there, "test")
     assert pipeline_key(config[0], {"model": "1"}) == pipeline_key(config[1], {"model": "1"})
+
+
+def test_a_field_may_be_renamed_to_a_word_that_means_something_elsewhere() -> None:
+    renamed = [_keys({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}) for names in ({"path": "prompt"}, {})]
+    assert renamed[0]["data"] != renamed[1]["data"]
+
+
+def test_another_registry_needs_a_registration_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    here, there = (_keys({"run": {"home": home}, "store": {"url": "s3://one/store"}}) for home in ("/here", "/there"))
+    assert {stage for stage in STAGES if here[stage] != there[stage]} == {"register"}
 
 
 def test_auto_counts_as_the_device_it_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Locked here:
 - duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
 - too many bad rows, or too few usable ones, stop the run with a message that says what to do;
 - the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the same bytes;
+- a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once;
 - the stage logs its card; the card shows text that cannot become markup.
 """
 
@@ -42,10 +43,12 @@ def demo(**data: Any) -> PipelineConfig:
     return configure(data={"synthetic": SMALL, **data})
 
 
-def files(folder: Path, rows: list[dict[str, Any]], **data: Any) -> PipelineConfig:
+def files(
+    folder: Path, rows: list[dict[str, Any]], *, reward: dict[str, Any] | None = None, **data: Any
+) -> PipelineConfig:
     """Pairs from a file in all three sets, a tokenizer trained on them."""
     source = [{"path": str(write_jsonl(folder / "pairs.jsonl", rows))}]
-    return configure(data={"sft": source, "preference": source, "prompts": source, **data})
+    return configure(data={"sft": source, "preference": source, "prompts": source, **data}, reward=reward or {})
 
 
 def pairs(number: int) -> list[dict[str, Any]]:
@@ -363,3 +366,21 @@ def test_the_stage_reports_progress_counts_and_card(tmp_path: Path) -> None:
 
 def test_prompts_that_differ_in_white_space_are_held_out_together() -> None:
     assert split_key(" a\n b ") == split_key("a b") != split_key("ab")
+
+
+def test_a_pairs_margin_is_kept_and_other_values_count_as_none(tmp_path: Path) -> None:
+    margins: list[Any] = [0.5, 2, -1.5, "big", True, None, 10**400]
+    rows = [{**row, "margin": margins[i % 7]} for i, row in enumerate(pairs(14))]
+    prepared(files(tmp_path, rows), tmp_path / "out")
+    kept = [*load_pairs(tmp_path / "out", "train"), *load_pairs(tmp_path / "out", "eval")]
+    wanted = {f"question {i}": (0.5, 2.0, -1.5, None, None, None, None)[i % 7] for i in range(14)}
+    assert {pair.prompt: pair.margin for pair in kept} == wanted
+
+
+def test_a_reward_model_with_margins_of_rows_needs_one_in_every_row(tmp_path: Path) -> None:
+    rows = [{**row, "margin": 1.0} for row in pairs(20)]
+    config = files(tmp_path, rows, reward={"margin": "field"})
+    prepared(config, tmp_path / "all")
+    del rows[7]["margin"]
+    with pytest.raises(DataError, match=r"reward.margin: field needs .* 1 of 20 have none .*question 7"):
+        prepared(files(tmp_path, rows, reward={"margin": "field"}), tmp_path / "one without")

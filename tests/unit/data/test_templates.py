@@ -155,7 +155,7 @@ BROKEN = {
     "": "does not render the user's message",
     "hello": "does not render the user's message",
     "{{ ''.__class__.__mro__ }}": "cannot be used.*SecurityError",
-    "{% for i in range(10**9) %}x{% endfor %}": "cannot be used.*OverflowError",
+    "{% for i in range(1000000000) %}x{% endfor %}": "cannot be used.*OverflowError",
     "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}": "needs over",
     "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}": "assistant",
     "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}": "cannot be used.*marks",

@@ -183,7 +183,13 @@ def test_an_empty_response_is_shown_as_such_and_a_run_without_steps_says_so() ->
 def history(steps: int) -> History:
     return History(
         [
-            {"step": s, "objective/kl": 0.1 * s, "objective/scores": s**0.5, "rewards/a": 1.0, "rewards/b": 2.0}
+            {
+                "step": s,
+                "objective/kl": 0.1 * s,
+                "objective/scores": s**0.5,
+                "rewards/a/mean": 1.0,
+                "rewards/b/mean": 2.0,
+            }
             for s in range(1, steps + 1)
         ]
     )

@@ -2,6 +2,7 @@
 
 - both models answer the same prompts, and the files, metrics and tracker entries agree with their scores;
 - the judge is gold where the prompts are synthetic, else the reward model, else the rules; an impossible one is refused;
+- a prompt on which a reward source masks a failure is left out for both models, and counted;
 - batch-normalised rules treat both models' responses as one batch; the same run gives the same bytes.
 """
 
@@ -177,6 +178,22 @@ def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, serv
     assert row["scores"]["sft"]["rules"] == pytest.approx(-1.0, abs=1e-6)
     assert row["scores"]["ppo"]["rules"] == pytest.approx(1.0, abs=1e-6)
     assert read(services)["win_rate"]["mean"] == 1.0
+
+
+def test_a_prompt_with_a_masked_value_is_left_out_for_both_models(
+    scripted: Any, services: Services, tmp_path: Path
+) -> None:
+    code = (
+        "def f(samples):\n    return [float('nan') if s.prompt_id == 'p2' and s.finished else 1.0 for s in samples]\n"
+    )
+    (tmp_path / "r.py").write_text(code)
+    reward = {"type": "python", "function": "r:f", "file": str(tmp_path / "r.py"), "retries": 0, "on_error": "mask"}
+    result = evaluate.run(config_of([reward, *RULES]), services)
+    found = read(services)
+    assert (found["prompts"], found["unscored"], result.metrics["unscored"]) == (5, 1, 1)
+    assert found["kl"] == pytest.approx((0 + 1 + 3 + 4 + 5) / 5)
+    rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
+    assert [row["prompt_id"] for row in rows] == ["p0", "p1", "p3", "p4"]
 
 
 def test_without_a_true_reward_the_reward_model_judges(scripted: Any, services: Services) -> None:

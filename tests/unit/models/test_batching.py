@@ -1,19 +1,16 @@
-"""Batching: layouts that agree, plans that cover.
+"""Batching: layouts that agree.
 
 - padded and packed layouts give the same log-probabilities, and no sequence sees another
-- micro-batches keep their token budget, padding included, and hold every index once
-- every rank gets the same number of micro-batches, whatever the number of sequences
+- labels are the next tokens; an empty micro-batch is a dummy for ranks that must take part
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence, collate, micro_batches, plan_ranks
+from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import Policy
 
 
@@ -82,32 +79,3 @@ def test_an_empty_micro_batch_is_a_dummy_without_targets() -> None:
     batch = collate([], pad_id=0)
     assert batch.input_ids_BL.shape == (1, 1)
     assert batch.labels_N.numel() == 0
-
-
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 100), st.booleans())
-def test_micro_batches_hold_every_index_once_within_the_budget(lengths: list[int], budget: int, pack: bool) -> None:
-    groups = micro_batches(lengths, budget, pack=pack)
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    for group in groups:
-        cost = sum(lengths[i] for i in group) if pack else len(group) * max(lengths[i] for i in group)
-        assert cost <= budget or len(group) == 1
-
-
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 9), st.integers(1, 100))
-def test_every_rank_gets_as_many_micro_batches_and_every_index_comes_once(
-    lengths: list[int], ranks: int, budget: int
-) -> None:
-    plan = plan_ranks(lengths, ranks, budget)
-    assert len(plan) == ranks
-    assert len({len(micros) for micros in plan}) == 1
-    assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(len(lengths)))
-
-
-def test_nine_sequences_on_eight_ranks_leave_no_rank_without_work() -> None:
-    plan = plan_ranks([10] * 9, 8, 1000)
-    assert all(any(micro for micro in micros) for micros in plan)

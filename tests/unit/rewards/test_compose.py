@@ -2,14 +2,20 @@
 
 - the total is the weighted sum, raw values are kept by name;
 - batch normalisation: mean 0, population std 1, exactly 0 for equal values;
-- missing model scores, wrong counts and values that are not finite name the source and the prompt.
+- missing model scores, wrong counts and values that are not finite name the source and the prompt;
+- a response that a source masks has no score, changes no one else's, and is counted;
+- the metrics of a source are over the values that it has.
 """
+
+import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward
+from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward, PythonReward
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.compose import RewardComposer, normalize
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
 from rlhf_core.types import RewardInput
 
 
@@ -70,3 +76,39 @@ def test_a_value_that_is_not_finite_names_source_and_prompt(bad: float) -> None:
         pytest.raises(RewardError, match=f"reward judge: .* prompt p1 is {bad}"),
     ):
         composer.score(batch("a", "b"), [0.0, bad])
+
+
+def python(tmp_path: Path, **fields: Any) -> PythonReward:
+    """Words of a response; one that says "bad" cannot be scored."""
+    file = tmp_path / "r.py"
+    file.write_text(
+        "def f(samples):\n    return [{'bad': float('nan')}.get(s.response, len(s.response.split())) for s in samples]\n"
+    )
+    return PythonReward(type="python", function="r:f", file=str(file), retries=0, **fields)
+
+
+def test_a_masked_response_has_no_score_and_changes_no_one_elses(tmp_path: Path) -> None:
+    masking = python(tmp_path, on_error="mask", normalize="batch", weight=2.0)
+    with RewardComposer((ModelReward(type="model"), masking)) as composer:
+        scored = composer.score(batch("a", "bad", "a b c"), [0.5, 0.25, 0.0])
+        only = composer.score(batch("a", "a b c"), [0.5, 0.0])
+    assert math.isnan(scored.total[1])
+    # Mean 2, population std 1 over the two that are known.
+    assert [scored.total[0], scored.total[2]] == only.total == pytest.approx([-1.5, 2.0], rel=1e-6)
+    assert scored.by_source["model"] == [0.5, 0.25, 0.0]
+
+
+def test_without_masking_it_is_an_error_that_names_source_prompt_and_index(tmp_path: Path) -> None:
+    with (
+        RewardComposer((python(tmp_path, name="words"),)) as composer,
+        pytest.raises(RewardError, match=r"reward words: 1 of 2 .* prompt p1 \(index 1\): it returned nan"),
+    ):
+        composer.score(batch("a", "bad"), None)
+
+
+def test_the_metrics_of_a_source_are_over_the_values_it_has() -> None:
+    nan = math.nan
+    scored = RewardBatch([0.0] * 4, {"a": [1.0, nan, 3.0, nan], "b": [nan] * 4})
+    assert scored.metrics() == {
+        "a/failed": 2.0, "a/mean": 2.0, "a/std": 1.0, "a/min": 1.0, "a/max": 3.0, "b/failed": 4.0,
+    }  # fmt: skip

@@ -1,20 +1,23 @@
 """Locks the user's reward function in its own process.
 
 - lists, tuples and arrays of numbers are accepted; prints do not disturb; state lives on between batches;
-- a function that hangs, dies, raises or returns anything else is tried again and then named, with the prompt if known;
+- a function that hangs, dies, raises or returns anything else is tried again, then the samples at fault are found;
+- a sample that hangs is searched for only where the others are to be saved (`mask`);
 - a file or function that cannot be loaded is the user's configuration error, found before the first batch;
 - closing ends the process, and what it started.
 """
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.types import RewardInput
 
@@ -37,17 +40,17 @@ def counting(samples):
     return tuple([calls, os.getpid()])
 
 def by_text(samples):
-    text = samples[0].response
+    text = next((s.response for s in samples if s.response != "good"), "good")
     if text == "raise":
         raise KeyError("no such story")
     if text == "hang":
         child = subprocess.Popen(["sleep", "60"])
-        open(samples[0].meta["pid"], "w").write(str(child.pid))
+        open(next(s for s in samples if s.response == text).meta["pid"], "w").write(str(child.pid))
         while True:
             pass
     if text == "die":
         os._exit(7)
-    return {"text": ["a"] * len(samples), "short": [], "none": None, "number": 3.0, "nested": [[1.0]],
+    return {"good": [1.0] * len(samples), "text": ["a"] * len(samples), "short": [], "none": None, "number": 3.0, "nested": [[1.0]],
             "nan": [0.0, float("nan")], "string": "0.5"}[text]
 
 def flaky(samples):
@@ -72,8 +75,8 @@ def by_text(file: Path) -> Iterator[PythonFunction]:
         yield function
 
 
-def source(file: Path, name: str, timeout: float = 30.0, retries: int = 1) -> PythonReward:
-    return PythonReward(type="python", function=f"x:{name}", file=str(file), timeout=timeout, retries=retries)
+def source(file: Path, name: str, **fields: Any) -> PythonReward:
+    return PythonReward(type="python", function=f"x:{name}", file=str(file), **fields)
 
 
 def sample(response: str, prompt_id: str = "p0", **meta: object) -> RewardInput:
@@ -94,15 +97,15 @@ def wait_until_gone(pid: int) -> bool:
 
 def test_it_returns_one_float_per_response_and_may_print(file: Path) -> None:
     with PythonFunction(source(file, "lengths")) as function:
-        assert function([sample("four"), sample("to", bonus=10)]) == [4.0, 12.0]
-        assert function([]) == []
+        assert function([sample("four"), sample("to", bonus=10)]).values == [4.0, 12.0]
+        assert function([]).values == []
 
 
 def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
     with PythonFunction(source(file, "array")) as function:
-        assert function([sample("a"), sample("b")]) == [0.0, 1.0]
+        assert function([sample("a"), sample("b")]).values == [0.0, 1.0]
     with PythonFunction(source(file, "counting")) as function:
-        first, second = (function([sample("a"), sample("b")]) for _ in range(2))
+        first, second = (function([sample("a"), sample("b")]).values for _ in range(2))
     assert (first[0], second[0]) == (1.0, 2.0)
     assert first[1] == second[1] != os.getpid()
 
@@ -110,7 +113,7 @@ def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("raise", r"failed 1 times .* prompt p0: it raised KeyError: 'no such story' \(my_reward.py:\d+\)"),
+        ("raise", r"it raised KeyError: 'no such story' \(my_reward.py:\d+\)"),
         ("die", "its process ended with exit status 7"),
         ("text", "returned str 'a' for response 0"),
         ("short", "returned 0 values for 1 responses"),
@@ -121,33 +124,46 @@ def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
     ],
 )
 def test_a_failure_names_what_came_back(by_text: PythonFunction, text: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        by_text([sample(text)])
+    assert re.search(message, by_text([sample(text)]).reasons[0])
 
 
-def test_a_value_that_is_not_finite_names_its_prompt(by_text: PythonFunction) -> None:
-    with pytest.raises(RewardError, match="prompt p7: it returned nan"):
-        by_text([sample("nan", "p6"), sample("nan", "p7")])
+def test_a_value_that_is_not_finite_is_none(by_text: PythonFunction) -> None:
+    outcome = by_text([sample("nan", "p6"), sample("nan", "p7")])
+    assert outcome.values[0] == 0.0
+    assert outcome.reasons == {1: "it returned nan, but rewards must be finite"}
+
+
+@pytest.mark.parametrize("text", ["raise", "die", "none"])
+def test_the_sample_at_fault_is_found_and_the_others_keep_their_values(by_text: PythonFunction, text: str) -> None:
+    outcome = by_text([sample("good"), sample("good"), sample(text), sample("good")])
+    assert list(outcome.reasons) == [2]
+    assert [outcome.values[i] for i in (0, 1, 3)] == [1.0, 1.0, 1.0]
+
+
+def test_a_sample_that_hangs_is_searched_for_where_the_others_are_to_be_saved(file: Path, tmp_path: Path) -> None:
+    batch = [sample("hang", pid=str(tmp_path / "pid")), sample("good")]
+    for on_error, failed in (("mask", [0]), ("abort", [0, 1])):
+        with PythonFunction(source(file, "by_text", timeout=0.7, retries=0, on_error=on_error)) as function:
+            assert list(function(batch).reasons) == failed
 
 
 def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_batch_works(
     by_text: PythonFunction, tmp_path: Path
 ) -> None:
-    with pytest.raises(RewardError, match=r"no answer within 0.5 s"):
-        by_text([sample("hang", pid=str(tmp_path / "pid"))])
+    outcome = by_text([sample("hang", pid=str(tmp_path / "pid"))])
+    assert outcome.reasons == {0: "it gave no answer within 0.5 s"}
     assert wait_until_gone(int((tmp_path / "pid").read_text()))
-    with pytest.raises(RewardError, match="returned 0 values"):
-        by_text([sample("short")])
+    assert by_text([sample("good")]).values == [1.0]
 
 
 def test_a_process_that_dies_once_is_started_again(file: Path, tmp_path: Path) -> None:
     with PythonFunction(source(file, "flaky")) as function:
-        assert function([sample("a", marker=str(tmp_path / "marker"))]) == [1.0]
+        assert function([sample("a", marker=str(tmp_path / "marker"))]).values == [1.0]
 
 
 def test_closing_ends_the_process(file: Path) -> None:
     function = PythonFunction(source(file, "counting"))
-    pid = int(function([sample("a"), sample("b")])[1])
+    pid = int(function([sample("a"), sample("b")]).values[1])
     function.close()
     function.close()
     assert wait_until_gone(pid)

@@ -1,0 +1,107 @@
+"""Looks at folders, addresses and the environment; connects to nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.config.checkfiles import Finding, writable
+from rlhf_core.config.keys import tracking_uri
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
+from rlhf_core.errors import ConfigError
+
+_TRACKERS = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
+_DOORS = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "lets engines run code that they are sent",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "lets checkpoints run code",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "lets models of the registry run code",
+    "PYTHONOPTIMIZE": "takes checks out of the libraries",
+}
+"""Variables that undo what SECURITY.md promises, and how."""
+
+
+def check_places(config: PipelineConfig) -> Iterator[Finding]:
+    """Addresses of the wrong form or with credentials in them, and folders that cannot be made or written."""
+    for path, text in texts(config.model_dump(mode="json", by_alias=True)):
+        if has_credentials(text):
+            yield ConfigError(
+                f"{'.'.join(map(str, path))}: credentials in a URL are refused; got {HIDDEN}; "
+                "give them by environment variables or a role"
+            )
+    yield from _store(config)
+    if problem := tracker_problem(tracking_uri(config)):
+        yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
+    places = {"run.home": config.run.home}
+    if "://" not in config.store_url or config.store_url.startswith("file://"):
+        places["store.url"] = config.store_url.removeprefix("file://")
+    for field, folder in places.items():
+        if problem := writable(Path(folder)):
+            yield ConfigError(
+                f"{field}: the folder {shown(folder, limit=200)} cannot be used: {problem}; choose another"
+            )
+
+
+def _store(config: PipelineConfig) -> Iterator[Finding]:
+    url, endpoint = config.store.url, config.store.endpoint
+    if url is not None and url.startswith("s3://"):
+        bucket = url.removeprefix("s3://").split("/")[0]
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+            yield ConfigError(
+                f"store.url: must be s3://bucket/prefix with a bucket name of 3 to 63 a-z, 0-9, `.` and `-`; "
+                f"got {shown(url)}; name a bucket"
+            )
+    elif url is not None and "://" in url and not url.startswith("file://"):
+        yield ConfigError(
+            f"store.url: must be a folder, file:// or s3://bucket/prefix; got scheme {url.split('://')[0][:20]}://; use s3://"
+        )
+    if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
+        yield ConfigError(
+            f"store.endpoint: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+        )
+
+
+def tracker_problem(uri: str) -> str | None:
+    """Why `uri` cannot be MLflow's, with a fix, or None."""
+    scheme, separator, rest = uri.partition("://")
+    kind = scheme.split("+")[0]
+    if not separator or kind not in _TRACKERS:
+        got = f"scheme {scheme[:20]}://" if separator else shown(uri)
+        return f"must begin with one of {', '.join(_TRACKERS)}; got {got}; use http://host:port or sqlite:///path/of/a/file.db"
+    if kind == "sqlite" and (len(rest) < 2 or not rest.startswith("/") or "?" in rest):
+        return f"must be sqlite:///path/of/a/file.db; got {shown(uri)}; name the file"
+    if kind != "sqlite" and not rest.strip("/"):
+        return f"must name a host; got {shown(uri)}; use http://host:port"
+    return None
+
+
+def check_environment(config: PipelineConfig) -> Iterator[Finding]:
+    """Variables that cannot be used, or that open what is closed by default."""
+    environ = os.environ
+    uri, endpoint = environ.get("MLFLOW_TRACKING_URI"), environ.get("AWS_ENDPOINT_URL_S3")
+    if uri and config.tracking.uri is None and (problem := tracker_problem(uri)):
+        yield ConfigError(f"MLFLOW_TRACKING_URI: {problem}")
+    if endpoint and has_credentials(endpoint):
+        yield ConfigError(
+            f"AWS_ENDPOINT_URL_S3: credentials in a URL are refused; got {HIDDEN}; set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or use a role"
+        )
+    elif endpoint and not re.match(r"https?://[^/\s]+", endpoint):
+        yield ConfigError(
+            f"AWS_ENDPOINT_URL_S3: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+        )
+    faults = environ.get("RLHF_FAIL")
+    if faults and not all(re.fullmatch(r"[\w.]+:\d+:\w+", fault) for fault in faults.split(",")):
+        yield ConfigError(
+            f"RLHF_FAIL: must be name:nth:action, several by commas; got {shown(faults)}; correct or unset it"
+        )
+    for name, what in _DOORS.items():
+        if environ.get(name, "").lower() not in ("", "0", "false") or (name == "PYTHONOPTIMIZE" and sys.flags.optimize):
+            yield ConfigError(f"{name}: {what}; got {shown(environ.get(name, 'python -O'))}; unset it")
+    if environ.get("RAY_AUTH_MODE", "token").lower() != "token" and not environ.get("RAY_ADDRESS"):
+        yield ConfigError(
+            f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(environ['RAY_AUTH_MODE'])}; unset it"
+        )

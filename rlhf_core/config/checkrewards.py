@@ -1,0 +1,113 @@
+"""Looks at where rewards come from; imports and runs nothing of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.config.checkfiles import Finding, exists
+from rlhf_core.config.hosts import forbidden, host_of
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.rewards import GoldReward, PythonReward, RemoteReward
+from rlhf_core.errors import ConfigError
+
+
+def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
+    """Functions that are not there or not the user's own, and services at private addresses."""
+    for index, source in enumerate(config.ppo.rewards):
+        field = f"ppo.rewards.{index}"
+        if isinstance(source, PythonReward):
+            problem = _function_problem(source)
+            if problem:
+                yield ConfigError(problem.replace("FIELD", field))
+        elif isinstance(source, RemoteReward):
+            yield from _hosts(source, field)
+        elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
+            yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
+
+
+def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:
+    for host in dict.fromkeys(map(host_of, source.urls)):
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            yield f"{field}.urls: {host} cannot be found from here ({error}); PPO will need it"
+            continue
+        addresses = [str(entry[4][0]) for entry in found]
+        if address := forbidden(host, addresses, source.allowed_hosts):
+            yield ConfigError(
+                f"{field}.urls: must lead to public addresses or to listed ones; got {host}, which is {address}; if that is "
+                f"meant, add the address or its network to {field}.allowed_hosts"
+            )
+
+
+def _function_problem(source: PythonReward) -> str | None:
+    module, _, name = source.function.partition(":")
+    if source.file is not None:
+        file = Path(source.file)
+        if not exists(source.file) or not file.is_file():
+            return f"FIELD.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
+        if file.suffix != ".py":
+            return f"FIELD.file: must be a *.py file; got {file}; rename it"
+    elif module.partition(".")[0] in sys.stdlib_module_names:
+        return (
+            f"FIELD.function: must be your own; got {source.function} of Python's standard library; name your function, and its "
+            "file as FIELD.file"
+        )
+    else:
+        found = _module_file(module)
+        if found is None:
+            return f"FIELD.function: module {module} not found; install it, or give its file as FIELD.file"
+        file = found
+    if file.suffix != ".py":
+        return None
+    try:
+        names = _names(ast.parse(file.read_bytes(), str(file)).body)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return f"FIELD.function: {file}{f':{line}' if line else ''} is not valid Python ({error}); correct it"
+    if names is not None and name not in names:
+        return f"FIELD.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
+    return None
+
+
+def _module_file(module: str) -> Path | None:
+    """Where a module's source lies, without running the packages around it."""
+    paths: list[str] | None = [*sys.path, os.getcwd()]
+    spec = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        try:
+            spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), paths)
+        except (ImportError, ValueError, TypeError):
+            return None
+        if spec is None:
+            return Path(parts[0]) if parts[0] in sys.builtin_module_names else None
+        paths = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _names(body: list[ast.stmt]) -> set[str] | None:
+    """Names of what may be a function at a module's top level; None if a star import or `__getattr__` may add others."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            if isinstance(node.value, ast.Constant):
+                continue  # no function
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        else:
+            inner = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
+            handlers = [part for handler in getattr(node, "handlers", []) for part in handler.body]
+            found = _names([*inner, *handlers])
+            names.update({"*"} if found is None else found)
+    return None if names & {"*", "__getattr__"} else names

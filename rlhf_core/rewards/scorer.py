@@ -1,0 +1,95 @@
+"""A trained reward model that scores items of the protocol in `remote`, tokenised as the pipeline does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.data.formats import RowError, normalise
+from rlhf_core.data.templates import EncodeError, Encoder
+from rlhf_core.data.tokenizer import load_tokenizer
+from rlhf_core.errors import ModelError
+from rlhf_core.models.score import is_classifier, load_score_model
+from rlhf_core.models.scoring import Pair, sequence_scores, whole_list
+
+
+class ItemError(ValueError):
+    """This item has no score; the message is the reason."""
+
+
+class Scorer:
+    """`encode` and `scores` may run in two threads, each of them in one at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        template: Literal["chat", "plain"] | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        micro_batch_tokens: int = 16384,
+    ) -> None:
+        """`folder`: model, tokenizer and statistics, as stage `reward` leaves them in `model/`. `template`: how prompts are
+        rendered; None: as chat where the tokenizer has a template. Raises `ModelError` for what is no reward model."""
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} must hold a reward model (config.json is missing); give the `reward` artifact")
+        if not is_classifier(folder):
+            raise ModelError(
+                f"{folder} must hold a reward model; got one that generates text; give the `reward` artifact"
+            )
+        tokenizer = load_tokenizer(str(folder))
+        kind = template or ("chat" if tokenizer.chat_template else "plain")
+        self._encoder = Encoder(tokenizer, kind, str(folder))
+        self._model = load_score_model(folder, dtype=dtype, attention="sdpa", device=device).eval()
+        self._pad_id = int(tokenizer.pad_token_id)
+        facts = self._model.lm.config
+        self._vocabulary, self._positions = int(facts.vocab_size), int(facts.max_position_embeddings)
+        self.micro_batch_tokens = micro_batch_tokens
+        """Tokens of one forward pass."""
+
+    def encode(self, item: Any) -> Pair:
+        """((P,), (T,)) tokens of prompt and response: the item's own, or those of its texts. Raises `ItemError`.
+
+        A response that is finished ends with EOS, as in the pairs the model was trained on and in the policy's rollouts.
+        """
+        if not isinstance(item, Mapping):
+            raise ItemError(f"an item must be an object; got {type(item).__name__}")
+        if "prompt_ids" in item or "response_ids" in item:
+            pair = self._ids(item, "prompt_ids"), self._ids(item, "response_ids")
+        else:
+            pair = self._texts(item)
+        length = len(pair[0]) + len(pair[1])
+        if length > self._positions:
+            raise ItemError(f"prompt and response have {length} tokens, but the model takes {self._positions}")
+        if not pair[1]:
+            raise ItemError("the response has no tokens")
+        return pair
+
+    def scores(self, pairs: Sequence[Pair]) -> list[float]:
+        """(n,) normalised by the stored statistics."""
+        batches = whole_list(self._model, pairs, self.micro_batch_tokens, self._pad_id)
+        scores = sequence_scores(self._model, self._model.statistics, batches)
+        return [score if math.isfinite(score) else math.nan for score in scores]
+
+    def _ids(self, item: Mapping[str, Any], name: str) -> tuple[int, ...]:
+        ids = item.get(name)
+        if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < self._vocabulary for i in ids):
+            raise ItemError(f"{name} must be a list of token ids from 0 to {self._vocabulary - 1}")
+        return tuple(ids)
+
+    def _texts(self, item: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        response, finished = item.get("response"), item.get("finished", True)
+        if not isinstance(response, str) or not isinstance(finished, bool):
+            raise ItemError("response must be a string, and finished true or false")
+        try:
+            record = normalise({"prompt": item.get("prompt")}, "prompt")
+            if any(self._encoder.surely_longer(text, self._positions) for text in (record.prompt_text, response)):
+                raise ItemError(f"prompt and response do not fit the {self._positions} tokens that the model takes")
+            if not response:
+                return self._encoder.prompt(record.prompt), (self._encoder.eos_id,)
+            prompt_ids, response_ids = self._encoder.response(record.prompt, response)
+        except (RowError, EncodeError) as error:
+            raise ItemError(str(error)) from error
+        return prompt_ids, response_ids if finished else response_ids[:-1]

@@ -1,0 +1,216 @@
+"""`rlhf serve-reward`: a reward model over HTTP, by the protocol in `remote`.
+
+    POST /score --> size, token --> encode --> waiting requests --> one forward pass for as many as fit --> answers
+    GET /health
+
+Consumes requests of any number of items; a request waits for the one forward pass that holds it. Encoding and scoring
+have a thread each. Without a token it listens on loopback only. What is wrong with an item is its own `null` and reason;
+what is wrong with a request is its status: 400, 401, 408, 413, 415, 500, 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import logging
+import math
+import os
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.models.scoring import Pair
+from rlhf_core.rewards.remote import TOKEN_VARIABLE
+from rlhf_core.rewards.scorer import ItemError
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 16 << 20
+_BODY_SECONDS = 30.0
+_CONNECTIONS = 256
+
+
+class Scores(Protocol):
+    """What is served; see `Scorer`."""
+
+    micro_batch_tokens: int
+
+    def encode(self, item: Any) -> Pair: ...
+
+    def scores(self, pairs: Sequence[Pair]) -> list[float]: ...
+
+
+class MicroBatches:
+    """Joins waiting requests into forward passes of at most `micro_batch_tokens` tokens, in the order they came."""
+
+    def __init__(self, scorer: Scores) -> None:
+        self._scorer = scorer
+        self._waiting: deque[tuple[list[Pair], asyncio.Future[list[float]]]] = deque()
+        self._arrived = asyncio.Event()
+
+    async def score(self, pairs: list[Pair]) -> list[float]:
+        """(n,) scores; HTTPException 500 if the model fails."""
+        result: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((pairs, result))
+        self._arrived.set()
+        return await asyncio.shield(result)
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        with ThreadPoolExecutor(1) as thread:
+            while True:
+                await self._arrived.wait()
+                requests = self._next()
+                pairs = [pair for own, _ in requests for pair in own]
+                try:
+                    scores = await asyncio.get_running_loop().run_in_executor(thread, self._scorer.scores, pairs)
+                except Exception:
+                    logger.exception("a forward pass of %d items failed", len(pairs))
+                    for _, result in requests:
+                        result.set_exception(HTTPException(500, "the forward pass failed; the service's log says why"))
+                    continue
+                for own, result in requests:
+                    mine, scores = scores[: len(own)], scores[len(own) :]
+                    result.set_result(mine)
+
+    def _next(self) -> list[tuple[list[Pair], asyncio.Future[list[float]]]]:
+        """The first request, and those behind it while their tokens fit."""
+        chosen: list[tuple[list[Pair], asyncio.Future[list[float]]]] = []
+        tokens = 0
+        while self._waiting:
+            tokens += sum(len(prompt) + len(response) for prompt, response in self._waiting[0][0])
+            if chosen and tokens > self._scorer.micro_batch_tokens:
+                break
+            chosen.append(self._waiting.popleft())
+        if not self._waiting:
+            self._arrived.clear()
+        return chosen
+
+
+def make_app(scorer: Scores, token: str | None) -> Starlette:
+    """The application. `token`: what clients must send; None: nothing."""
+    batches = MicroBatches(scorer)
+    encoding = asyncio.Lock()
+
+    async def score(request: Request) -> Response:
+        _check_token(request, token)
+        items = await _items(request)
+        async with encoding:
+            encoded = await asyncio.to_thread(_encode, scorer, items)
+        known = {index: pair for index, pair in enumerate(encoded) if not isinstance(pair, str)}
+        found = dict(zip(known, await batches.score(list(known.values())), strict=True)) if known else {}
+        errors = {str(index): reason for index, reason in enumerate(encoded) if isinstance(reason, str)}
+        errors |= {str(index): "the model's score is not finite" for index, value in found.items() if math.isnan(value)}
+        scores = [None if str(index) in errors else found[index] for index in range(len(items))]
+        return JSONResponse({"scores": scores, "errors": errors})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code)
+
+    @contextlib.asynccontextmanager
+    async def working(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(batches.run())
+        yield
+        task.cancel()
+
+    return Starlette(
+        routes=[Route("/score", score, methods=["POST"]), Route("/health", health)],
+        exception_handlers={HTTPException: refuse},
+        lifespan=working,
+    )
+
+
+def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
+    """Run it with the sockets of `listen`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(scorer, token),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_CONNECTIONS,
+            timeout_graceful_shutdown=5,
+        )
+    )
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
+    """A bound socket, and the token that clients must send. Raises `ConfigError` for an address that cannot be used, or
+    one beyond loopback without a token."""
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port must be from 0 to 65535; got {port}")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        if token is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            raise ConfigError(
+                f"--host must be a loopback address without a token; got {host}; set {TOKEN_VARIABLE}, here and for the clients"
+            )
+        bound = socket.socket(kind, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"--host and --port must be a free address of this machine; got {host} {port}: {error}"
+        ) from error
+    return bound, token
+
+
+def _check_token(request: Request, token: str | None) -> None:
+    given = request.headers.get("authorization", "")
+    if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, f"the token of this service must be sent; clients take it from {TOKEN_VARIABLE}")
+
+
+async def _items(request: Request) -> list[Any]:
+    # Any web page may post text to loopback, but JSON only after this server's consent, which it never gives.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the request must be application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_REQUEST_BYTES:
+                    raise HTTPException(
+                        413, f"the request must have at most {MAX_REQUEST_BYTES} bytes; send fewer items"
+                    )
+    except TimeoutError:
+        raise HTTPException(408, f"the request must come within {_BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the request broke off") from None
+    try:
+        items = json.loads(body)["items"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise HTTPException(400, 'the request must be {"items": [...]}') from error
+    if not isinstance(items, list):
+        raise HTTPException(400, "items must be a list")
+    return items
+
+
+def _encode(scorer: Scores, items: Sequence[Any]) -> list[Pair | str]:
+    """Tokens of each item, or why it has none."""
+    encoded: list[Pair | str] = []
+    for item in items:
+        try:
+            encoded.append(scorer.encode(item))
+        except ItemError as error:
+            encoded.append(str(error))
+    return encoded

@@ -1,0 +1,110 @@
+"""Copies of a model's trained weights, kept shard by shard: under ZeRO-3 each rank copies what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlhf_core.errors import CorruptArtifact
+
+
+class WeightCopy:
+    """Of the trained parameters of `lm`, under their names there. Tied parameters come once."""
+
+    def __init__(
+        self, lm: nn.Module, name: str, *, dtype: torch.dtype | None = None, device: str | None = None
+    ) -> None:
+        """`name`: of its files in a checkpoint. `dtype`, `device`: those of the weights unless given."""
+        self._parameters = {n: p for n, p in lm.named_parameters() if p.requires_grad}
+        self._name = name
+        self._shards = {
+            n: shard.to(device or shard.device, dtype or shard.dtype, copy=True)
+            for n, shard in ((n, _local(p)) for n, p in self._parameters.items())
+        }
+
+    def take(self) -> None:
+        """Copy the weights as they are now."""
+        for name, shard in self._shards.items():
+            shard.copy_(_local(self._parameters[name]))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def full(self, name: str) -> torch.Tensor:
+        """The whole tensor in the model's dtype; a collective under ZeRO-3."""
+        parameter = self._parameters[name]
+        shard = self._shards[name].to(_local(parameter).device)
+        if _is_sharded(parameter):
+            parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, shard)
+            shard = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)  # type: ignore[attr-defined]
+        return shard.to(parameter.dtype)
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        return next(iter(self._shards.values())).element_size()
+
+    def save(self, folder: Path, rank: int) -> None:
+        """This rank's shards into one file; without sharding rank 0's are all there is."""
+        from safetensors.torch import save_file
+
+        if rank == 0 or self._sharded:
+            save_file(self._shards, folder / self._file(rank))
+
+    def load(self, folder: Path, rank: int, saved_ranks: int, ranks: int) -> None:
+        """The inverse, from files of `saved_ranks`. Raises CorruptArtifact where one is missing."""
+        if saved_ranks == ranks or not self._sharded:
+            for name, tensor in self._read(folder, rank).items():
+                self._shards[name].copy_(tensor)
+            return
+        files = [self._read(folder, saved) for saved in range(saved_ranks)]
+        for name, shard in self._shards.items():
+            # What is beyond the tensor's end only fills the last shards.
+            whole = torch.cat([file[name] for file in files])[: self._parameters[name].ds_numel]  # type: ignore[attr-defined]
+            part = whole[rank * shard.numel() : (rank + 1) * shard.numel()]
+            shard[: part.numel()].copy_(part)
+
+    def _read(self, folder: Path, rank: int) -> dict[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
+        path = folder / self._file(rank)
+        if not path.is_file():
+            raise CorruptArtifact(f"the checkpoint folder {folder.name} has no {path.name}")
+        tensors: dict[str, torch.Tensor] = load_file(path)
+        return tensors
+
+    @property
+    def _sharded(self) -> bool:
+        return any(map(_is_sharded, self._parameters.values()))
+
+    def _file(self, rank: int) -> str:
+        return f"{self._name}-rank{rank if self._sharded else 0}.safetensors"
+
+
+class WeightAverage(WeightCopy):
+    """An exponential moving average, in float32 whatever the precision of the model.
+
+    average = decay * average + (1 - decay) * weights        after every optimizer step that was applied
+    """
+
+    def __init__(self, lm: nn.Module, decay: float) -> None:
+        super().__init__(lm, "ema", dtype=torch.float32)
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, shard in self._shards.items():
+            shard.lerp_(_local(self._parameters[name]).float(), 1.0 - self._decay)
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_tensor")
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of `parameter`: its shard under ZeRO-3, else all of it."""
+    held: torch.Tensor = parameter.ds_tensor if _is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+    return held.detach()

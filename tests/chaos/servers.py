@@ -1,0 +1,217 @@
+"""Kills of what `rlhf up` runs, in the middle of PPO: a table of what became of the flow run.
+
+    python -m tests.chaos.servers [--times 10] [--folder .rlhf/chaos-servers] [--table FILE]
+
+Every trial: PPO of the tiny pipeline as a deployment's run; when its first checkpoint is committed (or, for "still
+pending", as soon as a process has the run) the victims get SIGKILL; what was started by `up` is left to itself. Where
+the supervisor is a victim, `rlhf up` is typed again. The end is compared with the run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.files import read_json
+from flows.reconcile import ENGINE_VARIABLE, post
+from flows.supervisor import flow_processes
+from rlhf_core.processes import ProcessId, carriers
+from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
+
+KINDS = {
+    "flow": ("flow",),
+    "run still pending": ("flow",),
+    "worker and flow": ("worker", "flow"),
+    "server, worker and flow": ("prefect", "worker", "flow"),
+    "MLflow server": ("mlflow",),
+    "everything, `up` again": ("supervisor", "prefect", "mlflow", "worker", "flow"),
+}
+"""Name -> victims."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one flow run."""
+
+    kind: str
+    state: str
+    """Prefect's last word."""
+    same: bool
+    back: float
+    """Seconds from the kill until a process had the run again (0 where it was not killed), or -1: never."""
+    finished: float
+    """Seconds from the kill to the end."""
+    attempts: int
+    """How often Prefect started it."""
+    why: str = ""
+
+
+class Servers:
+    """What `rlhf up --home` started."""
+
+    def __init__(self, home: Path, trace: Path) -> None:
+        self.home = home
+        self._environment = {**os.environ, TRACE: str(trace)}
+        self._environment.pop("PREFECT_API_URL", None)
+
+    def up(self) -> None:
+        self._rlhf("up")
+
+    def down(self) -> None:
+        self._rlhf("down")
+
+    def _rlhf(self, command: str) -> None:
+        line = [sys.executable, "-m", "flows.cli", command, "--home", str(self.home)]
+        done = subprocess.run(line, env=self._environment, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @property
+    def state(self) -> dict[str, Any]:
+        state = read_json(self.home / "servers" / "state.json")
+        assert state is not None
+        return state
+
+    def pids(self, victims: Sequence[str]) -> list[int]:
+        """Of the flow's process and of the named servers."""
+        found = [process.pid for process in flow_processes(str(self.home))] if "flow" in victims else []
+        state = self.state
+        found += [state["pid"]] if "supervisor" in victims else []
+        return found + [server["pid"] for name, server in state["servers"].items() if name in victims]
+
+    def deploy(self, until: str = "ppo") -> str:
+        """Start a run of the deployment; the flow run's id."""
+        parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}"], "until": until}
+        api = self.state["prefect"]
+        (deployment,) = [d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline"]
+        run = post(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
+        return str(run["id"])
+
+    def wait_for_end(self, name: str, seconds: float) -> bool:
+        """Whether the flow run ended within `seconds`."""
+        return wait(lambda: (run := self.run(name)) is not None and run["state_type"] in _ENDS, seconds)
+
+    def run(self, name: str) -> dict[str, Any] | None:
+        """The flow run as Prefect knows it; None while the server is away."""
+        try:
+            (run,) = post(f"{self.state['prefect']}/flow_runs/filter", {"flow_runs": {"id": {"any_": [name]}}})
+        except (OSError, ValueError):
+            return None
+        return dict(run)
+
+
+def trial(golden: Golden, kind: str, folder: Path) -> Trial:
+    """One kill."""
+    home, trace = folder / "home", folder / "trace"
+    shutil.copytree(golden.before("ppo"), home)
+    trace.mkdir()
+    servers = Servers(home, trace)
+    servers.up()
+    try:
+        name = servers.deploy()
+        if kind == "run still pending":
+            wait(lambda: any(value == name for _, value in carriers(ENGINE_VARIABLE)), 120)
+        else:
+            wait(lambda: any(p.point == "ppo.after_checkpoint" for p in read_passes(trace)), 400)
+        victims = servers.pids(KINDS[kind])
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        killed = time.time()
+        if "supervisor" in KINDS[kind]:
+            servers.up()
+        gone = {process for process in map(ProcessId.of, victims) if process is not None}
+        back = 0.0
+        if "flow" in KINDS[kind]:
+            found = wait(lambda: any(v == name and p not in gone for p, v in carriers(ENGINE_VARIABLE)), 200)
+            back = time.time() - killed if found else -1.0
+        servers.wait_for_end(name, 400)
+        run = servers.run(name) or {"state_type": "UNKNOWN", "run_count": 0}
+        finished = time.time() - killed
+    finally:
+        servers.down()
+    ended = run["state_type"] == "COMPLETED"
+    why = (
+        difference(golden.outcomes["ppo"], outcome(home, "ppo")) if ended else str(run.get("state", {}).get("message"))
+    )
+    return Trial(kind, run["state_type"], ended and not why, back, finished, int(run["run_count"]), why)
+
+
+_ENDS = ("COMPLETED", "FAILED", "CANCELLED")
+
+
+def wait(ready: Callable[[], bool], seconds: float) -> bool:
+    """Whether `ready` became true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if ready():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def table(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in trials:
+        groups[row["kind"]].append(row)
+    lines = [
+        "| killed in the middle of PPO | times | same run completed | same bits | running again, median | longest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in (kind for kind in KINDS if kind in groups):
+        group = groups[kind]
+        back = [row["back"] for row in group if row["back"] > 0]
+        middle = f"{statistics.median(back):.1f} s" if back else "went on"
+        longest = f"{max(back):.1f} s" if back else ""
+        completed, same = sum(row["state"] == "COMPLETED" for row in group), sum(row["same"] for row in group)
+        lines.append(f"| {kind} | {len(group)} | {completed} | {same} | {middle} | {longest} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """0 if every run completed in the same bits."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0])
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos-servers"))
+    parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "results.jsonl"
+
+    def trials() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    golden: Golden | None = None
+    for number in range(arguments.times):
+        for kind in KINDS:
+            if sum(row["kind"] == kind for row in trials()) > number:
+                continue
+            golden = golden or Golden(work, ("data", "sft", "reward", "ppo"))
+            row = asdict(trial(golden, kind, work / "trial"))
+            shutil.rmtree(work / "trial")
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{time.strftime('%H:%M:%S')} {row}", flush=True)
+    text = table(trials())
+    print(text)
+    if arguments.table:
+        arguments.table.write_text(text)
+    return 0 if all(row["same"] for row in trials()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

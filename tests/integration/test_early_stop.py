@@ -1,0 +1,124 @@
+"""Reward-model training that stops early, through the real DeepSpeed: one rank without ZeRO, two ranks under ZeRO-3.
+
+- it ends before its epochs do, with the very weights that had the lowest held-out loss
+- a training that is killed, after that evaluation and again when all that is left is to restore it, ends in the same
+  bits, from checkpoints that hold the best weights and the counts
+- checkpoints carry the held-out loss as their score where there was an evaluation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
+from rlhf_core.training.distributed import Rank, free_port, join, leave
+from rlhf_core.types import PairExample, Services
+
+CONFIG = RewardConfig.model_validate(
+    {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
+)
+
+
+class _Nothing:
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_args, **_kwargs: None
+
+
+class _Killed(Exception):
+    pass
+
+
+def pairs(count: int, seed: int) -> list[PairExample]:
+    """Labels are noise: what is learned by heart makes the held-out loss rise."""
+    chance = random.Random(seed)
+
+    def tokens(length: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(1, 64) for _ in range(length))
+
+    return [PairExample("", "", tokens(4), tokens(chance.randint(2, 8)), tokens(3)) for _ in range(count)]
+
+
+def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -> dict[str, Any]:
+    """Digests of the weights at the end and of those kept on the way, and where it ended. All ranks die together, after
+    `dies_after` optimizer steps, or with 0 when the best weights are to be restored."""
+    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.training.reward import train_reward
+    from tests.integration.deepspeed_step import model
+
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
+    sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size})
+    kept: list[str] = []
+
+    class Engine(TrainingEngine):
+        def train_step(self, *args: Any) -> float:
+            if self.steps_done == dies_after:
+                raise _Killed
+            return super().train_step(*args)
+
+        def keep(self) -> None:
+            super().keep()
+            kept.append(digest(self))
+
+        def restore_kept(self) -> None:
+            if dies_after == 0:
+                raise _Killed
+            super().restore_kept()
+
+    engine = Engine(model("value"), sizes, optimizer, rank, keeps_best=True)
+    nothing: Any = _Nothing()
+    store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
+    services = Services({}, folder, folder, store, nothing, nothing.progress) if rank.rank == 0 else None
+    metrics: dict[str, float] = {}
+    with contextlib.suppress(_Killed):
+        metrics = train_reward(
+            engine, pairs(24, 0), pairs(24, 1), CONFIG, seed=0, pad_id=0, work=folder, services=services
+        )
+    return {"weights": digest(engine), "kept": kept, "steps": engine.steps_done, "best": metrics.get("best_step")}
+
+
+def digest(engine: Any) -> str:
+    """Of all weights; a collective."""
+    found = hashlib.sha256()
+    for name, tensor in engine.weights():
+        found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def work(number: int, ranks: int, port: int, stage: int, folder: Path) -> None:
+    """One rank: an undisturbed training, and one that is killed twice."""
+    rank = Rank(number, ranks, number, "127.0.0.1", port)
+    join(rank)
+    whole = train(rank, stage, folder / "whole")
+    killed = folder / "killed"
+    first = train(rank, stage, killed, dies_after=int(whole["best"]) + 5)
+    second = train(rank, stage, killed, dies_after=0)
+    last = train(rank, stage, killed)
+    if number == 0:
+        (folder / "result.json").write_text(json.dumps([whole, first, second, last]))
+    leave()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
+def test_the_best_weights_are_the_result_and_survive_kills_bit_by_bit(ranks: int, stage: int, tmp_path: Path) -> None:
+    from torch.multiprocessing import spawn
+
+    spawn(work, (ranks, free_port(), stage, tmp_path), nprocs=ranks)
+    whole, first, second, last = json.loads((tmp_path / "result.json").read_text())
+    assert 0 < whole["best"] < whole["steps"] == whole["best"] + 3 * 2 < 60
+    assert whole["weights"] == whole["kept"][-1]
+    assert first["steps"] == whole["best"] + 5 and first["best"] is None
+    assert second["steps"] == whole["steps"] and second["weights"] != whole["weights"]
+    assert (last["weights"], last["best"]) == (whole["weights"], whole["best"])
+    # It never saw the best evaluation itself: the weights came out of the checkpoint.
+    assert last["kept"] == []
+    manifests = [json.loads(path.read_text()) for path in (tmp_path / "whole" / "store").rglob("manifest.json")]
+    assert {m["step"] % 2: m["score"] is not None for m in manifests} == {0: True, 1: False}

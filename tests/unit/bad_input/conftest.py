@@ -1,0 +1,25 @@
+"""The command of the tables, and the count of what they tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bad_inputs import Command, settle
+
+
+@pytest.fixture(scope="session")
+def counted(summary_lines: list[str]) -> Iterator[list[str]]:
+    """The messages of all inputs that were refused as they should be."""
+    messages: list[str] = []
+    yield messages
+    summary_lines.append(f"bad inputs: {len(messages)}, each with exit code 2 and its one message in under 5 s")
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], counted: list[str]
+) -> Command:
+    settle(monkeypatch, tmp_path)
+    return Command(tmp_path, monkeypatch, capsys, counted)

@@ -1,0 +1,214 @@
+"""Every model, tokenizer or chat template that cannot be used gives one clear message.
+
+Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the file, what
+is wrong and a fix. What a folder shows without loading anything is refused before the start; templates and tokenizers
+that only break when they are used, by the data stage. None of them runs code of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import Bad, Command
+
+from tests.model_folder import model_folder, safetensors
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+CONFIG = {"max_position_embeddings": 256, "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2}
+
+
+def header(content: Any, behind: int = 0) -> bytes:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(behind)
+
+
+def index(**files: Any) -> dict[str, Any]:
+    return {"model__safetensors": None, "model.safetensors.index.json": {"weight_map": files}}
+
+
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no config": ({"config__json": None}, ("has no config.json",)),
+    "a broken config": ({"config__json": b"{"}, ("config.json is not readable JSON",)),
+    "a config that is a list": ({"config__json": []}, ("config.json is no JSON object",)),
+    "a config in Latin-1": ({"config__json": b'{"a": "\xe9"}'}, ("config.json is not readable JSON",)),
+    "a config nested deeply": ({"config__json": b"[" * 100_000}, ("config.json is not readable JSON",)),
+    "no tokenizer": ({"tokenizer__json": None}, ("has no tokenizer", "copy it")),
+    "a broken tokenizer": ({"tokenizer__json": b"{,}"}, ("tokenizer.json is not readable JSON",)),
+    "no weights": ({"model__safetensors": None}, ("no weights", "*.safetensors")),
+    "pickled weights": ({"model__safetensors": None, "pytorch_model__bin": b"x"}, ("pytorch_model.bin", "can run code")),
+    "an empty shard": ({"model__safetensors": b""}, ("is not safetensors",)),
+    "a pointer file": ({"model__safetensors": LFS}, ("Git LFS pointer",)),
+    "HTML": ({"model__safetensors": b"<!DOCTYPE html><html>"}, ("looks like HTML",)),
+    "XML": ({"model__safetensors": b"<?xml version='1.0'?><Error/>"}, ("looks like HTML",)),
+    "a header of 2^60 bytes": ({"model__safetensors": struct.pack("<Q", 2**60) + b"{}"}, ("is not safetensors",)),
+    "a header that is no JSON": ({"model__safetensors": header(b"xx")}, ("is not safetensors",)),
+    "a header that is a list": ({"model__safetensors": header([])}, ("is not safetensors",)),
+    "an infinite offset": (
+        {"model__safetensors": header(b'{"a": {"shape": [2], "data_offsets": [0, 1e999]}}', 8)}, ("is not safetensors",),
+    ),
+    "no offsets": ({"model__safetensors": header({"a": {"shape": [2]}}, 8)}, ("is not safetensors",)),
+    "a shape that is a number": ({"model__safetensors": header({"a": TENSOR | {"shape": 2}}, 8)}, ("is not safetensors",)),
+    "weights cut short": ({"model__safetensors": safetensors(a=[8])[:-1]}, ("cut short or damaged",)),
+    "weights too long": ({"model__safetensors": safetensors(a=[8]) + b"x"}, ("cut short or damaged",)),
+    "a missing shard": (
+        {**index(a="s1.safetensors", b="s2.safetensors"), "s1__safetensors": safetensors(a=[2])},
+        ("lacks s2.safetensors", "1 of 2"),
+    ),
+    "a shard in another folder": (index(a="../m2/model.safetensors"), ("../m2/model.safetensors", "file of this folder")),
+    "a shard anywhere": (index(a="/etc/passwd"), ("/etc/passwd", "file of this folder")),
+    "a shard that is a number": (index(a=5), ("'5'", "file of this folder")),
+    "a shard that is a pickle": (index(a="model.bin"), ("model.bin", "file of this folder")),
+    "an index without a map": (
+        {"model__safetensors": None, "model.safetensors.index.json": {"weight_map": []}}, ("has no weight_map",),
+    ),
+    "a broken index": ({"model__safetensors": None, "model.safetensors.index.json": b"{"}, ("is not readable JSON",)),
+    "rows and vocabulary that differ": (
+        {"model__safetensors": safetensors(model__embed_tokens__weight=[6, 64])}, ("6 rows", "vocab_size 8"),
+    ),
+    "a tokenizer larger than the vocabulary": (
+        {"tokenizer__json": {"model": {"vocab": {}}, "added_tokens": [{"id": 8}]}}, ("9 tokens", "vocab_size 8"),
+    ),
+    "no chat template": ({"tokenizer_config__json": {}}, ("no chat template", "data.template=plain")),
+    "heads the engines cannot compute": (
+        {"config__json": CONFIG | {"num_attention_heads": 8}}, ("heads of size 8", "32, 64"),
+    ),
+    "a context that is too short": ({"config__json": CONFIG | {"max_position_embeddings": 64}}, ("128 tokens", "context of 64")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", FOLDERS)
+def test_a_model_folder_that_cannot_be_used_is_refused(command: Command, title: str) -> None:
+    changes, words = FOLDERS[title]
+    model_folder(command.folder / "m", **changes)
+    assert command.complaint(Bad(title, "model: {path: ./m}", words)).startswith("model.path: ")
+
+
+PATHS = {
+    "/nowhere/model": ("model path not found: /nowhere/model",),
+    "./model": ("model path not found: ./model",),
+    "../model": ("model path not found: ../model",),
+    "~/nowhere": ("model path not found: ~/nowhere",),
+    "a/b/c": ("model path not found: a/b/c",),
+    "s3://bucket/model": ("model path not found",),
+    "x" * 5000: ("model path not found",),
+    "c.yaml": ("must be a folder", "the file c.yaml"),
+    "empty": ("is empty", "config.json"),
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[:20])
+def test_a_path_that_is_no_model_is_not_called_a_bad_repository_id(command: Command, path: str) -> None:
+    (command.folder / "empty").mkdir()
+    message = command.complaint(Bad(path, f"model: {{path: {path}}}", PATHS[path]))
+    assert message.startswith("model.path: ")
+    assert "Repo id" not in message
+
+
+SMALL = "data: {synthetic: {sft_examples: 20, pairs: 20, prompts: 20}, chat_template: t.jinja}\n"
+EACH = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+TEMPLATES: dict[str, tuple[str | bytes, str]] = {
+    "a loop that does not end": ("{% for m in messages %}", "TemplateSyntaxError"),
+    "an unknown filter": ("{{ messages | nonsense }}", "TemplateAssertionError"),
+    "an undefined variable": ("{{ messages.nowhere.further }}", "UndefinedError"),
+    "a constant": ("hello", "does not render the user's message"),
+    "nothing": ("{% if false %}x{% endif %}", "does not render the user's message"),
+    "the classes of Python": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    "the globals of a function": ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "SecurityError"),
+    "an attribute by a filter": ("{{ messages | attr('__class__') | attr('__mro__') }}", "does not render"),
+    "a format string": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "SecurityError"),
+    "a change of its input": ("{{ messages.append(1) }}" + EACH, "SecurityError"),
+    "an import": ("{% import 'os' as os %}" + EACH, "refused it"),
+    "an include": ("{% include '/etc/passwd' %}" + EACH, "refused it"),
+    "a large range": ("{% for i in range(1000000000) %}x{% endfor %}", "OverflowError"),
+    "nested ranges": ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "needs over"),
+    "a recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "a large power": ("{{ 9**9**9 }}", "operator **"),
+    "a long string": ("{{ 'x' * 10000000000 }}", "MemoryError"),
+    "a string that doubles": (
+        "{% set s = namespace(x='x') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "MemoryError",
+    ),
+    "a division by zero": ("\n\n{{ 1 / 0 }}", "ZeroDivisionError in its line 3"),
+    "no answers": ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", "assistant"),
+    "a count in front": ("{{ messages | length }}" + EACH, "marks"),
+    "its own error": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "its own error with an escape": ("{{ raise_exception('\x1b]0;x\x07') }}", "refused it"),
+    "blanks": (" \n", "is empty"),
+    "Latin-1": (b"caf\xe9 {{ messages }}", "UTF-8"),
+    "a binary": (b"\x7fELF\x00\xff\xfe", "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("title", TEMPLATES)
+def test_a_chat_template_that_cannot_be_used_is_refused(
+    command: Command, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.data.templates._TEMPLATE_SECONDS", 0.5)
+    command.data_stage = True
+    content, word = TEMPLATES[title]
+    message = command.complaint(Bad(title, SMALL, (word, "data.chat_template"), files={"t.jinja": content}))
+    assert message.count("\n") == 0
+    assert not (command.folder / "ran").exists()
+
+
+def test_a_template_that_is_missing_or_a_folder_is_refused(command: Command) -> None:
+    command.complaint(Bad("none", SMALL, ("data.chat_template", "file not found: t.jinja")))
+    (command.folder / "t.jinja").mkdir()
+    command.complaint(Bad("a folder", SMALL, ("data.chat_template", "file not found: t.jinja")))
+
+
+def tokenizer(change: Callable[[Any], Any] = lambda made: made, **names: str | None) -> Callable[[Path], None]:
+    """Writes a real tokenizer into a folder, with these names of its special tokens changed."""
+
+    def write(folder: Path) -> None:
+        from rlhf_core.data.tokenizer import train_tokenizer
+
+        change(train_tokenizer(["a story of a fox. " * 3], 300)).save_pretrained(folder)
+        file = folder / "tokenizer_config.json"
+        settings = json.loads(file.read_text()) | names
+        file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 512}))
+
+    return write
+
+
+def with_file(name: str, content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        tokenizer()(folder)
+        (folder / name).write_bytes(content)
+
+    return write
+
+
+TOKENIZERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "no EOS": (tokenizer(eos_token=None), ("has no EOS token", "set eos_token")),
+    "JSON that is no tokenizer": (
+        with_file("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+        ("no tokenizer can be loaded",),
+    ),
+    "a class of its own": (
+        with_file(
+            "tokenizer_config.json", b'{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
+        ),
+        ("tokenizer",),
+    ),
+}
+
+
+@pytest.mark.parametrize("title", TOKENIZERS)
+def test_a_tokenizer_that_cannot_be_used_is_refused(command: Command, title: str) -> None:
+    from transformers import AutoTokenizer  # noqa: F401  # its import takes longer than any message may
+
+    write, words = TOKENIZERS[title]
+    command.data_stage = True
+    folder = model_folder(command.folder / "m", model__safetensors=safetensors(model__embed_tokens__weight=[512, 64]))
+    write(folder)
+    (folder / "evil.py").write_text("open('ran', 'w')\n")
+    command.complaint(Bad(title, SMALL.replace(", chat_template: t.jinja", "") + "model: {path: ./m}\n", words))
+    assert not (command.folder / "ran").exists()

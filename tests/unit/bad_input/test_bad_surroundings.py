@@ -1,0 +1,247 @@
+"""Rewards, addresses, machines, environments and command lines that cannot work each give one clear message.
+
+Locked here: each input of the tables ends with exit code 2 and a message that names the field (or the variable, or the
+option), the value where it may be shown, the rule and a fix. Nothing of the user's is executed on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import Bad, Command
+
+from flows import cli
+from rlhf_core.config import checkrewards
+
+BARE = "run: {seed: 1}\n"
+ALONE = "reward: {enabled: false}\ndata: {preference: []}\n"
+
+
+def reward(text: str) -> str:
+    return f"{ALONE}ppo: {{rewards: [{{{text}}}]}}\n"
+
+
+REWARD_FILES = {
+    "r.py": "open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n",
+    "broken.py": "def f(:\n",
+    "constant.py": "score = 5\n",
+    "binary.py": b"\x00\x01\x02",
+}
+PYTHON = "type: python, function: "
+REWARDS = (
+    Bad("no such file", reward(PYTHON + "'x:f', file: none.py"), ("ppo.rewards.0.file", "file not found: none.py")),
+    Bad("a folder", reward(PYTHON + "'x:f', file: ."), ("ppo.rewards.0.file", "file not found: .")),
+    Bad("not Python's suffix", reward(PYTHON + "'x:f', file: c.yaml"), ("ppo.rewards.0.file", "*.py", "c.yaml")),
+    Bad("no such function", reward(PYTHON + "'x:f', file: r.py"), ("r.py has no function f", "score")),
+    Bad("broken Python", reward(PYTHON + "'x:f', file: broken.py"), ("broken.py:1", "not valid Python")),
+    Bad("bytes", reward(PYTHON + "'x:f', file: binary.py"), ("binary.py", "not valid Python")),
+    Bad("a constant", reward(PYTHON + "'x:score', file: constant.py"), ("constant.py has no function score",)),
+    Bad("no such module", reward(PYTHON + "'no_such_module_x:f'"), ("module no_such_module_x not found", "0.file")),
+    Bad("no such part of a package", reward(PYTHON + "'yaml.nothing:f'"), ("module yaml.nothing not found",)),
+    Bad("no such function of a module", reward(PYTHON + "'yaml.tokens:nothing'"), ("has no function nothing",)),
+    Bad("a command of the system", reward(PYTHON + "'os:system'"), ("ppo.rewards.0.function", "os", "your own")),
+    Bad("a part of the standard library", reward(PYTHON + "'json.decoder:scanstring'"), ("json.decoder", "your own")),
+    Bad("a builtin", reward(PYTHON + "'builtins:exec'"), ("builtins", "your own")),
+    Bad("nothing to count", reward("type: keywords, words: []"), ("ppo.rewards.0.words", "at least 1")),
+    Bad("a service in the private network", reward("type: remote, urls: [http://private.example/x], allowed_hosts: [private.example]"),
+        ("ppo.rewards.0.urls", "got private.example, which is 10.1.2.3", "ppo.rewards.0.allowed_hosts")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", REWARDS, ids=lambda bad: bad.title)
+def test_a_reward_that_cannot_work_is_refused_and_not_run(
+    command: Command, bad: Bad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkrewards.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))])
+    for name, content in REWARD_FILES.items():
+        (command.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    command.complaint(bad)
+    assert not (command.folder / "ran").exists()
+
+
+ADDRESSES = {
+    "store.url=s3://": ("store.url", "s3://bucket/prefix"),
+    "store.url=s3:///prefix": ("store.url", "s3://bucket/prefix"),
+    "store.url=s3://A_B/x": ("store.url", "3 to 63"),
+    "store.url=s3://b/x": ("store.url", "3 to 63"),
+    "store.url=s3://bucket/../other": ("store.url", "prefix", "'..'"),
+    "store.url=gs://bucket/x": ("store.url", "scheme gs://"),
+    "store.url=http://bucket/x": ("store.url", "scheme http://"),
+    "store.url=file://host/x": ("store.url", "host"),
+    "store.url=''": ("store.url",),
+    "store.url=c.yaml": ("store.url", "is a file"),
+    "store.url='a\\0b'": ("store.url",),
+    "store.endpoint=localhost:9000": ("store.endpoint", "http(s)://"),
+    "store.endpoint=http://": ("store.endpoint", "http(s)://"),
+    "tracking.uri=ftp://host": ("tracking.uri", "scheme ftp://", "http"),
+    "tracking.uri=databricks": ("tracking.uri", "'databricks'", "http"),
+    "tracking.uri=./mlruns": ("tracking.uri", "'./mlruns'", "sqlite:///"),
+    "tracking.uri=file:///mlruns": ("tracking.uri", "scheme file://"),
+    "tracking.uri=sqlite://": ("tracking.uri", "sqlite:///path"),
+    "tracking.uri=http://": ("tracking.uri", "host", "http://host:port"),
+    "run.home=c.yaml/x": ("run.home", "is a file"),
+    "run.home=''": ("run.home", "non-empty text"),
+    "run.home='a\\0b'": ("run.home",),
+    "run.home=/proc/nothing": ("run.home", "/proc/nothing", "cannot be made"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", ADDRESSES)
+def test_an_address_or_folder_that_cannot_work_is_refused(command: Command, override: str) -> None:
+    name, _, value = override.partition("=")
+    text = value if value.startswith("'") else f"'{value}'"
+    (section, _, key), words = name.partition("."), ADDRESSES[override]
+    command.complaint(Bad(override, f"{section}: {{{key}: {text.replace(chr(39), chr(34))}}}\n", words))
+
+
+SETTINGS = {
+    "pairs that are missing": (("data.preference=[]", "ppo.rewards=[{type: gold}]"), ("reward.enabled", "data.preference is empty")),
+    "a judge that is not trained": (
+        ("reward.enabled=false", "ppo.rewards=[{type: gold}]", "evaluate.judge=reward_model"), ("evaluate.judge",),
+    ),
+    "a judge without rules": (("evaluate.judge=rules",), ("evaluate.judge", "ppo.rewards")),
+    "more ranks than a batch": (
+        ("sft.batch_size=2", "sft.deepspeed.ranks=4"), ("sft.deepspeed.ranks", "sft.batch_size (2)", "got 4"),
+    ),
+    "a GPU where there is none": (("run.device=cuda",), ("run.device", "0 visible GPUs")),
+    "NCCL without a GPU": (("ppo.weight_sync.backend=nccl",), ("ppo.weight_sync.backend", "use auto or gloo")),
+    "CUDA IPC without a GPU": (("ppo.weight_sync.backend=ipc",), ("ppo.weight_sync.backend", "use auto or gloo")),
+    "two devices for one engine": (("ppo.engine.tensor_parallel=2",), ("ppo.engine.tensor_parallel", "got 2")),
+    "flash attention without a GPU": (("model.attention=flash_attention_2",), ("model.attention", "use sdpa")),
+    "offload without a GPU": (
+        ("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none"),
+    ),
+    "offload without ZeRO": (("ppo.policy_deepspeed.offload=optimizer",), ("ppo.policy_deepspeed.zero_stage", "got 0")),
+    "float16 without ZeRO": (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
+    "float16 without a GPU": (
+        ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),
+        ("reward.deepspeed.dtype", "needs a GPU"),
+    ),
+    "a cache larger than memory": (("ppo.engine.kv_cache_gib=1000000",), ("ppo.engine.kv_cache_gib", "must fit")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", SETTINGS)
+def test_settings_that_contradict_each_other_or_the_machine_are_refused(command: Command, title: str) -> None:
+    overrides, words = SETTINGS[title]
+    command.complaint(Bad(title, BARE, words, overrides))
+
+
+SECRET = "hunter2hunter2"
+ENVIRONMENTS = {
+    "a tracker of an unknown kind": ({"MLFLOW_TRACKING_URI": "ftp://host"}, ("MLFLOW_TRACKING_URI", "scheme ftp://")),
+    "a tracker that is a word": ({"MLFLOW_TRACKING_URI": "databricks"}, ("MLFLOW_TRACKING_URI", "'databricks'")),
+    "an endpoint without a scheme": ({"AWS_ENDPOINT_URL_S3": "localhost:9000"}, ("AWS_ENDPOINT_URL_S3", "http(s)://")),
+    "an endpoint with a password": ({"AWS_ENDPOINT_URL_S3": f"http://me:{SECRET}@host"}, ("AWS_ENDPOINT_URL_S3", "credentials")),
+    "a failpoint that is none": ({"RLHF_FAIL": "ppo.after_rollout"}, ("RLHF_FAIL", "name:nth:action")),
+    "a failpoint without a number": ({"RLHF_FAIL": "a:b:kill"}, ("RLHF_FAIL", "name:nth:action")),
+    "assertions turned off": ({"PYTHONOPTIMIZE": "1"}, ("PYTHONOPTIMIZE", "unset")),
+    "insecure serialization": ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}, ("VLLM_ALLOW_INSECURE_SERIALIZATION", "unset")),
+    "Ray without authentication": ({"RAY_AUTH_MODE": "disabled"}, ("RAY_AUTH_MODE", "unset")),
+    "models of the registry that run code": (
+        {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "true"}, ("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "unset"),
+    ),
+    "checkpoints that run code": ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "unset")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", ENVIRONMENTS)
+def test_an_environment_that_cannot_work_or_opens_a_door_is_refused(command: Command, title: str) -> None:
+    environment, words = ENVIRONMENTS[title]
+    message = command.complaint(Bad(title, BARE, words, environment=environment))
+    assert SECRET not in message
+
+
+LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no command": ([], ("usage: rlhf", "required: COMMAND")),
+    "an unknown command": (["train"], ("invalid choice: 'train'", "run")),
+    "no configuration": (["run"], ("usage: rlhf run", "required: CONFIG")),
+    "an unknown option": (["run", "c.yaml", "--nonsense"], ("unrecognized arguments: --nonsense",)),
+    "an unknown option with a value": (["run", "c.yaml", "--steps=abc"], ("unrecognized arguments: --steps=abc",)),
+    "an option without its value": (["run", "c.yaml", "--until"], ("argument --until: expected one argument",)),
+    "an unknown stage": (["run", "c.yaml", "--until", "train"], ("--until: invalid choice: 'train'", "sft")),
+    "an override of status": (["status", "ppo.steps=3"], ("unrecognized arguments: ppo.steps=3",)),
+    "plan without a configuration": (["plan"], ("usage: rlhf plan", "required: CONFIG")),
+}
+
+
+@pytest.mark.parametrize("title", LINES)
+def test_a_command_line_that_cannot_be_read_ends_with_2_and_the_usage(
+    title: str, capsys: pytest.CaptureFixture[str], counted: list[str]
+) -> None:
+    arguments, words = LINES[title]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: ") and "Traceback" not in message
+    assert [word for word in words if word not in message] == [], message
+    counted.append(message)
+
+
+COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "stages in the wrong order": (["run", "c.yaml", "--from", "ppo", "--until", "sft"], ("--from ppo comes after --until sft",)),
+    "a word that is no override": (["run", "c.yaml", "again"], ("override again", "section.field=value")),
+    "no such GPUs": (["plan", "c.yaml", "--gpus", "8xZ9"], ("--gpus", "8xA100-80G", "'8xZ9'", "known: A100-40G")),
+    "no GPUs": (["plan", "c.yaml", "--gpus", "0xA100-80G"], ("--gpus", "'0xA100-80G'")),
+    "no such reward model": (["serve-reward", "./none"], ("none must hold a reward model",)),
+    "a folder without a model": (["serve-reward", "."], ("config.json is missing",)),
+    "a service for everybody": (["serve-reward", ".", "--host", "0.0.0.0"], ("--host", "RLHF_REWARD_TOKEN")),
+    "no such address": (["serve-reward", ".", "--host", "192.0.2.1"], ("--host", "192.0.2.1")),
+    "no such port": (["serve-reward", ".", "--port", "99999"], ("--port", "99999")),
+    "no such shape": (["plan", "c.yaml", "--model-config", "none.json"], ("none.json", "readable config.json")),
+    "a shape that is a list": (["plan", "c.yaml", "--model-config", "list.json"], ("list.json", "must hold an object")),
+    "a shape without a width": (["plan", "c.yaml", "--model-config", "empty.json"], ("hidden_size", "must be integers")),
+    "a shape nested deeply": (["plan", "c.yaml", "--model-config", "deep.json"], ("deep.json", "readable config.json")),
+    "a shape in Latin-1": (["plan", "c.yaml", "--model-config", "latin.json"], ("latin.json", "readable config.json")),
+    "a shape without heads": (["plan", "c.yaml", "--model-config", "zero.json"], ("num_attention_heads", "above 0")),
+    "a plan of a bad configuration": (["plan", "c.yaml", "ppo.stpes=3"], ("ppo.stpes: unknown key",)),
+    "a home that is a file": (["up", "--home", "c.yaml"], ("--home", "c.yaml")),
+    "a home below a file": (["status", "--home", "c.yaml/x"], ("--home", "c.yaml")),
+    "nothing to take down": (["down", "--home", "c.yaml"], ("--home", "c.yaml")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", COMMANDS)
+def test_an_argument_that_cannot_work_gives_one_message(command: Command, title: str) -> None:
+    arguments, words = COMMANDS[title]
+    zero = (
+        b'{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0, "vocab_size": 8}'
+    )
+    files = {"c.yaml": BARE.encode(), "list.json": b"[]", "empty.json": b"{}", "deep.json": b"[" * 100_000}
+    for name, content in {**files, "latin.json": b'{"a": "\xe9"}', "zero.json": zero}.items():
+        (command.folder / name).write_bytes(content)
+    message = command.said(*arguments)
+    assert [word for word in words if word not in message] == [], message
+
+
+def outside(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), **options.pop("env", {})}
+    return subprocess.run(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("name", ["run: {name: 'café 🦊'}", "ppo: {'stéps': 3}"])
+def test_without_a_terminal_and_in_the_c_locale_a_message_is_written_all_the_same(tmp_path: Path, name: str) -> None:
+    (tmp_path / "c.yaml").write_text(name, encoding="utf-8")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = outside(tmp_path, "run", "c.yaml", env=plain, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: c.yaml:1: ") and "Traceback" not in done.stderr
+
+
+def test_a_closed_output_is_no_traceback(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = outside(tmp_path, "status", "--home", str(tmp_path), stdout=write)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 0

@@ -1,0 +1,85 @@
+"""When PPO stops before a policy that has gone wrong does more harm.
+
+- engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError
+- the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20 %, do not
+- a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between starts anew
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.types import Services
+
+GOOD = {
+    "objective/kl": 1.0,
+    "objective/rlhf_reward": 0.5,
+    "policy/entropy": 1.0,
+    "rollout/logprob_gap_mean": 1e-6,
+    "rollout/empty_rate": 0.0,
+    "rollout/unscored": 0.0,
+}
+
+
+class _Experience:
+    scores_B = torch.zeros(4)
+
+    def __init__(self, **changed: float) -> None:
+        self.metrics = GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Any:
+    nothing: Any = None
+    config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+    services = Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+    return PPOController(config, nothing, [], lambda ids: "", nothing, services)
+
+
+def test_engines_with_other_weights_stop_the_run(controller: Any) -> None:
+    controller._guard(_Experience(), 1)
+    with pytest.raises(WeightSyncError, match=r"ppo step 2: engines and trainer differ by 0\.3"):
+        controller._guard(_Experience(rollout__logprob_gap_mean=0.3), 2)
+
+
+def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row(controller: Any) -> None:
+    for step, kl in enumerate((21.0, 30.0, 19.0, 21.0, 21.0), start=1):
+        controller._guard(_Experience(objective__kl=kl), step)
+    with pytest.raises(GateFailed, match=r"ppo step 6: KL 25\.0 has been above ppo\.max_kl=20 for three steps"):
+        controller._guard(_Experience(objective__kl=25.0), 6)
+
+
+def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(
+    controller: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        controller._guard(_Experience(rollout__empty_rate=0.19), 1)
+        assert not caplog.records
+        controller._guard(_Experience(rollout__empty_rate=0.2), 2)
+    assert "step 2: 20 % of the responses are empty" in caplog.text
+    with pytest.raises(GateFailed, match="ppo step 3: 90% of the responses are empty; the policy has collapsed"):
+        controller._guard(_Experience(rollout__empty_rate=0.9), 3)
+
+
+@pytest.mark.parametrize("name", ["objective__kl", "objective__rlhf_reward", "policy__entropy"])
+def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends_the_stage(controller: Any, name: str) -> None:
+    bad = _Experience(**{name: float("nan")})
+    assert controller._usable(_Experience(), 1)
+    assert not controller._usable(bad, 2) and not controller._usable(bad, 3)
+    assert controller._usable(_Experience(), 4)
+    assert not controller._usable(bad, 5) and not controller._usable(bad, 6)
+    with pytest.raises(NonFiniteError, match=r"ppo steps 5 to 7 had to be skipped: .* not finite"):
+        controller._usable(bad, 7)
+
+
+def test_a_step_without_any_score_is_skipped(controller: Any) -> None:
+    assert not controller._usable(_Experience(rollout__unscored=4.0), 1)
+    assert controller._usable(_Experience(rollout__unscored=3.0), 2)

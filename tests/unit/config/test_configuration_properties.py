@@ -1,0 +1,182 @@
+"""What holds for any configuration.
+
+Locked here:
+- whatever a YAML file, its bytes, a tree of data or an override holds, loading ends in a PipelineConfig or a
+  ConfigError that names the place and shows nothing of the validation library;
+- a valid configuration, written out as YAML or JSON and loaded again, is the same one with the same stage keys;
+- any single value put in the place of any field ends the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import pipeline_key
+from rlhf_core.config.load import config_from_tree, parse_config
+from rlhf_core.config.schema import Kind, all_fields, locate
+from rlhf_core.errors import ConfigError
+
+NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType")
+
+BASE = """run: {name: base, seed: 3}
+data:
+  sft:
+    - {path: a.jsonl, rename: {question: prompt}}
+  max_prompt_tokens: 32
+sft: {optimizer: {learning_rate: 1e-5, betas: [0.9, 0.99]}, pack: true}
+ppo:
+  steps: 10
+  kl: {coef: 0.05, target: 6.0}
+  rewards:
+    - {type: length, target: 20, tolerance: 10, weight: 0.5}
+    - {type: keywords, words: [happy, sun], name: words}
+reward: {enabled: false}
+"""
+
+QUIET = settings(
+    max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+NASTY = st.sampled_from(
+    ["\t", "\0", ": ", "- ", "[", "]", "{", "}", "&a ", "*a", "!!int ", "'", '"', "#", "|", ">", "~", "\n", "  ", ".nan",
+     "1e400", "012", "no", "\ufeff", "\u2028", "\x85", "<<: *a", "? ", "---\n", "...\n", "%YAML 1.1\n", "@", "`", "é"]
+)  # fmt: skip
+
+
+@QUIET
+@given(edits=st.lists(st.tuples(st.integers(0, len(BASE)), st.integers(0, 12), NASTY), min_size=1, max_size=4))
+def test_any_edit_of_a_file_ends_in_a_configuration_or_a_config_error(edits: list[tuple[int, int, str]]) -> None:
+    text = BASE
+    for start, length, new in edits:
+        text = text[:start] + new + text[start + length :]
+    try:
+        assert isinstance(parse_config(text.encode(), "c.yaml"), PipelineConfig)
+    except ConfigError as error:
+        assert error.message.startswith("c.yaml")
+        assert not [word for word in NOT_FOR_USERS if word in error.message]
+
+
+@QUIET
+@given(data=st.binary(max_size=200))
+def test_any_bytes_end_in_a_configuration_or_a_config_error(data: bytes) -> None:
+    try:
+        parse_config(data, "c.yaml")
+    except ConfigError as error:
+        assert error.message.startswith("c.yaml")
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "path", "coef", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@QUIET
+@given(
+    tree=st.dictionaries(
+        st.sampled_from([*json.loads(PipelineConfig().model_dump_json(by_alias=True)), "x"]), TREES, max_size=3
+    )
+)
+def test_any_tree_ends_in_a_configuration_or_a_config_error(tree: dict[str, Any]) -> None:
+    try:
+        config_from_tree(tree, "tree")
+    except ConfigError as error:
+        assert error.message.startswith("tree")
+        assert not [word for word in NOT_FOR_USERS if word in error.message]
+
+
+LEAVES = sorted(path for path in all_fields() if locate(path).kind.section is None)  # type: ignore[union-attr]
+
+
+def values(wanted: Kind) -> st.SearchStrategy[Any]:
+    """Values that the schema allows at a field, and that leave most other rules alone."""
+    annotation = wanted.annotation
+    low, above, high = wanted.limit("ge"), wanted.limit("gt"), wanted.limit("le")
+    some: st.SearchStrategy[Any]
+    if annotation is bool:
+        some = st.booleans()
+    elif annotation is int:
+        some = st.integers(int(low or 0), min(int(high), 64))
+    elif annotation is float:
+        some = st.floats(low if low is not None else above, min(high, 1e6), exclude_min=above is not None)
+    elif get_origin(annotation) is Literal:
+        some = st.sampled_from(get_args(annotation))
+    elif annotation is str and wanted.limit("pattern"):
+        some = st.from_regex(r"[a-z][a-z0-9_]{0,20}", fullmatch=True)
+    elif annotation is str:
+        some = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=20)
+    else:
+        return st.nothing()  # lists and maps: below
+    return st.none() | some if wanted.optional else some
+
+
+FIELD_VALUES = st.sampled_from([path for path in LEAVES if not values(locate(path).kind).is_empty]).flatmap(  # type: ignore[arg-type]
+    lambda path: st.tuples(st.just(path), values(locate(path).kind))  # type: ignore[arg-type]
+)
+LISTS: dict[str, Any] = {
+    "data.sft": [{"path": "a.jsonl", "rename": {"question": "prompt"}}, {"path": "s3://bucket/key", "limit": 3}],
+    "ppo.rewards": [{"type": "length", "target": 20, "tolerance": 10}, {"type": "format", "pattern": "a: \\d+ #b"}],
+    "sft.optimizer.betas": [0.5, 1e-05],
+    "ppo.lora.targets": ["q_proj", "no"],
+}
+
+
+def planted(changes: list[tuple[tuple[str, ...], Any]], lists: set[str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in [*changes, *((tuple(name.split(".")), LISTS[name]) for name in sorted(lists))]:
+        here = tree
+        for step in path[:-1]:
+            here = here.setdefault(step, {})
+        here[path[-1]] = value
+    return tree
+
+
+@QUIET
+@given(st.lists(FIELD_VALUES, max_size=4), st.sets(st.sampled_from(sorted(LISTS))))
+def test_a_valid_configuration_written_out_and_loaded_again_is_the_same(
+    changes: list[tuple[tuple[str, ...], Any]], lists: set[str]
+) -> None:
+    try:
+        config = config_from_tree(planted(changes, lists), "tree")
+    except ConfigError as error:
+        # Two fields that contradict each other; the message is for users all the same.
+        assert not [word for word in NOT_FOR_USERS if word in error.message]
+        event("contradicts itself")
+        assume(False)
+    dump = config.model_dump(mode="json", by_alias=True)
+    # JSON's pairs of surrogates are no YAML.
+    for text in (yaml.dump(dump, Dumper=yaml.CSafeDumper), json.dumps(dump, ensure_ascii=False)):
+        again = parse_config(text.encode(), "again.yaml")
+        assert again == config
+        assert pipeline_key(again, {}) == pipeline_key(config, {})
+
+
+@QUIET
+@given(path=st.sampled_from(LEAVES), value=TREES)
+def test_any_value_at_any_field_ends_in_a_configuration_or_a_message_about_it(
+    path: tuple[str, ...], value: Any
+) -> None:
+    try:
+        config_from_tree(planted([(path, value)], set()), "tree")
+    except ConfigError as error:
+        assert any(step in error.message for step in path)
+        assert not [word for word in NOT_FOR_USERS if word in error.message]
+
+
+@QUIET
+@given(key=st.sampled_from([".".join(path) for path in LEAVES]) | st.text(max_size=12), value=st.text(max_size=16))
+def test_any_override_ends_in_a_configuration_or_a_message_that_names_it(key: str, value: str) -> None:
+    try:
+        parse_config(b"run: {seed: 1}", "c.yaml", [f"{key}={value}"])
+    except ConfigError as error:
+        assert "override" in error.message
+        assert not [word for word in NOT_FOR_USERS if word in error.message]

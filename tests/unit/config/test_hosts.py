@@ -1,0 +1,73 @@
+"""Which hosts may be asked.
+
+- a url is http(s) with a host, and carries no credentials, query or fragment
+- a host is listed by its name in any case, its address, or a network around its address
+- private, loopback, link-local, mapped and multicast addresses are forbidden unless the address itself is listed:
+  a listed name is not enough, but for localhost
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core.config.hosts import forbidden, host_of, is_listed, is_public, url_problem
+
+
+@pytest.mark.parametrize("url", ["http://h/score", "https://H.example:8443/a/b", "http://[::1]:80/", "http://10.0.0.1"])
+def test_a_plain_url_has_no_problem(url: str) -> None:
+    assert url_problem(url) is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "h/score", "ftp://h/x", "http://", "http:///x", "http://h:port/", "http://h:0/", "http://h:99999/", "http://[::1/",
+     "http://u:p@h/", "http://u@h/", "http://h/?key=1", "http://h/#a", "http://h/a b", "http://h/\n", "file:///etc/passwd"],
+)  # fmt: skip
+def test_any_other_url_has_one(url: str) -> None:
+    assert url_problem(url) is not None
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "listed"),
+    [
+        ("a.example", ("A.example",), True),
+        ("b.a.example", ("a.example",), False),
+        ("a.example.evil", ("a.example",), False),
+        ("127.0.0.1", ("127.0.0.1",), True),
+        ("10.1.2.3", ("10.0.0.0/8",), True),
+        ("11.1.2.3", ("10.0.0.0/8", "localhost"), False),
+        ("::1", ("::1",), True),
+        ("2130706433", ("127.0.0.1",), False),
+    ],
+)
+def test_a_host_is_listed_by_name_address_or_network(host: str, allowed: tuple[str, ...], listed: bool) -> None:
+    assert is_listed(host, allowed) == listed
+
+
+def test_the_host_of_a_url_has_no_port_brackets_or_capitals() -> None:
+    assert [host_of("http://A.B:80/x"), host_of("http://[::1]:80/x")] == ["a.b", "::1"]
+
+
+PRIVATE = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
+           "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "ff02::1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_a_listed_name_may_not_lead_to_a_private_address(address: str) -> None:
+    assert forbidden("a.example", ["93.184.215.14", address], ("a.example", "11.0.0.0/8")) == address
+    assert not is_public(address)
+
+
+def test_a_private_address_is_allowed_by_itself_or_its_network() -> None:
+    assert forbidden("a.example", ["10.1.2.3"], ("a.example", "10.0.0.0/8")) is None
+    assert forbidden("10.1.2.3", ["10.1.2.3"], ("10.1.2.3",)) is None
+    assert forbidden("a.example", ["::ffff:10.1.2.3"], ("10.1.2.3",)) is None
+
+
+def test_localhost_is_loopback_by_its_name_and_nothing_else() -> None:
+    assert forbidden("localhost", ["::1", "127.0.0.1"], ("localhost",)) is None
+    assert forbidden("localhost", ["10.0.0.1"], ("localhost",)) == "10.0.0.1"
+
+
+def test_public_addresses_are_allowed() -> None:
+    assert forbidden("a.example", ["93.184.215.14", "2606:2800:21f::1"], ("a.example",)) is None

@@ -1,0 +1,118 @@
+"""Locks the choice of a replica.
+
+- a breaker opens after failures in a row, not after as many with a success between them;
+- open, it lets nothing through; after its time one request, whose result closes it or opens it anew;
+- the least busy replica is taken, among equals the one asked least, none beyond its concurrency;
+- a refusal proves a replica alive; while samples at fault are searched, so does what they may explain;
+- with every replica left alone the wait is bounded.
+"""
+
+import asyncio
+
+import pytest
+
+from rlhf_core.rewards.failures import Failure, Refused
+from rlhf_core.rewards.replicas import Breaker, Replica, Replicas
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(clock: FakeClock, failures: int = 2, seconds: float = 10.0) -> Breaker:
+    breaker = Breaker(failures, seconds, clock)
+    for _ in range(failures):
+        breaker.began()
+        breaker.failed()
+    return breaker
+
+
+def test_it_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker(2, 10.0, FakeClock())
+    for result in (breaker.failed, breaker.succeeded, breaker.failed):
+        breaker.began()
+        result()
+    assert breaker.allows
+    breaker.failed()
+    assert not breaker.allows
+
+
+def test_open_it_lets_one_request_through_after_its_time() -> None:
+    clock = FakeClock()
+    breaker = opened(clock)
+    clock.now += 9.9
+    assert not breaker.allows
+    clock.now += 0.1
+    assert breaker.allows
+    breaker.began()
+    assert not breaker.allows
+
+
+def test_the_one_request_closes_it_or_opens_it_anew() -> None:
+    clock = FakeClock()
+    breaker = opened(clock)
+    clock.now += 10
+    breaker.began()
+    breaker.failed()
+    assert not breaker.allows
+    clock.now += 10
+    breaker.began()
+    breaker.succeeded()
+    assert breaker.allows
+    breaker.failed()
+    assert breaker.allows, "closed, it counts from zero again"
+
+
+def replicas(*breakers: Breaker, concurrency: int = 2, patience: float = 0.05) -> tuple[list[Replica], Replicas]:
+    all_ = [Replica(str(index), breaker) for index, breaker in enumerate(breakers)]
+    return all_, Replicas(all_, concurrency, patience)
+
+
+def test_the_least_busy_is_taken_and_none_beyond_its_concurrency() -> None:
+    async def main() -> list[str]:
+        all_, pool = replicas(Breaker(9, 9.0), Breaker(9, 9.0))
+        taken = [(await pool.take()).url for _ in range(3)]
+        with pool.use(all_[1]):
+            pass
+        taken += [(await pool.take()).url, (await pool.take()).url]
+        waiting = asyncio.create_task(pool.take())
+        await asyncio.sleep(0.1)
+        assert not waiting.done(), "both are at their limit, and busy is not broken"
+        with pool.use(all_[0]):
+            pass
+        return [*taken, (await waiting).url]
+
+    assert asyncio.run(main()) == ["0", "1", "0", "1", "1", "0"]
+
+
+def test_one_that_is_left_alone_is_passed_over() -> None:
+    _, pool = replicas(opened(FakeClock()), Breaker(9, 9.0))
+    assert [asyncio.run(pool.take()).url for _ in range(2)] == ["1", "1"]
+
+
+def test_with_every_replica_left_alone_the_wait_is_bounded() -> None:
+    _, pool = replicas(opened(FakeClock()), opened(FakeClock()))
+    with pytest.raises(Failure, match="none of its 2 replicas answers"):
+        asyncio.run(pool.take())
+
+
+@pytest.mark.parametrize(
+    ("failure", "searching", "alive"),
+    [
+        (Refused("no"), False, True),
+        (Failure("500"), False, False),
+        (Failure("500"), True, True),
+        (Failure("late", searchable=False), True, False),
+    ],
+)
+def test_what_counts_against_a_replica(failure: Failure, searching: bool, alive: bool) -> None:
+    (replica,), pool = replicas(Breaker(1, 10.0, FakeClock()))
+    asyncio.run(pool.take())
+    with pytest.raises(Failure), pool.use(replica, searching=searching):
+        raise failure
+    assert replica.breaker.allows == alive
+    assert replica.busy == 0

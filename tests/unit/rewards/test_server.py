@@ -1,0 +1,336 @@
+"""Locks `rlhf serve-reward`.
+
+- a served reward model gives each item the score that `models.scoring` gives its tokens, normalised
+- texts are tokenised as the data stage does it; an empty response is its EOS, an unfinished one has none
+- what is wrong with an item costs no other its score; what is wrong with a request is its status
+- requests that wait are joined into one forward pass while their tokens fit, in the order they came
+- a forward pass that fails is a 500, and the next one works
+- beyond loopback it needs a token; with a token nothing else is answered, but for /health
+- an artifact is found by its address, with the template of its data; a folder is taken as it is
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from flows.serve import locate
+from rlhf_core.config.rewards import RemoteReward
+from rlhf_core.data.formats import Message
+from rlhf_core.data.templates import Encoder
+from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
+from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.scoring import Pair, sequence_scores, whole_list
+from rlhf_core.rewards import server
+from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
+from rlhf_core.rewards.scorer import ItemError, Scorer
+from rlhf_core.rewards.server import MicroBatches, listen, make_server
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+from rlhf_core.types import RewardInput
+from tests.tiny_llama import save_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with a trained tokenizer, as stage `reward` leaves it."""
+    causal = tmp_path_factory.mktemp("causal")
+    tokenizer = train_tokenizer(["Tell me about the small cat.", "It is kind and warm, and it sleeps."] * 4, 300)
+    save_tiny_llama(causal, vocab_size=304, pad_token_id=tokenizer.pad_token_id)
+    model = load_score_model(causal, dtype="float32", attention="sdpa", device="cpu")
+    model.statistics = ScoreStatistics(mean=0.25, std=0.5)
+    out = tmp_path_factory.mktemp("reward") / "model"
+    model.save(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def scorer(folder: Path) -> Scorer:
+    return Scorer(folder)
+
+
+def expected(folder: Path, pairs: Sequence[Pair]) -> list[float]:
+    model = load_score_model(folder, dtype="float32", attention="sdpa", device="cpu").eval()
+    return sequence_scores(model, ScoreStatistics(mean=0.25, std=0.5), whole_list(model, pairs, 1000, 0))
+
+
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Serves on a free port of loopback; the base url."""
+    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def run(scorer: Any) -> str:
+        bound, token = listen("127.0.0.1", 0)
+        serving = make_server(scorer, token)
+        thread = threading.Thread(target=serving.run, args=([bound],))
+        thread.start()
+        running.append((serving, thread))
+        while not serving.started:
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+    yield run
+    for serving, thread in running:
+        serving.should_exit = True
+        thread.join(10)
+
+
+class Scripted:
+    """A token per character of `text`; the score is their number, and one of 13 is not finite."""
+
+    micro_batch_tokens = 10
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def encode(self, item: Any) -> Pair:
+        if "text" not in item:
+            raise ItemError("no text")
+        return (), tuple(range(len(item["text"])))
+
+    def scores(self, pairs: Sequence[Pair]) -> list[float]:
+        self.hold.wait(10)
+        lengths = [len(response) for _, response in pairs]
+        self.passes.append(lengths)
+        if 666 in lengths:
+            raise RuntimeError("out of memory")
+        return [math.nan if length == 13 else float(length) for length in lengths]
+
+
+def post(url: str, items: Any, **options: Any) -> httpx.Response:
+    return httpx.post(f"{url}/score", json={"items": items}, trust_env=False, **options)
+
+
+def texts(*lengths: int) -> list[dict[str, str]]:
+    return [{"text": "x" * length} for length in lengths]
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: Scorer, start: Start) -> None:
+    encoder = Encoder(scorer._encoder.tokenizer, "chat")
+    said = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm </s> <eos>"), ("Who?", "")]
+    pairs = [encoder.response([Message("user", p)], r) if r else (encoder.prompt([Message("user", p)]), (encoder.eos_id,))
+             for p, r in said]  # fmt: skip
+    samples = [RewardInput(str(i), p, r, *pairs[i], True) for i, (p, r) in enumerate(said)]
+    # The policy may have written the same text in other tokens: then only the tokens tell.
+    samples.append(RewardInput("t", "Tell me.", "It", (1, 5, 9), (40, 41, 42, 43), False))
+    url = f"{start(scorer)}/score"
+    for send_tokens, count in ((True, 4), (False, 3)):
+        source = RemoteReward(
+            type="remote", urls=(url,), allowed_hosts=("127.0.0.1",), send_tokens=send_tokens, items_per_request=2
+        )
+        service = RemoteService(source)
+        outcome = service(samples)
+        service.close()
+        assert outcome.reasons == {}
+        right = expected(folder, [(s.prompt_ids, s.response_ids) for s in samples])
+        assert outcome.values[:count] == pytest.approx(right[:count], abs=1e-5)
+    assert len({round(value, 4) for value in outcome.values}) == 4, "the scores tell the samples apart"
+
+
+def test_a_response_that_the_limit_cut_has_no_eos(scorer: Scorer) -> None:
+    item = {"prompt": "Tell me.", "response": "It is kind"}
+    prompt_ids, whole = scorer.encode(item)
+    assert whole[-1] == scorer._encoder.eos_id
+    assert scorer.encode({**item, "finished": False}) == (prompt_ids, whole[:-1])
+
+
+def test_a_conversation_is_a_prompt(scorer: Scorer) -> None:
+    messages = [("user", "Who?"), ("assistant", "A cat."), ("user", "And now?")]
+    item = {"prompt": [{"role": role, "content": text} for role, text in messages], "response": "It sleeps."}
+    right = scorer._encoder.response([Message(*message) for message in messages], "It sleeps.")
+    assert scorer.encode(item) == right
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        ("text", "must be an object; got str"),
+        ({}, "response must be a string"),
+        ({"prompt": "a", "response": 3}, "response must be a string"),
+        ({"prompt": "a", "response": "b", "finished": "yes"}, "finished true or false"),
+        ({"response": "b"}, "'prompt' is missing"),
+        ({"prompt": "  ", "response": "b"}, "'prompt' is blank"),
+        ({"prompt": [{"role": "root", "content": "x"}], "response": "b"}, "must be system, user or assistant"),
+        ({"prompt": "a", "response": "b " * 60}, "tokens, but the model takes 64"),
+        ({"prompt": "a", "response": "b" * 10**6}, "do not fit the 64 tokens"),
+        ({"prompt_ids": [1, 2], "response_ids": [304]}, "response_ids must be a list of token ids from 0 to 303"),
+        ({"prompt_ids": [1, 2], "response_ids": [-1]}, "response_ids must be"),
+        ({"prompt_ids": [1, True], "response_ids": [3]}, "prompt_ids must be"),
+        ({"prompt_ids": [1, 2]}, "response_ids must be"),
+        ({"prompt_ids": [1, 2], "response_ids": []}, "the response has no tokens"),
+        ({"prompt_ids": [1] * 40, "response_ids": [1] * 25}, "have 65 tokens, but the model takes 64"),
+    ],
+)
+def test_an_item_that_cannot_be_scored_says_why(scorer: Scorer, item: Any, reason: str) -> None:
+    with pytest.raises(ItemError) as error:
+        scorer.encode(item)
+    assert reason in str(error.value)
+
+
+def test_what_is_no_reward_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        Scorer(tmp_path)
+    with pytest.raises(ModelError, match="got one that generates text"):
+        Scorer(save_tiny_llama(tmp_path))
+
+
+# -- requests -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_item_costs_no_other_its_score(start: Start) -> None:
+    answer = post(start(Scripted()), [*texts(3), {}, *texts(13, 4)])
+    assert answer.json() == {
+        "scores": [3.0, None, None, 4.0],
+        "errors": {"1": "no text", "2": "the model's score is not finite"},
+    }
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "words"),
+    [
+        (b'{"items": []}', "text/plain", 415, "application/json"),
+        (b"{", "application/json", 400, '{"items": [...]}'),
+        (b"[]", "application/json", 400, '{"items": [...]}'),
+        (b"[" * 100_000, "application/json", 400, '{"items": [...]}'),
+        (b'{"items": 3}', "application/json", 400, "items must be a list"),
+        (b" " * 2000, "application/json; charset=utf-8", 413, "at most 1000 bytes"),
+    ],
+)
+def test_a_bad_request_is_its_status(
+    start: Start, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str, status: int, words: str
+) -> None:
+    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000 if status == 413 else server.MAX_REQUEST_BYTES)
+    url = start(Scripted())
+    answer = httpx.post(f"{url}/score", content=content, headers={"Content-Type": kind}, trust_env=False)
+    assert (answer.status_code, words in answer.json()["error"]) == (status, True)
+    assert post(url, []).json() == {"scores": [], "errors": {}}
+
+
+def test_a_request_that_does_not_come_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_BODY_SECONDS", 0.1)
+
+    def slowly() -> Iterator[bytes]:
+        yield b"{"
+        time.sleep(0.5)
+        yield b"}"
+
+    url = start(Scripted())
+    answer = httpx.post(f"{url}/score", content=slowly(), headers={"Content-Type": "application/json"}, trust_env=False)
+    assert answer.status_code == 408
+
+
+def test_waiting_requests_are_joined_while_their_tokens_fit() -> None:
+    async def main() -> list[list[float]]:
+        scripted.hold.clear()
+        batches = MicroBatches(scripted)
+        working = asyncio.create_task(batches.run())
+        first = asyncio.create_task(batches.score([((), (0,) * 2)]))
+        await asyncio.sleep(0.05)  # its pass has begun; the others wait
+        lengths = ([3, 3], [4], [1], [30], [2])
+        others = [asyncio.create_task(batches.score([((), (0,) * n) for n in own])) for own in lengths]
+        await asyncio.sleep(0.05)
+        scripted.hold.set()
+        results = [await task for task in (first, *others)]
+        working.cancel()
+        return results
+
+    scripted = Scripted()
+    assert asyncio.run(main()) == [[2.0], [3.0, 3.0], [4.0], [1.0], [30.0], [2.0]]
+    assert scripted.passes == [[2], [3, 3, 4], [1], [30], [2]]
+
+
+def test_a_forward_pass_that_fails_is_a_500_and_the_next_one_works(start: Start) -> None:
+    url = start(Scripted())
+    failed = post(url, texts(666))
+    assert (failed.status_code, failed.json()["error"][:23]) == (500, "the forward pass failed")
+    assert post(url, texts(2)).json()["scores"] == [2.0]
+
+
+# -- who may ask --------------------------------------------------------------------------------------------------
+
+
+def test_with_a_token_nothing_else_is_answered_but_health(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    url = start(Scripted())
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+        assert post(url, texts(1), headers=headers).status_code == 401
+    assert post(url, texts(1), headers={"Authorization": "Bearer s3cret"}).json()["scores"] == [1.0]
+    assert httpx.get(f"{url}/health", trust_env=False).json() == {"status": "ok"}
+
+
+def test_a_client_without_the_token_is_told_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    url = start(Scripted())
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    service = RemoteService(RemoteReward(type="remote", urls=(f"{url}/score",), allowed_hosts=("127.0.0.1",)))
+    with pytest.raises(RewardError, match=r"status 401, .* RLHF_REWARD_TOKEN"):
+        service([RewardInput("p", "a", "b", (1,), (2,), True)])
+    service.close()
+
+
+def test_beyond_loopback_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r"got 0\.0\.0\.0; set RLHF_REWARD_TOKEN"):
+        listen("0.0.0.0", 0)
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    bound, token = listen("0.0.0.0", 0)
+    bound.close()
+    assert token == "s3cret"
+
+
+def test_an_address_that_cannot_be_used_is_one_message() -> None:
+    bound, _ = listen("127.0.0.1", 0)
+    with bound, pytest.raises(ConfigError, match="must be a free address"):
+        bound.listen()
+        listen("127.0.0.1", bound.getsockname()[1])
+    with pytest.raises(ConfigError, match="must be a free address"):
+        listen("no.such.host.invalid", 0)
+    with pytest.raises(ConfigError, match="from 0 to 65535; got 99999"):
+        listen("127.0.0.1", 99999)
+
+
+# -- what is served -----------------------------------------------------------------------------------------------
+
+
+def test_an_artifact_is_found_by_its_address_with_the_template_of_its_data(folder: Path, tmp_path: Path) -> None:
+    store, key = tmp_path / "store", "0123456789abcdef"
+    made = tmp_path / "made"
+    (made / "model").mkdir(parents=True)
+    for file in folder.iterdir():
+        (made / "model" / file.name).write_bytes(file.read_bytes())
+    artifacts = ArtifactStore(Store(str(store)), tmp_path / "cache")
+    ref = artifacts.publish("reward", key, made, parents={}, metrics={}, config={"data": {"template": "plain"}})
+    for address in (f"{store}/artifacts/reward/{key}", f"{store}/artifacts/reward/{key}/", ref.uri):
+        model, template = locate(address, tmp_path, None)
+        assert (model / "config.json").is_file()
+        assert template == "plain"
+    with pytest.raises(InputError, match="no reward artifact ffffffffffffffff"):
+        locate(f"{store}/artifacts/reward/{'f' * 16}", tmp_path, None)
+
+
+def test_a_folder_is_taken_as_it_is(folder: Path) -> None:
+    assert locate(str(folder), folder, None) == (folder, None)
+    assert locate(str(folder.parent), folder, None) == (folder, None)
+
+
+def test_the_template_decides_the_tokens(folder: Path) -> None:
+    item = {"prompt": "Tell me.", "response": " It sleeps."}
+    assert Scorer(folder, template="plain").encode(item) != Scorer(folder).encode(item)

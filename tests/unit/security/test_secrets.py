@@ -1,0 +1,141 @@
+"""Secrets stay where they are.
+
+Locked here (the canary through a whole run is in `tests/integration/test_pipeline.py`):
+- what a line of a log, a message or an event says is without the values of secret variables and without users in URLs,
+  tracebacks included, whoever wrote it
+- a stage that fails with a secret in its words leaves none in its log and sends none to the flow
+- a new home folder is readable by its user alone; spec files hold no variable of the environment
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows import cli
+from flows.child import run_child
+from flows.environment import stage_environment
+from flows.files import make_home
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.redact import ScrubbingFormatter, is_secret, scrubbed
+from rlhf_core.errors import StageFailed
+from rlhf_core.stages.spec import StageSpec
+
+CANARY = "canary-0f8c1e77d2"
+
+NAMES = (
+    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
+    "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING", "RLHF_REWARD_TOKEN",
+    "RAY_AUTH_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "MY_SECRET", "GOOGLE_APPLICATION_CREDENTIALS",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(name: str) -> None:
+    text = scrubbed(f"403: the key {CANARY!r} is not known ({CANARY})", {name: CANARY})
+    assert text == "403: the key '(hidden)' is not known ((hidden))"
+    assert is_secret(name, CANARY)
+
+
+def test_other_variables_and_short_values_stay() -> None:
+    environ = {"RUN_NAME": "demo-run-1", "HF_TOKEN": "true", "AWS_PROFILE": "production"}
+    text = "demo-run-1 is true in production"
+    assert scrubbed(text, environ) == text
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://user:{}@host:9000/x", "postgresql://me:{}@db/mlflow", "s3://AKIA:{}/more@bucket", "https://:{}@host"],
+)
+def test_a_user_in_a_url_is_taken_out_and_the_rest_stays(url: str) -> None:
+    text = scrubbed(f"cannot reach {url.format(CANARY)}, try a@b.example", {})
+    assert CANARY not in text
+    assert "cannot reach " in text and "(hidden)@" in text and text.endswith("try a@b.example")
+
+
+def test_a_traceback_in_a_log_is_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    try:
+        raise ValueError(f"bad token {CANARY}")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "asked with %s", (CANARY,), sys.exc_info())
+    line = ScrubbingFormatter("%(message)s").format(record)
+    assert CANARY not in line and "Traceback" in line and "bad token (hidden)" in line
+
+
+def test_what_the_command_line_says_and_logs_is_without_the_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
+    for name in ("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "MLFLOW_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    loggers = [logging.getLogger(name) for name in ("flows", "rlhf_core")]
+    before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
+
+    def fail(arguments: object) -> int:
+        cli._set_up_logging(tmp_path)
+        raise RuntimeError(f"signature of {CANARY} does not match http://me:{CANARY}@host")
+
+    monkeypatch.setattr(cli, "_status", fail)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    try:
+        assert cli.main(["status"]) == 3
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+    log = (tmp_path / "logs" / "rlhf.log").read_text()
+    err = capsys.readouterr().err
+    assert "signature of (hidden) does not match http://(hidden)@host" in err
+    assert "Traceback" in log and "signature of (hidden)" in log
+    assert CANARY not in log + err
+
+
+def test_a_stage_that_fails_with_a_secret_in_its_words_hides_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, types\n"
+        "def execute(*_):\n"
+        "    raise RuntimeError('401 for ' + os.environ['HF_TOKEN'])\n"
+        "module = types.ModuleType('rlhf_core.stages.run')\n"
+        "module.execute = execute\n"
+        "sys.modules[module.__name__] = module\n"
+    )
+    config = PipelineConfig()
+    environment = stage_environment(config) | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    log = tmp_path / "data-01.log"
+    with pytest.raises(StageFailed, match=r"RuntimeError: 401 for \(hidden\)"):
+        run_child(StageSpec("data", "0" * 16, config), log, environment, 60.0, lambda event: None)
+    written = "".join(file.read_text() for file in tmp_path.iterdir() if file.suffix in (".log", ".json"))
+    assert "Traceback" in written and "401 for (hidden)" in written
+    assert CANARY not in written
+
+
+def test_a_new_home_is_for_its_user_alone_and_an_old_one_stays_as_it_is(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        home = make_home(tmp_path / "new" / "home")
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        (tmp_path / "old").mkdir(mode=0o755)
+        assert stat.S_IMODE(make_home(tmp_path / "old").stat().st_mode) == 0o755
+    finally:
+        os.umask(old)
+
+
+def test_a_command_line_with_a_secret_in_its_environment_prints_none_of_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_TOKEN": CANARY, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    (tmp_path / "c.yaml").write_text(f"ppo: {{steps: {CANARY}}}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", "c.yaml"], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "ppo.steps" in done.stderr
+    assert CANARY not in done.stdout + done.stderr

@@ -1,0 +1,55 @@
+"""What decides the end of a reward model's training, and its loss.
+
+- the lowest held-out loss is the best; one that is not finite never is, and counts as one without gain
+- patience is counted from the best evaluation on; without `early_stop` it never ends
+- the margin is taken off the gap before the loss: none, one for all pairs, or each row's own
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_core.config.training import RewardConfig
+from rlhf_core.training.reward import BestSoFar, pair_loss
+from rlhf_core.types import PairExample
+
+STOPPING = RewardConfig.model_validate({"early_stop": {"every": 1, "patience": 2}})
+
+
+def test_the_training_ends_after_two_evaluations_in_a_row_without_gain() -> None:
+    best = BestSoFar()
+    ends = []
+    for step, loss in enumerate([0.7, 0.6, 0.6, 0.5, 0.9, 0.8], start=1):
+        best.add(step, loss)
+        ends.append(best.is_final(STOPPING))
+    # 0.6 again is no gain; 0.5 starts the count anew; 0.9 and 0.8 end it.
+    assert ends == [False, False, False, False, False, True]
+    assert (best.step, best.loss) == (4, 0.5)
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best_and_uses_up_patience() -> None:
+    best = BestSoFar()
+    assert [best.add(1, math.nan), best.add(2, 0.7), best.add(3, -math.inf), best.add(4, math.nan)] == [
+        False, True, False, False,
+    ]  # fmt: skip
+    assert (best.step, best.loss, best.is_final(STOPPING)) == (2, 0.7, True)
+
+
+def test_without_early_stop_no_evaluation_ends_the_training() -> None:
+    assert not BestSoFar(1, 0.1, evaluations_since=99).is_final(RewardConfig())
+
+
+@pytest.mark.parametrize(
+    ("margin", "gaps"),
+    [("none", (2.0, 0.0)), ("constant", (1.5, -0.5)), ("field", (2.0 - 3.0, 0.0 - 0.25))],
+)
+def test_the_margin_is_taken_off_the_gap(margin: str, gaps: tuple[float, float]) -> None:
+    config = RewardConfig.model_validate({"margin": margin, "margin_value": 0.5})
+    pairs = [PairExample("", "", (1,), (2,), (3,), margin=m) for m in (3.0, 0.25)]
+    chosen, rejected = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])
+    # -log sigmoid(gap) = log(1 + exp(-gap)), mean over the pairs
+    wanted = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 2
+    assert pair_loss(chosen, rejected, pairs, config).item() == pytest.approx(wanted, rel=1e-6)
