@@ -91,8 +91,11 @@ class Calls:
                 try:
                     return fetch(references, LOOK_SECONDS)
                 except TimeoutError:
-                    idle_for = 0.0 if self.watch.busy() else time.monotonic() - began
-                    if self.watch.late() or idle_for > self.timeouts.stall:
+                    if self.watch.busy():
+                        began = time.monotonic()
+                    # An actor that does not even begin is starting, or its call was lost.
+                    patience = max(self.timeouts.start, self.timeouts.stall)
+                    if self.watch.late() or time.monotonic() - began > patience:
                         raise self.watch.blame(what, self._limits()) from None
                 except InfrastructureError as error:
                     # A broken connection is what others see of a process that died or is halted.

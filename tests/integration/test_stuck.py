@@ -119,7 +119,7 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     assert seconds < STALL + 10
     assert _nobody_is_left(folder)
     stacks = {file.name: file.read_text() for file in (folder / "stacks").iterdir()}
-    assert "blame" in stacks["controller.stacks"]
+    assert "in iterate" in stacks["controller.stacks"]
     assert "update_policy" in "".join(text for name, text in stacks.items() if name.startswith("policy"))
     return digest
 

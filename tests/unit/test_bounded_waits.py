@@ -1,0 +1,59 @@
+"""Nothing waits for ever.
+
+- a call that can wait says for how long, or stands in the list here with what bounds it
+- the list names nothing that is gone
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WAITS = {"join", "wait", "result", "recv", "communicate", "acquire", "get"}
+"""Methods of threads, processes, futures, locks, pipes and queues that wait for ever if nothing is said."""
+CALLS = {("subprocess", "run"), ("subprocess", "check_output"), ("ray", "get"), ("ray", "wait"), ("opener", "open")}
+"""Functions that do, whatever else is said, without a `timeout`."""
+
+BOUNDED = {
+    "flows/cli.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
+    "flows/display.py: _DISPLAY.get()": "a context variable",
+    "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
+    "flows/stages.py: state.result()": "the state of a task that has ended",
+    "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
+    "rlhf_core/storage/checkpoints.py: self._thread.join()": "store.retry_seconds bounds each call of the upload",
+    "rlhf_core/storage/checkpoints.py: self._upload.result()": "the same",
+    "rlhf_core/training/launch.py: other.process.join()": "after SIGKILL",
+    "rlhf_core/training/launch.py: pipe.recv()": "after poll() said that there is something",
+    "rlhf_core/training/launch.py: self.pipe.recv()": "after poll() said that there is something",
+    "rlhf_core/watch.py: self._thread.join()": "a thread that looks twice a second whether it is to end",
+    "rlhf_core/weight_sync/gloo.py: self._group.broadcast(buffer, 0).wait()": "the group's timeout, run.timeouts.sync",
+    "rlhf_core/weight_sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
+    "rlhf_core/weight_sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
+    "rlhf_core/weight_sync/sender.py: sending.wait()": "is completed",
+}
+
+
+def unbounded() -> Iterator[str]:
+    for top in ("rlhf_core", "flows"):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _may_wait(node, node.func):
+                    yield f"{file.relative_to(ROOT)}: {ast.unparse(node)}"
+
+
+def _may_wait(call: ast.Call, function: ast.Attribute) -> bool:
+    named = {keyword.arg for keyword in call.keywords}
+    if isinstance(function.value, ast.Name) and (function.value.id, function.attr) in CALLS:
+        return "timeout" not in named
+    return function.attr in WAITS and not call.args and not named
+
+
+def test_every_wait_is_bounded_or_says_by_what() -> None:
+    assert sorted(set(unbounded()) - set(BOUNDED)) == []
+
+
+def test_the_list_of_bounded_waits_names_nothing_that_is_gone() -> None:
+    assert sorted(set(BOUNDED) - set(unbounded())) == []
