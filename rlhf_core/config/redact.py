@@ -12,7 +12,8 @@ from typing import Any
 HIDDEN = "(hidden)"
 
 _SECRET_NAME = re.compile(
-    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth(_string)?|private_?key)$", re.I
+    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth(_string)?|private_?key)$",
+    re.I,
 )
 _SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
 _SECRET_VALUE = re.compile(
