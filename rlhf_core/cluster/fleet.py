@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ class Fleet:
         if not self._local:
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
             return
+        # Ray's own choice is a token in a file that everybody on this host can read.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray.init(
             num_cpus=max(os.cpu_count() or 1, self._plan.processes + 1),
             include_dashboard=False,

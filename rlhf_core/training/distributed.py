@@ -57,14 +57,27 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def rendezvous(address: str, port: int, size: int, *, master: bool, timeout: timedelta) -> Any:
+    """The store where `size` processes meet. The master's listens on `address` alone: torch by itself would listen on every
+    interface, and it answers whoever comes."""
+    import torch.distributed as dist
+
+    store = vars(dist)["TCPStore"]  # torch's stubs do not know it
+    if not master:
+        return store(address, port, size, False, timeout, wait_for_workers=False)
+    bound = socket.create_server((address, port), backlog=size)
+    return store(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=bound.detach())
+
+
 def join(rank: Rank) -> None:
     """Initialise torch.distributed and DeepSpeed's view of it; gloo on the CPU, NCCL on GPUs."""
+    port = rank.master_port or free_port()
     os.environ.update(
         RANK=str(rank.rank),
         WORLD_SIZE=str(rank.world_size),
         LOCAL_RANK=str(rank.local_rank),
         MASTER_ADDR=rank.master_addr,
-        MASTER_PORT=str(rank.master_port or free_port()),
+        MASTER_PORT=str(port),
         TORCH_FORCE_WEIGHTS_ONLY_LOAD="1",
     )
     if rank.device == "cpu":
@@ -80,9 +93,15 @@ def join(rank: Rank) -> None:
     # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never built.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     bound_collectives(rank.start)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if rank.device == "cuda" else "gloo", timeout=timedelta(seconds=rank.start), verbose=False
+    limit = timedelta(seconds=rank.start)
+    backend = "nccl" if rank.device == "cuda" else "gloo"
+    store = rendezvous(rank.master_addr, port, rank.world_size, master=rank.rank == 0, timeout=limit)
+    # As DeepSpeed would, which takes over the group that it finds.
+    device = torch.device(rank.torch_device) if rank.device == "cuda" and rank.world_size > 1 else None
+    torch.distributed.init_process_group(
+        backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=limit, device_id=device
     )
+    deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as _dist
 
+from rlhf_core.training.distributed import rendezvous
+
 dist: Any = _dist
 """torch's stubs know neither the stores nor the operations of a process group of one's own."""
 
@@ -23,7 +25,7 @@ class GlooGroup:
 
     def __init__(self, address: str, port: int, rank: int, size: int, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
-        self._store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
+        self._store = rendezvous(address, port, size, master=rank == 0, timeout=wait)
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
 
     def send(self, buffer: torch.Tensor) -> Any:

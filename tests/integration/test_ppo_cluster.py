@@ -3,12 +3,17 @@
 - two policy ranks under ZeRO-3 and two engines: after each sync, engines and trainer give the same tokens the same
   log-probabilities, to 1e-4 in float32
 - every rollout carries the version that was acknowledged last
+- beyond loopback only Ray's own sockets listen, and who comes without the token of this run is refused
 - a tensor altered on the way to the engines stops the run with a message that names it
 """
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample, Services
+from tests.sockets import beyond_loopback, listeners
 from tests.tiny_llama import save_tiny_llama
 
 TENSORS = 2 * 9 + 2
@@ -33,6 +39,16 @@ class _Nothing:
 
     def __getattr__(self, _name: str) -> Any:
         return lambda *_args, **_kwargs: None
+
+
+def connect_with_a_wrong_token() -> subprocess.Popen[str]:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    script = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); print('connected')"
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.DEVNULL, text=True)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +93,8 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
     with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
         controller = PPOController(config, fleet, prompts, str, composer, services)
         controller.sync()
+        stranger = connect_with_a_wrong_token()
+        reachable = beyond_loopback(listeners(os.getpid()))
         first = controller.iterate()
         assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5)
         assert first["rollout/logprob_gap_max"] < 1e-4
@@ -88,6 +106,14 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
         experience = controller.score(batch)
         assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
         assert abs(experience.metrics["objective/kl"]) > 1e-3
+        # Ray's own programs, which ask for the token; each with one socket, the raylet with two.
+        programs = Counter((listener.program.partition("::")[0], listener.pid) for listener in reachable)
+        assert {program for program, _ in programs} <= {"gcs_server", "raylet", "ray", Path(sys.executable).name}, (
+            reachable
+        )
+        assert [entry for entry, number in programs.items() if number > 1 + (entry[0] == "raylet")] == [], reachable
+        assert stranger.wait(timeout=120) != 0
+        assert "connected" not in stranger.communicate()[0]
         with pytest.raises(
             WeightSyncError, match=r"received other weights than version 2 sent: 1 of 20 tensors differ"
         ):
