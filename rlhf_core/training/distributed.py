@@ -95,7 +95,9 @@ def join(rank: Rank) -> None:
     bound_collectives(rank.start)
     limit = timedelta(seconds=rank.start)
     backend = "nccl" if rank.device == "cuda" else "gloo"
-    store = rendezvous(rank.master_addr, port, rank.world_size, master=rank.rank == 0, timeout=limit)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there itself
+    master = rank.rank == 0 and not hosted
+    store = rendezvous(rank.master_addr, port, rank.world_size, master=master, timeout=limit)
     # As DeepSpeed would, which takes over the group that it finds.
     device = torch.device(rank.torch_device) if rank.device == "cuda" and rank.world_size > 1 else None
     torch.distributed.init_process_group(
