@@ -113,7 +113,9 @@ def test_a_training_goes_on_where_it_was_on_another_number_of_ranks(
         assert difference <= TOLERANCE[setting[1]], f"{label(*setting)}: {parameter} differs by {difference:.2g}"
 
 
-@pytest.mark.parametrize(("direction", "numbers"), [("1 to 2", "by 1 rank(s); got 2;"), ("2 to 1", "by 2 rank(s); got 1;")])
+@pytest.mark.parametrize(
+    ("direction", "numbers"), [("1 to 2", "by 1 rank(s); got 2;"), ("2 to 1", "by 2 rank(s); got 1;")]
+)
 def test_without_leave_another_number_of_ranks_is_refused(
     differences: dict[str, dict[str, Any]], direction: str, numbers: str
 ) -> None:
