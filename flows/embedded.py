@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from flows.environment import prefect_environment
 from rlhf_core.errors import StageFailed
@@ -40,7 +40,13 @@ class EmbeddedPrefect:
         # Its database is made in many migrations: one process at a time, anew where one was killed at it.
         self._complete = folder / "complete"
         self._lock = FileLock(folder / ".lock")
-        self._lock.acquire()
+        try:
+            self._lock.acquire(timeout=START_SECONDS)
+        except Timeout as error:
+            raise StageFailed(
+                f"another run has been making Prefect's database for {START_SECONDS:g} s, or hangs: it holds "
+                f"{self._lock.lock_file}; end it and type the command again"
+            ) from error
         if self._complete.exists():
             self._lock.release()
         else:

@@ -21,6 +21,7 @@ from rlhf_core.cluster.records import PartSpec, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.errors import ConfigError, InfrastructureError
+from rlhf_core.rollout.dispatch import reassign
 from rlhf_core.seeds import derive_seed
 from rlhf_core.watch import Watch, doing, leave_part, take_part
 from rlhf_core.weight_sync.sender import SyncReport
@@ -297,7 +298,7 @@ class Fleet:
                 found |= {i: rollouts[place * samples : (place + 1) * samples] for place, i in enumerate(share)}
             if asked:
                 self.sync(version)
-                asked = _moved(asked, self.engines.serving)
+                asked = reassign(asked, self.engines.serving)
         return found
 
     def _connect(self) -> None:
@@ -312,17 +313,6 @@ class Fleet:
             "policy and engines to connect for weight sync",
         )
         self._connected = engines
-
-
-def _moved(asked: dict[int, list[int]], serving: list[int]) -> dict[int, list[int]]:
-    """Shares of engines that are given up go to the first that serve, in one piece each."""
-    kept = {index: share for index, share in asked.items() if index in serving}
-    free = [index for index in serving if index not in kept]
-    for index, share in asked.items():
-        if index not in serving:
-            target = free.pop(0) if free else min(kept, key=lambda i: len(kept[i]))
-            kept[target] = kept.get(target, []) + share
-    return kept
 
 
 @dataclass(frozen=True)

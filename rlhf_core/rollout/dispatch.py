@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlhf_core.seeds import derive_seed
 
@@ -40,3 +40,14 @@ def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
         shares[engine].append(i)
         load[engine] += lengths[i]
     return [sorted(share) for share in shares]
+
+
+def reassign(shares: Mapping[int, Sequence[int]], serving: Sequence[int]) -> dict[int, list[int]]:
+    """Shares that are to be sampled again, by engine: each stays where it was, that of an engine which does not serve any
+    more goes as a whole to one that has nothing to do or else the least."""
+    kept = {engine: list(share) for engine, share in shares.items() if engine in serving}
+    for engine, share in shares.items():
+        if engine not in serving:
+            target = min(serving, key=lambda e: (len(kept.get(e, ())), e))
+            kept[target] = kept.get(target, []) + list(share)
+    return kept

@@ -23,6 +23,8 @@ BOUNDED = {
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/stages.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
+    "rlhf_core/rewards/remote.py: task.result()": "its group has ended; each request has the source's timeout",
+    "rlhf_core/rewards/server.py: self._arrived.wait()": "a server waits for requests until it is cancelled",
     "rlhf_core/storage/checkpoints.py: self._thread.join()": "store.retry_seconds bounds each call of the upload",
     "rlhf_core/storage/checkpoints.py: self._upload.result()": "the same",
     "rlhf_core/training/launch.py: other.process.join()": "after SIGKILL",
