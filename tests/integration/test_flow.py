@@ -5,6 +5,7 @@
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
 - its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130
 - a secret in the words of a failing stage is in no log and no database afterwards
+- Prefect's storage holds no pickle, and nothing else
 - a stage's InputError ends the command with 2, without a second try and without a traceback
 """
 
@@ -227,6 +228,17 @@ def test_a_secret_in_the_words_of_a_failing_stage_is_found_nowhere(command: Comm
     assert "403: (hidden) may not read http://(hidden)@host/x; trying again" in err
     assert canary.found(CANARY, [home], out, err) == []
     assert canary.found("403: (hidden) may not read", [home]) != []
+
+
+def test_prefect_keeps_no_pickle(command: Command, home: Path) -> None:
+    finish(command(until="data"))
+    stored = [
+        path
+        for path in (home / "prefect").rglob("*")
+        if path.is_file() and path.suffix not in (".db", ".db-wal", ".db-shm")
+    ]
+    assert [path for path in stored if path.read_bytes()[:1] == b"\x80" or path.suffix in (".pkl", ".pickle")] == []
+    assert not any((home / "prefect" / "storage").rglob("*"))
 
 
 def test_an_input_error_of_a_stage_ends_with_2_and_is_not_tried_again(command: Command, home: Path) -> None:
