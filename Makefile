@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AUDIT := .venv-audit
 LOCK := requirements/cpu.txt
 CONFIG ?= deployments/configs/demo.yaml
 ARGS ?=
@@ -17,10 +18,10 @@ export UV_LINK_MODE ?= copy
 # Every stage is a fresh process: without bytecode each would compile the whole stack again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-unit test-slow lint format bench bench-training chaos up down status lock clean help
+.PHONY: setup run test test-unit test-slow lint format bench bench-training chaos audit up down status lock clean help
 
 help:
-	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, bench-training, chaos, lock, clean)"
+	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, bench-training, chaos, audit, lock, clean)"
 
 setup: $(STAMP)
 
@@ -62,6 +63,11 @@ bench-training: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
 
+audit:
+	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/audit.txt
+	$(AUDIT)/bin/python .ci/audit.py $(ARGS)
+
 up: setup
 	$(BIN)/rlhf up
 
@@ -74,6 +80,8 @@ status: setup
 lock: $(STAMP)
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --custom-compile-command "make lock" requirements/bootstrap.in -o requirements/bootstrap.txt
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+	  --custom-compile-command "make lock" requirements/audit.in -o requirements/audit.txt
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-emit-package uv \
 	  --custom-compile-command "make lock" --extra dev --override requirements/override.txt \

@@ -48,7 +48,7 @@ class Lines:
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
         began, first = self._began.setdefault(task, (now, done))
-        if done < total and now - self._said.get(task, began) < self._seconds:
+        if done < total and task in self._said and now - self._said[task] < self._seconds:
             return
         self._said[task] = now
         numbers = headline("", event.get("metrics") or {})
@@ -69,7 +69,7 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def started(self, stage: str, log_file: str) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         self.close()
         self._progress = Progress(
@@ -79,33 +79,39 @@ class Bars:
             TextColumn("{task.fields[count]}"),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[numbers]}"),
             console=self._console,
             refresh_per_second=4,
             transient=True,
         )
         self._progress.start()
-        self._tasks = {stage: self._progress.add_task(stage, total=None, count="starting", rate="", numbers="")}
+        self._tasks = {stage: self._add(self._progress, stage, None, "starting")}
 
     def event(self, stage: str, event: dict[str, Any]) -> None:
         if self._progress is None or event["event"] != "progress":
             return
         name, unit = event["task"], event["unit"]
         if name not in self._tasks:
-            if self._progress.tasks and self._progress.tasks[0].total is None:
-                self._progress.update(self._tasks[stage], visible=False)
-            self._tasks[name] = self._progress.add_task(name, total=event["total"], count="", rate="", numbers="")
+            self._tasks[name] = self._add(self._progress, name, event["total"], "")
+        for other, number in self._tasks.items():  # one at a time: what came before is done
+            if other != name:
+                self._progress.update(number, visible=False)
         task = self._progress.tasks[self._progress.task_ids.index(self._tasks[name])]
         self._progress.update(
             self._tasks[name],
+            visible=True,
             total=event["total"],
             completed=event["done"],
             count=f"{event['done']}/{event['total']} {unit}",
             rate=_rate(task.speed, unit),
+            left="" if not task.time_remaining else f"{duration(task.time_remaining)} left",
             numbers=headline("", event.get("metrics") or {}, 3),
         )
+
+    @staticmethod
+    def _add(progress: Progress, name: str, total: int | None, count: str) -> TaskID:
+        return progress.add_task(name, total=total, count=count, rate="", left="", numbers="")
 
     def finished(self, stage: str, record: StageRecord) -> None:
         self.close()

@@ -28,7 +28,7 @@ from flows.files import write_json
 from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.processes import ProcessId, carriers, die_with_parent, stop
+from rlhf_core.processes import ProcessId, carriers, die_with_parent, listens, stop
 
 log = logging.getLogger(__name__)
 
@@ -151,12 +151,16 @@ class Supervisor:
         self.servers["prefect"].keep_running()
         self._make_database()
         self.servers["mlflow"].keep_running()
-        self._await("Prefect's server", "prefect", lambda: answers(f"{self.api}/health"))
+        self._await(
+            "Prefect's server", "prefect", lambda: self._serves("prefect", self.prefect_port, f"{self.api}/health")
+        )
         self.servers["worker"].keep_running()
         # Deploying before the pool exists creates nothing; the worker makes the pool.
         self._await("the work pool", "worker", lambda: _pool_exists(self.api))
         self._deploy()
-        self._await("MLflow's server", "mlflow", lambda: answers(f"{self.mlflow_url}/health"))
+        self._await(
+            "MLflow's server", "mlflow", lambda: self._serves("mlflow", self.mlflow_port, f"{self.mlflow_url}/health")
+        )
         self.profiles.parent.mkdir(parents=True, exist_ok=True)
         self.profiles.write_text(f'active = "rlhf"\n\n[profiles.rlhf]\nPREFECT_API_URL = "{self.api}"\n')
 
@@ -167,6 +171,11 @@ class Supervisor:
                 raise StageFailed(f"{what} did not come up; see {self.servers[server].log_file}")
             self.servers[server].keep_running()
             self._pause(0.3)
+
+    def _serves(self, name: str, port: int, url: str) -> bool:
+        """Whether our own server answers: another's may have taken the port since it was chosen."""
+        server = self.servers[name].id()
+        return server is not None and listens(server, port) and answers(url)
 
     def _make_database(self) -> None:
         """MLflow's server would make it in place, where a kill leaves it broken for good."""

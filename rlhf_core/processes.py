@@ -57,6 +57,17 @@ class ProcessId:
                 os.kill(self.pid, signum)
 
 
+def listens(process: ProcessId, port: int) -> bool:
+    """Whether it, or a process it started, listens on TCP `port`."""
+    with contextlib.suppress(psutil.Error):
+        top = psutil.Process(process.pid)
+        for each in (top, *top.children(recursive=True)):
+            for connection in each.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
+    return False
+
+
 def carriers(variable: str) -> Iterator[tuple[ProcessId, str]]:
     """Every live process of this user with `variable` in its environment, and the value."""
     for process in psutil.process_iter():

@@ -100,16 +100,28 @@ def _percentile(values: Sequence[int], percent: int) -> int:
 
 def overlap(splits: Splits) -> dict[str, int]:
     """`exact`: training rows of any set whose prompt is held out (0 by construction, and checked here).
-    `near`: training demonstrations that begin with a held-out prompt, or hold it as one of their paragraphs."""
+    `near`: other training rows whose prompt has the words of a held-out one (whatever its case, marks and width), and
+    demonstrations that begin with a held-out prompt or hold it as one of their paragraphs."""
     held = {item.key for by_split in splits.values() for item in by_split["eval"]}
-    exact = sum(item.key in held for by_split in splits.values() for item in by_split["train"])
+    words = {_words(key) for key in held}
     lengths = sorted({len(key) for key in held})
-    near = 0
-    for item in splits["sft"]["train"]:
-        text = split_key(item.text)
-        paragraphs = {split_key(part) for part in item.text.split("\n\n")}
-        near += bool(paragraphs & held) or any(text[:length] in held for length in lengths if length <= len(text))
+    exact = near = 0
+    for name, by_split in splits.items():
+        for item in by_split["train"]:
+            if item.key in held:
+                exact += 1
+                continue
+            inside = False
+            if name == "sft":
+                text = split_key(item.text)
+                begins = any(text[:length] in held for length in lengths if length <= len(text))
+                inside = begins or any(split_key(part) in held for part in item.text.split("\n\n"))
+            near += inside or _words(item.key) in words
     return {"exact": exact, "near": near}
+
+
+def _words(key: str) -> str:
+    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", key).casefold())) or key
 
 
 def _sample(item: Made, tokenizer: Any) -> dict[str, Any]:
@@ -180,7 +192,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     found = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
     lines += [
-        f"Training rows with a held-out prompt: {found['exact']}. Demonstrations that contain one: {found['near']}."
+        f"Training rows with a held-out prompt: {found['exact']}. Rows that differ from one in case and marks only, or "
+        f"demonstrations that contain one: {found['near']}."
     ]
     lines += [
         "",

@@ -85,6 +85,10 @@ def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], No
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
     card = build_card(config, digests, counts, splits, tokenizer)
+    if near := card["overlap"]["near"]:
+        log.warning(
+            "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out", near
+        )
     (out / "data_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
     return Prepared(card, splits)

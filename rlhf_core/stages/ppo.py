@@ -27,12 +27,12 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     decoder = load_decoder(data)
     prompts = load_prompts(data, "train")
     placement = plan(ppo)
-    services.progress("ppo start", 0, 1, "fleets")
+    services.progress("ppo start", 0, placement.processes, "processes")
     with (
         RewardComposer(ppo.rewards) as composer,
         Fleet(config, placement, device, _folders(config, services), decoder.pad, services.watch) as fleet,
     ):
-        services.progress("ppo start", 1, 1, "fleets")
+        services.progress("ppo start", placement.processes, placement.processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         controller = PPOController(config, fleet, prompts, decoder, composer, services, demonstrations=demonstrations)
         controller.run()

@@ -3,7 +3,9 @@
 - a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its summary
 - typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
-- Ctrl-C stops the stage's process, says how to continue and ends with 130
+- its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130
+- a secret in the words of a failing stage is in no log and no database afterwards
+- Prefect's storage holds no pickle, and nothing else
 - a stage's InputError ends the command with 2, without a second try and without a traceback
 """
 
@@ -24,6 +26,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.processes import ProcessId, carriers
+from tests import canary
+from tests.sockets import beyond_loopback, listeners
 
 STAGES = '''
 import importlib.abc, importlib.machinery, json, os, signal, sys, time
@@ -57,6 +61,8 @@ def run(stage, config, services):
             (folder / what).write_text(str(os.getpid()))
             if what == "input":
                 raise DataError("rows.jsonl:3: no prompt; add one")
+            if what == "secret":
+                raise OSError(f"403: {os.environ['HF_TOKEN']} may not read http://me:{os.environ['HF_TOKEN']}@host/x")
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
@@ -74,6 +80,7 @@ def run(stage, config, services):
 sys.meta_path.insert(0, Toys())
 '''
 
+CANARY = "canary-5b0f3c9a71"
 Command = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -96,7 +103,11 @@ def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Comma
         "ppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(toys), *sys.path]), "TOY_FOLDER": str(tmp_path)}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(toys), *sys.path]),
+        "TOY_FOLDER": str(tmp_path),
+        "HF_TOKEN": CANARY,
+    }
 
     def start(fault: str = "none:0:none", until: str = "sft") -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -200,6 +211,8 @@ def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(com
 def test_ctrl_c_is_tidy(command: Command, home: Path, tmp_path: Path) -> None:
     process = command("data:1:hang", until="data")
     stage = wait_for(tmp_path / "hang", process)
+    listening = listeners(process.pid)
+    assert listening and beyond_loopback(listening) == []
     process.send_signal(signal.SIGINT)
     _, err = finish(process, 130)
     assert err.splitlines()[-1] == "interrupted; type the same command again to continue from there"
@@ -208,6 +221,24 @@ def test_ctrl_c_is_tidy(command: Command, home: Path, tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
     (run,) = (home / "runs").glob("test-ctrl-c*/run.json")
     assert json.loads(run.read_text())["state"] == "stopped"
+
+
+def test_a_secret_in_the_words_of_a_failing_stage_is_found_nowhere(command: Command, home: Path) -> None:
+    out, err = finish(command("data:2:secret", until="data"))
+    assert "403: (hidden) may not read http://(hidden)@host/x; trying again" in err
+    assert canary.found(CANARY, [home], out, err) == []
+    assert canary.found("403: (hidden) may not read", [home]) != []
+
+
+def test_prefect_keeps_no_pickle(command: Command, home: Path) -> None:
+    finish(command(until="data"))
+    stored = [
+        path
+        for path in (home / "prefect").rglob("*")
+        if path.is_file() and path.suffix not in (".db", ".db-wal", ".db-shm")
+    ]
+    assert [path for path in stored if path.read_bytes()[:1] == b"\x80" or path.suffix in (".pkl", ".pickle")] == []
+    assert not any((home / "prefect" / "storage").rglob("*"))
 
 
 def test_an_input_error_of_a_stage_ends_with_2_and_is_not_tried_again(command: Command, home: Path) -> None:

@@ -1,6 +1,7 @@
 """The whole pipeline on the real stack, as `rlhf run` runs it.
 
 - against a real S3-compatible server every stage ends well and leaves what the summary, MLflow and the store promise
+- the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
 - the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
 """
@@ -11,7 +12,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import pytest
 from rlhf_core.config.load import load_config
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+from tests import canary
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAJECTORY = ASSETS / "trajectory.json"
@@ -37,24 +41,41 @@ PINNED = (
 )
 
 
+CANARIES = {
+    "AWS_SECRET_ACCESS_KEY": "canary-aws-secret-4c1f9e",
+    "AWS_SESSION_TOKEN": "canary-aws-session-7d20ab",
+    "HF_TOKEN": "hf_canary8e11c5d0f2",
+    "MLFLOW_TRACKING_PASSWORD": "canary-mlflow-93b7e4",
+    "PREFECT_API_KEY": "canary-prefect-1fa6c8",
+    "RLHF_REWARD_TOKEN": "canary-reward-5e92d3",
+    "RAY_AUTH_TOKEN": "canary" + "0a7d" * 15,
+}
+"""Secrets in the environment of every run here; S3 asks for the first two."""
+
+
 def _run(home: Path, *overrides: str, **env: str) -> tuple[dict[str, Any], str, float]:
     """`rlhf run` on the tiny configuration; (summary, output, seconds)."""
     command = [sys.executable, "-m", "flows.cli", "run", str(ASSETS / "tiny.yaml"), f"run.home={home}", *overrides]
     started = time.monotonic()
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **CANARIES, **env}, capture_output=True, text=True, timeout=800, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("summary: ")
-    return json.loads(Path(last.removeprefix("summary: ")).read_text()), done.stdout, time.monotonic() - started
+    summary = json.loads(Path(last.removeprefix("summary: ")).read_text())
+    return summary, done.stdout + done.stderr, time.monotonic() - started
 
 
 class Golden:
     """One uninterrupted run on S3."""
 
-    def __init__(self, home: Path, url: str) -> None:
+    def __init__(self, home: Path, url: str, ray: Path) -> None:
+        """`ray`: where Ray keeps its logs; its sockets allow for a short path only."""
         self.home = home
         self.url = url
-        self.summary, self.output, self.seconds = _run(home, f"store.url={url}")
+        self.ray = ray
+        self.summary, self.output, self.seconds = _run(home, f"store.url={url}", RAY_TMPDIR=str(ray))
 
     def fetch(self, stage: str) -> Path:
         """The verified artifact folder of a stage."""
@@ -68,8 +89,32 @@ class Golden:
 
 
 @pytest.fixture(scope="module")
-def golden(s3_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    return Golden(tmp_path_factory.mktemp("golden"), f"{s3_server.url}/pipeline")
+def golden(s3_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
+    with tempfile.TemporaryDirectory(prefix="r-") as ray:
+        yield Golden(tmp_path_factory.mktemp("golden"), f"{s3_server.url}/pipeline", Path(ray))
+
+
+def test_no_secret_is_found_anywhere_after_a_whole_run(
+    golden: Golden, s3_server: Any, tmp_path: Path, summary_lines: list[str]
+) -> None:
+    """Home (logs, MLflow's and Prefect's databases, spool, copies), the bucket, the output, and what Ray left."""
+    import boto3
+
+    bucket = boto3.resource("s3", endpoint_url=s3_server.endpoint).Bucket(s3_server.bucket)
+    for item in bucket.objects.filter(Prefix="pipeline/"):
+        place = tmp_path / "bucket" / item.key
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(item.get()["Body"].read())
+    places = [golden.home, tmp_path / "bucket", golden.ray]
+    # The search can find: the run's name is in the logs, in both databases and in the bucket.
+    seen = canary.found("tiny", places, golden.output)
+    for part in ("mlflow.db", "prefect.db", "rlhf.log", "manifest.json", "text 0"):
+        assert any(part in place for place in seen), part
+    assert canary.found("ModelWorker", [golden.ray]) != []
+    for name, secret in CANARIES.items():
+        assert canary.found(secret, places, golden.output) == [], name
+    files = sum(path.is_file() for place in places for path in place.rglob("*"))
+    summary_lines.append(f"{len(CANARIES)} canary secrets through a whole run: found in 0 of {files} files")
 
 
 def test_every_stage_runs_on_s3_and_the_summary_has_its_numbers(golden: Golden) -> None:

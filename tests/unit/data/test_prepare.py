@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.card import card_markdown, overlap
 from rlhf_core.data.collect import held_out, split_key
-from rlhf_core.data.dataset import Split, load_pairs, load_prompts, load_sft
+from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import Made
 from rlhf_core.data.prepare import prepare
 from rlhf_core.errors import DataError, ModelError
@@ -272,10 +272,32 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
     def made(key: str, text: str) -> Made:
         return Made(SFTExample((1,), (1,)), key, text)
 
-    empty: dict[Split, list[Made]] = {"train": [], "eval": []}
-    splits: Any = {"sft": {"train": [made("a", "a"), made("b", "b")], "eval": []}, "preference": empty}
-    splits["prompts"] = {"train": [made("c", "c")], "eval": [made("a", "a")]}
-    assert overlap(splits) == {"exact": 1, "near": 1}
+    rows = {
+        "the same": "Is it late?",
+        "case and marks": "is it LATE",
+        "width": "Ｉｓ　ｉｔ　late？",
+        "another": "Was it late?",
+    }
+    train = [made(split_key(text), text) for text in rows.values()]
+    train += [
+        made("x", "Is it late? It is noon."),
+        made("y", "A talk.\n\nIs it late?\n\nNo."),
+        made("z", "So: is it late?"),
+    ]
+    splits: Any = {
+        "sft": {"train": train, "eval": []},
+        "preference": {"train": [made("is it late", "Is it late"), made("x", "Is it late? No.")], "eval": []},
+        "prompts": {"train": [made("...", "...")], "eval": [made("Is it late?", "Is it late?"), made("???", "???")]},
+    }
+    # Near are: case and marks, width, a beginning, a paragraph, and the pair's prompt. Marks alone have no words to share.
+    assert overlap(splits) == {"exact": 1, "near": 5}
+
+
+def test_rows_near_a_held_out_prompt_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = pairs(40)
+    prepared(files(tmp_path, rows + [{**row, "prompt": row["prompt"].upper() + "!"} for row in rows]), tmp_path / "out")
+    [message] = [record.getMessage() for record in caplog.records if "held-out" in record.getMessage()]
+    assert "training rows are nearly held-out prompts" in message and "data_card.md" in message
 
 
 def test_the_card_shows_which_tokens_are_learned_up_to_eos(demo_out: Path) -> None:

@@ -1,0 +1,123 @@
+"""The supply chain: what is installed is what was tried, and the audit cannot pass without having looked.
+
+Locked here:
+- every entry of every lock is pinned and has its sha256, and names no host; what the project asks for is in the lock
+- the installation demands the hashes
+- the audit fails on an entry without a hash, on a known vulnerability, on a package that it could not look up, on an
+  empty report and on a service that does not answer, and says which; it passes when all were asked and nothing is known
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+audit = load()
+HASH = "--hash=sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize("name", audit.LOCKS)
+def test_every_entry_of_a_lock_is_pinned_and_hashed_and_names_no_host(name: str) -> None:
+    lock = (audit.FOLDER / name).read_text()
+    assert audit.lock_problems(lock) == []
+    assert "://" not in lock and "--index" not in lock and "--find-links" not in lock
+
+
+def test_what_the_project_asks_for_is_in_the_lock() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["cpu"],
+    ]
+    names = {re.split(r"[^\w.-]", text)[0].lower().replace("_", "-") for text in wanted}
+    locked = {entry.split("==")[0].split("[")[0] for entry in audit.entries((audit.FOLDER / "cpu.txt").read_text())}
+    assert names - locked == set()
+
+
+def test_every_installation_of_the_makefile_demands_hashes_or_installs_the_project_alone() -> None:
+    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if re.search(r"pip (install|sync) ", line)]
+    assert len(lines) >= 4
+    assert [line for line in lines if "--require-hashes" not in line and "--no-deps" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("lock", "word"),
+    [
+        ("a==1.0", "a==1.0: has no sha256"),
+        (f"a>=1.0 {HASH}", "is no `name==version`"),
+        (f"a {HASH}", "is no `name==version`"),
+        (f"a==1.0 \\\n    {HASH[:-1]}", "a==1.0: has no sha256"),
+        (f"a @ https://host/a.whl {HASH}", "is no `name==version`"),
+        ("-e .", "is no `name==version`"),
+        ("--index-url https://host", "is no `name==version`"),
+        ("# nothing\n", "the lock is empty"),
+    ],
+)
+def test_an_entry_that_is_not_locked_is_named(lock: str, word: str) -> None:
+    [problem] = audit.lock_problems(lock)
+    assert word in problem and "make lock" in problem
+    assert audit.lock_problems(f"a==1.0+cpu ; sys_platform == 'linux' \\\n    {HASH} \\\n    {HASH}\n# a note\n") == []
+
+
+FINE: dict[str, Any] = {"name": "a", "version": "1.0", "vulns": []}
+KNOWN = {
+    **FINE,
+    "vulns": [{"id": "PYSEC-1", "fix_versions": ["1.1"], "aliases": ["CVE-1"]}, {"id": "X", "fix_versions": []}],
+}
+SKIPPED = {"name": "b", "skip_reason": "Dependency not found"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        ({"dependencies": [FINE]}, 0, ["1 packages looked up, none of them known"]),
+        ({"dependencies": [FINE, KNOWN]}, 1, ["a 1.0: PYSEC-1 (CVE-1); fixed in 1.1", "X; fixed in no version yet", "2 findings"]),
+        ({"dependencies": [FINE, SKIPPED]}, 1, ["b: was not looked up (Dependency not found)"]),
+        ({"dependencies": []}, 1, ["0 findings in 0 packages"]),
+        ("Traceback ...\nConnectionError: osv", 1, ["nothing was audited: the advisories at osv.dev could not be asked", "osv)"]),
+    ],
+)  # fmt: skip
+def test_the_audit_says_what_it_found_and_does_not_pass_without_looking(
+    answer: Any, code: int, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answering(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.extend(Path(command[command.index("--requirement") + 1]).read_text().splitlines())
+        fails = isinstance(answer, str)
+        return subprocess.CompletedProcess(command, 1, "" if fails else json.dumps(answer), answer if fails else "")
+
+    monkeypatch.setattr(audit.subprocess, "run", answering)
+    assert audit.main([]) == code
+    out, err = capsys.readouterr()
+    assert [word for word in words if word not in (err if code else out)] == []
+    assert any(line.startswith("torch==2.13.0 ") for line in asked), "advisories do not know a build such as +cpu"
+
+
+def test_without_its_tool_the_audit_fails_with_one_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", ROOT / ".ci" / "audit.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "nothing was audited" in done.stderr and "pip_audit" in done.stderr
