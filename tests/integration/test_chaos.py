@@ -52,6 +52,7 @@ def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step
     assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (2, 6, 5)
 
 
+@pytest.mark.slow  # `make chaos` begins with it, too
 def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
     result = run_case(golden, negative_control(), tmp_path)
     assert result.ended and result.kills, result.why
