@@ -1,0 +1,47 @@
+"""A stage that waits in vain ends itself.
+
+- the flow hears the error with its class, the exit code is that of a fault, and no process that the watch knows is left
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rlhf_core.errors import WorkerStuck, from_record
+from rlhf_core.processes import ProcessId
+from rlhf_core.stages.events import parse
+
+STAGE = """
+import os, subprocess, sys, time
+from pathlib import Path
+from rlhf_core import watch
+from rlhf_core.stages.events import Events
+from rlhf_core.stages.run import _give_up
+
+watch.GRACE_SECONDS = 0.2
+folder, events = Path(sys.argv[1]), Events(int(sys.argv[2]))
+part = "import sys, time; from pathlib import Path; from rlhf_core.watch import *; " \\
+       "take_part(Path(sys.argv[1]), 'training rank 1', 0.5); doing('all_reduce'); time.sleep(600)"
+with watch.Watch(folder, fail=lambda error: _give_up(error, seen, events)) as seen:
+    child = subprocess.Popen([sys.executable, "-c", part, str(folder)])
+    Path(folder.parent, "pid").write_text(str(child.pid))
+    time.sleep(600)
+"""
+
+
+def test_what_nobody_waits_for_with_a_bound_ends_the_stage_with_its_name(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    command = [sys.executable, "-c", STAGE, str(tmp_path / "stacks"), str(write)]
+    with os.fdopen(read, "rb") as events, subprocess.Popen(command, pass_fds=(write,)) as stage:
+        os.close(write)
+        event = parse(events.readline())
+        assert stage.wait(timeout=20) == 3
+    assert event is not None and event["event"] == "error"
+    error = from_record(event)
+    assert type(error) is WorkerStuck
+    assert "training rank 1" in error.message and 'stood still at "all_reduce"' in error.message
+    process = ProcessId.of(int((tmp_path / "pid").read_text()))
+    assert process is None or not process.alive()
