@@ -105,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         _plan, "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8",
     )  # fmt: skip
     plan.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
-    plan.add_argument("overrides", metavar="key=value", nargs="*", help="fields to override, such as sft.lora={r: 16}")
+    plan.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="fields to override, such as 'sft.lora={r: 16}'"
+    )
     plan.add_argument("--gpus", metavar="8xA100-80G", help="count and kind of GPUs (default: those of this machine)")
     plan.add_argument(
         "--model-config",

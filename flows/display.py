@@ -43,6 +43,8 @@ class Lines:
         log.info("%s: running, log %s", stage, log_file)
 
     def event(self, stage: str, event: dict[str, Any]) -> None:
+        if event["event"] == "resumed":
+            log.info("%s: continues after step %d", stage, event["step"])
         if event["event"] != "progress":
             return
         now = time.monotonic()
@@ -89,6 +91,8 @@ class Bars:
         self._tasks = {stage: self._add(self._progress, stage, None, "starting")}
 
     def event(self, stage: str, event: dict[str, Any]) -> None:
+        if event["event"] == "resumed":
+            self._console.print(f"{stage:<9} continues after step {event['step']}", markup=False, highlight=False)
         if self._progress is None or event["event"] != "progress":
             return
         name, unit = event["task"], event["unit"]

@@ -47,6 +47,13 @@ class StageRecord:
     ref: ArtifactRef
     seconds: float
     reused: bool
+    continued: bool = False
+    """It went on from a checkpoint of an earlier attempt."""
+
+    @property
+    def how(self) -> str:
+        """In a word."""
+        return "reused" if self.reused else "continued" if self.continued else "ran"
 
 
 class Pipeline:

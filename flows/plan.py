@@ -125,12 +125,13 @@ def show(plan: Plan, console: Console) -> None:
         f"{SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%} of the link\n"
     )
     if plan.verdict.fits:
-        say(f"fits {plan.hardware}")
+        fullest = max(load.total for load in plan.verdict.loads) / device.memory
+        say(f"fits {plan.hardware}" + (f", with {1 - fullest:.0%} of a device to spare" if not device.is_cpu else ""))
         return
     for problem in plan.verdict.problems:
         say(f"does not fit: {problem.text}")
     if plan.changes is not None:
-        say(f"fits with: {shlex.join(plan.changes)}")
+        console.print(f"fits with: {shlex.join(plan.changes)}", highlight=False, markup=False, soft_wrap=True)
     else:
         say("none of the changes tried makes it fit: use more or larger devices")
 

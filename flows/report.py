@@ -19,6 +19,7 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
 
     seconds                                     of the whole command, from the start of its process
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
+    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null where not known
     reward.accuracy                             held-out accuracy of the reward model
     evaluate.gold_reward.{sft,ppo}.{mean,low,high}   where a true reward exists; likewise reward_model and rules/<name>
     evaluate.win_rate.{mean,low,high}           policy against SFT
@@ -33,6 +34,8 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
             name: {
                 "seconds": round(record.seconds, 2),
                 "reused": record.reused,
+                "how": record.how,
+                "made_in_seconds": _made_in(record),
                 "artifact": record.ref.uri,
                 "metrics": dict(record.ref.metrics),
             }
@@ -50,6 +53,12 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
             summary["weights_sha256"] = facts["weights_sha256"]
             break
     return summary
+
+
+def _made_in(record: StageRecord) -> float | None:
+    if not record.reused:
+        return round(record.seconds, 2)
+    return float(record.ref.facts["seconds"]) if "seconds" in record.ref.facts else None
 
 
 def _evaluation(metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -85,7 +94,11 @@ def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
     """A stage's most telling numbers on one line."""
     telling = {name: metrics[name] for name in _TELLING.get(stage, ()) if name in metrics}
     shown = list((telling or metrics).items())[:count]
-    return "  ".join(f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={value:.4g}" for name, value in shown)
+    return "  ".join(f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -121,9 +134,14 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("", "", no_wrap=True)
     table.add_column("results", "", overflow="fold")
     for name, entry in summary["stages"].items():
-        how = "reused" if entry["reused"] else "ran"
-        table.add_row(name, duration(entry["seconds"]), how, headline(name, entry["metrics"]))
+        table.add_row(name, _time(entry), entry["how"], headline(name, entry["metrics"]))
     return table
+
+
+def _time(entry: Mapping[str, Any]) -> str:
+    """Of a reused stage, what it took to make it, in brackets."""
+    made = entry["made_in_seconds"]
+    return duration(entry["seconds"]) if not entry["reused"] or made is None else f"({duration(made)})"
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
@@ -153,10 +171,7 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
 
 def run_markdown(summary: Mapping[str, Any]) -> str:
     """The whole run's page in Prefect."""
-    stages = [
-        (name, duration(entry["seconds"]), "reused" if entry["reused"] else "ran", f"`{entry['artifact']}`")
-        for name, entry in summary["stages"].items()
-    ]
+    stages = [(name, _time(entry), entry["how"], f"`{entry['artifact']}`") for name, entry in summary["stages"].items()]
     lines = [
         f"# Pipeline finished in {duration(summary['seconds'])}",
         "",

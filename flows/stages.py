@@ -105,7 +105,7 @@ def execute(
     spec = run.spec(stage, inputs)
     display = current_display()
     ref = run.find(spec)
-    reused = ref is not None
+    reused, continued = ref is not None, False
     if ref is None:
         log_file = run.log_file(stage)
         display.started(stage, str(log_file))
@@ -113,6 +113,8 @@ def execute(
         with ProgressPage(stage) as page:
 
             def on_event(event: dict[str, Any]) -> None:
+                nonlocal continued
+                continued = continued or event["event"] == "resumed"
                 display.event(stage, event)
                 page.event(event)
 
@@ -121,7 +123,7 @@ def execute(
     else:
         check_gate(run.config, stage, ref.metrics)
         run.tracking.link_reused(run.parent_run_id, stage, ref)
-    record = StageRecord(ref, time.monotonic() - began, reused)
+    record = StageRecord(ref, time.monotonic() - began, reused, continued)
     run.record(stage, record)
     display.finished(stage, record)
     publish_stage(run, stage, record)

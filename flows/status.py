@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -70,5 +71,5 @@ def _places(home: Path) -> list[str]:
     return [
         f"logs:      {home / 'logs'}",
         f"summaries: {home / 'runs'}/*/summary.json",
-        f"MLflow:    mlflow ui --backend-store-uri sqlite:///{home / 'mlflow.db'}   (or the server above)",
+        f"MLflow:    {Path(sys.executable).parent / 'mlflow'} ui --backend-store-uri sqlite:///{home / 'mlflow.db'}",
     ]

@@ -1,6 +1,7 @@
 """What a stage's child process tells the flow: JSON lines over an inherited pipe.
 
-    {"event": "started", "attempt": 2, "mlflow_run_id": "...", "resumed_from": 30}
+    {"event": "started", "attempt": 2, "mlflow_run_id": "..."}
+    {"event": "resumed", "step": 30}                        it goes on from a checkpoint
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
     {"event": "result", "artifact": {...}}         the last line of a child that succeeded
     {"event": "error", "type": "...", "message": "..."}     the last line of one that failed on purpose

@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -110,6 +111,7 @@ def _run(
         keep_best=settings.keep_best,
         outbox=outbox,
         allow_fresh_start=settings.allow_fresh_start,
+        resumed=lambda step: events.send("resumed", step=step),
     )
     ref = artifacts.deliver(spec.stage, spec.key, fence)
     if ref is None:
@@ -151,6 +153,7 @@ def _make(
         journal=_journal(spec),
     )
     failpoint("stage.fetched")
+    began = time.monotonic()
     result = _stage_function(spec.stage)(spec.config, services)
     stage_run.flush()
     failpoint("stage.made")
@@ -160,7 +163,10 @@ def _make(
         out,
         parents=spec.inputs,
         metrics=result.metrics,
-        facts={name: str(value) for name, value in result.params.items()},
+        facts={
+            **{name: str(value) for name, value in result.params.items()},
+            "seconds": f"{time.monotonic() - began:.1f}",
+        },
         config=spec.config.model_dump(mode="json", by_alias=True),
         mlflow_run_id=stage_run.run_id,
         fence=fence,

@@ -53,11 +53,12 @@ class CheckpointStore:
         keep_best: int = 0,
         outbox: Outbox | None = None,
         allow_fresh_start: bool = False,
+        resumed: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1. `keep_best`: of
         the others, those with the highest scores. `fence`: None only in tests and tools, where nobody else writes.
         `outbox`: given, uploads go on behind the training. `allow_fresh_start`: train from the beginning where only
-        damage is left."""
+        damage is left. `resumed` is told the step of a checkpoint that is used."""
         self._store = store
         self._root = f"checkpoints/{stage_key}"
         self._work = work
@@ -66,6 +67,7 @@ class CheckpointStore:
         self._fence = fence
         self._outbox = outbox
         self._allow_fresh_start = allow_fresh_start
+        self._resumed = resumed
         self._upload: _Upload | None = None
 
     def latest(self) -> tuple[int, Path] | None:
@@ -91,7 +93,9 @@ class CheckpointStore:
                     continue
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
-                return step, bundles.fetch(self._store, manifest, self._work)
+                folder = bundles.fetch(self._store, manifest, self._work)
+                self._resumed(step)
+                return step, folder
             except CorruptArtifact as error:
                 if not self._store.exists(f"{prefix}/{MANIFEST}"):
                     continue  # pruned by a later attempt while we read it

@@ -306,7 +306,7 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
     assert "does not fit: sft: policy needs" in said
     changes = shlex.split(said.rpartition("fits with: ")[2])
     assert main([*command, *changes]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("fits 8 x RTX4090-24G")
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("fits 8 x RTX4090-24G")
 
 
 def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
