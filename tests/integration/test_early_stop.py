@@ -20,8 +20,9 @@ import pytest
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.training.distributed import Rank, free_port, join, leave
+from rlhf_core.training.distributed import Rank, free_port, join
 from rlhf_core.types import PairExample, Services
+from tests.integration import deepspeed_step
 
 CONFIG = RewardConfig.model_validate(
     {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
@@ -52,7 +53,6 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
     `dies_after` optimizer steps, or with 0 when the best weights are to be restored."""
     from rlhf_core.training.engine import TrainingEngine
     from rlhf_core.training.reward import train_reward
-    from tests.integration.deepspeed_step import model
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size})
@@ -73,7 +73,7 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
                 raise _Killed
             super().restore_kept()
 
-    engine = Engine(model("value"), sizes, optimizer, rank, keeps_best=True)
+    engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keeps_best=True)
     nothing: Any = _Nothing()
     store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
     services = Services({}, folder, folder, store, nothing, nothing.progress) if rank.rank == 0 else None
@@ -104,7 +104,7 @@ def work(number: int, ranks: int, port: int, stage: int, folder: Path) -> None:
     last = train(rank, stage, killed)
     if number == 0:
         (folder / "result.json").write_text(json.dumps([whole, first, second, last]))
-    leave()
+    deepspeed_step.leave_for_good()
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])

@@ -19,7 +19,7 @@ import torch
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batching import TokenSequence, collate
-from rlhf_core.training.distributed import Rank, join, leave
+from rlhf_core.training.distributed import Rank, join
 from tests.integration import deepspeed_step
 
 
@@ -77,7 +77,7 @@ def work(_number: int, folder: Path) -> None:
             "until_the_end": steps_until_it_ends(half),
         }
     (folder / "found.json").write_text(json.dumps(found))
-    leave()
+    deepspeed_step.leave_for_good()
 
 
 def steps_until_it_ends(engine: Any) -> int:

@@ -19,7 +19,7 @@ import torch
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.training.distributed import Rank, free_port, join, leave
+from rlhf_core.training.distributed import Rank, free_port, join
 from tests.integration import deepspeed_step
 
 SETTINGS = [("policy", dtype, stage) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
@@ -85,7 +85,7 @@ def work(number: int, ranks: int, port: int, folder: Path) -> None:
             torch.save(whole, folder / f"whole-{name}.pt")
     if number == 0:
         (folder / f"found-{ranks}.json").write_text(json.dumps(found))
-    leave()
+    deepspeed_step.leave_for_good()
 
 
 @pytest.fixture(scope="module")
