@@ -30,6 +30,8 @@ from rlhf_core.watch import Watch
 from tests.chaos.harness import processes
 from tests.tiny_llama import save_tiny_llama
 
+pytestmark = pytest.mark.slow  # several starts of a fleet, and halts that are waited for
+
 STALL = 30.0
 """Long enough for a busy machine to load an engine in between."""
 
@@ -130,7 +132,6 @@ def test_halted_policy_and_critic_ranks_are_named_and_nothing_is_left(golden: tu
         assert re.search(rf"{who} \(process \d+\) has been halted \(SIGSTOP\) for \d+ s", golden[1])
 
 
-@pytest.mark.slow  # several starts of an engine, and halts that are waited for
 def test_killed_engines_are_replaced_with_the_same_bits_until_their_restarts_are_used_up(
     golden: tuple[str, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
