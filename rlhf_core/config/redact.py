@@ -24,6 +24,8 @@ _SECRET_VALUE = re.compile(
 _URL_WITH_SECRET = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@|\S*" + _SECRET_QUERY + ")", re.I)
 
 _URL_USER = re.compile(r"://[^/\s@'\"]*:[^@\s'\"]*@")
+_FOLDERS = {"PWD", "OLDPWD"}
+"""Variables of every shell that hold a folder, though elsewhere a name like theirs is a password's."""
 _SHORTEST_SECRET = 8
 """Shorter values are words such as `true`, and would be taken out of every line."""
 
@@ -65,7 +67,8 @@ def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """
     text = _URL_USER.sub(f"://{HIDDEN}@", text)
     for name, value in environ.items():
-        if len(value) >= _SHORTEST_SECRET and value in text and _SECRET_NAME.search(name):
+        secret = name not in _FOLDERS and _SECRET_NAME.search(name)
+        if secret and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, HIDDEN)
     return text
 

@@ -32,7 +32,7 @@ CANARY = "canary-0f8c1e77d2"
 NAMES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
     "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING", "RLHF_REWARD_TOKEN",
-    "RAY_AUTH_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "MY_SECRET", "GOOGLE_APPLICATION_CREDENTIALS",
+    "RAY_AUTH_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "DB_PWD", "MY_SECRET", "GOOGLE_APPLICATION_CREDENTIALS",
 )  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(name: str) -> N
 
 def test_other_variables_and_short_values_stay() -> None:
     environ = {"RUN_NAME": "demo-run-1", "HF_TOKEN": "true", "AWS_PROFILE": "production"}
-    text = "demo-run-1 is true in production"
+    environ |= {"PWD": "/home/me/project", "OLDPWD": "/home/me/before"}  # where the command was typed, not a password
+    text = "demo-run-1 is true in production; log /home/me/project/.rlhf/logs/x.log, not /home/me/before"
     assert scrubbed(text, environ) == text
 
 
