@@ -22,10 +22,12 @@ from flows.files import make_home, write_json
 from flows.parameters import check_range
 from flows.report import run_markdown, summarize
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.checkrewards import module_file
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
+from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
 from rlhf_core.planning.fit import check_memory
@@ -240,9 +242,13 @@ def warm_up(config: PipelineConfig) -> None:
 
 def outside_digests(config: PipelineConfig) -> dict[str, str]:
     """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files that
-    rewards come from, because a changed reward is another PPO run."""
-    files = {f"ppo.rewards.{i}": getattr(source, "file", None) for i, source in enumerate(config.ppo.rewards)}
-    rewards = {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+    rewards come from (not what those import), because a changed reward is another PPO run."""
+    rewards = {}
+    for index, source in enumerate(config.ppo.rewards):
+        if isinstance(source, PythonReward):
+            file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+            if file is not None and file.is_file():
+                rewards[f"ppo.rewards.{index}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return source_digests(config) | rewards
 
 

@@ -60,7 +60,7 @@ def _function_problem(source: PythonReward) -> str | None:
             "file as FIELD.file"
         )
     else:
-        found = _module_file(module)
+        found = module_file(module)
         if found is None:
             return f"FIELD.function: module {module} not found; install it, or give its file as FIELD.file"
         file = found
@@ -76,8 +76,8 @@ def _function_problem(source: PythonReward) -> str | None:
     return None
 
 
-def _module_file(module: str) -> Path | None:
-    """Where a module's source lies, without running the packages around it."""
+def module_file(module: str) -> Path | None:
+    """Where a module's source lies (None: not found), without running the packages around it."""
     paths: list[str] | None = [*sys.path, os.getcwd()]
     spec = None
     parts = module.split(".")

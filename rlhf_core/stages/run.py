@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,7 +66,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     try:
         stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
         with Watch(stacks, fail=lambda error: _give_up(error, watch, events)) as watch:
-            ref = _run(spec, store, fence, stage_run, events, stop or StopRequest(), watch, work)
+            ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), watch).run()
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -89,88 +90,88 @@ def _give_up(error: InfrastructureError, watch: Watch, events: Events) -> NoRetu
     os._exit(error.exit_code)
 
 
-def _run(
-    spec: StageSpec,
-    store: Store,
-    fence: Fence,
-    stage_run: StageRun,
-    events: Events,
-    stop: StopRequest,
-    watch: Watch,
-    work: Path,
-) -> ArtifactRef:
-    outbox = None if store.is_local else Outbox(store, spec.home / "outbox")
-    artifacts = ArtifactStore(store, spec.home / "cache", outbox)
-    settings = spec.config.store
-    checkpoints = CheckpointStore(
-        store,
-        spec.key,
-        work=work / "checkpoints",
-        keep=settings.keep_checkpoints,
-        fence=fence,
-        keep_best=settings.keep_best,
-        outbox=outbox,
-        allow_fresh_start=settings.allow_fresh_start,
-        resumed=lambda step: events.send("resumed", step=step),
-    )
-    ref = artifacts.deliver(spec.stage, spec.key, fence)
-    if ref is None:
-        try:
-            ref = _make(spec, artifacts, checkpoints, fence, stage_run, events, stop, watch, work)
-        except BaseException:
-            checkpoints.finish()
-            raise
-    failpoint("stage.published")
-    checkpoints.clear()
-    shutil.rmtree(_journal(spec), ignore_errors=True)
-    return ref
+@dataclass(frozen=True)
+class _Attempt:
+    """What this attempt holds: its claim on the key, and where it writes and reports to."""
 
+    spec: StageSpec
+    store: Store
+    fence: Fence
+    work: Path
+    stage_run: StageRun
+    events: Events
+    stop: StopRequest
+    watch: Watch
 
-def _make(
-    spec: StageSpec,
-    artifacts: ArtifactStore,
-    checkpoints: CheckpointStore,
-    fence: Fence,
-    stage_run: StageRun,
-    events: Events,
-    stop: StopRequest,
-    watch: Watch,
-    work: Path,
-) -> ArtifactRef:
-    out, scratch = work / "out", work / "scratch"
-    out.mkdir()
-    scratch.mkdir()
-    services = Services(
-        inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
-        out=out,
-        work=scratch,
-        checkpoints=checkpoints,
-        metrics=stage_run,
-        progress=events.progress,
-        lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
-        stop=stop,
-        watch=watch,
-        journal=_journal(spec),
-    )
-    failpoint("stage.fetched")
-    began = time.monotonic()
-    result = _stage_function(spec.stage)(spec.config, services)
-    stage_run.flush()
-    failpoint("stage.made")
-    return artifacts.publish(
-        spec.stage,
-        spec.key,
-        out,
-        parents=spec.inputs,
-        metrics=result.metrics,
-        facts={
-            **{name: str(value) for name, value in result.params.items()},
-            "seconds": f"{time.monotonic() - began:.1f}",
-        },
-        config=spec.config.model_dump(mode="json", by_alias=True),
-        mlflow_run_id=stage_run.run_id,
-        fence=fence,
-    )
+    def run(self) -> ArtifactRef:
+        """The artifact: finished by an earlier attempt and only to be delivered, or made now."""
+        spec = self.spec
+        settings = spec.config.store
+        outbox = None if self.store.is_local else Outbox(self.store, spec.home / "outbox")
+        artifacts = ArtifactStore(self.store, spec.home / "cache", outbox)
+        checkpoints = CheckpointStore(
+            self.store,
+            spec.key,
+            work=self.work / "checkpoints",
+            keep=settings.keep_checkpoints,
+            fence=self.fence,
+            keep_best=settings.keep_best,
+            outbox=outbox,
+            allow_fresh_start=settings.allow_fresh_start,
+            resumed=lambda step: self.events.send("resumed", step=step),
+        )
+        ref = artifacts.deliver(spec.stage, spec.key, self.fence)
+        if ref is None:
+            try:
+                ref = self._make(artifacts, checkpoints)
+            except BaseException:
+                checkpoints.finish()
+                raise
+        failpoint("stage.published")
+        checkpoints.clear()
+        shutil.rmtree(self._journal, ignore_errors=True)
+        return ref
+
+    def _make(self, artifacts: ArtifactStore, checkpoints: CheckpointStore) -> ArtifactRef:
+        spec = self.spec
+        out, scratch = self.work / "out", self.work / "scratch"
+        out.mkdir()
+        scratch.mkdir()
+        services = Services(
+            inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
+            out=out,
+            work=scratch,
+            checkpoints=checkpoints,
+            metrics=self.stage_run,
+            progress=self.events.progress,
+            lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
+            stop=self.stop,
+            watch=self.watch,
+            journal=self._journal,
+        )
+        failpoint("stage.fetched")
+        began = time.monotonic()
+        result = _stage_function(spec.stage)(spec.config, services)
+        self.stage_run.flush()
+        failpoint("stage.made")
+        return artifacts.publish(
+            spec.stage,
+            spec.key,
+            out,
+            parents=spec.inputs,
+            metrics=result.metrics,
+            facts={
+                **{name: str(value) for name, value in result.params.items()},
+                "seconds": f"{time.monotonic() - began:.1f}",
+            },
+            config=spec.config.model_dump(mode="json", by_alias=True),
+            mlflow_run_id=self.stage_run.run_id,
+            fence=self.fence,
+        )
+
+    @property
+    def _journal(self) -> Path:
+        return self.spec.home / "journal" / f"{self.spec.stage}-{self.spec.key}"
 
 
 def _stage_function(stage: str) -> StageFunction:
@@ -186,10 +187,6 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     work = home / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
     return work
-
-
-def _journal(spec: StageSpec) -> Path:
-    return spec.home / "journal" / f"{spec.stage}-{spec.key}"
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:

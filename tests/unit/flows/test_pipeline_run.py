@@ -189,6 +189,22 @@ def test_durations_are_said_as_people_do(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize("by_file", [True, False], ids=["file", "module on the path"])
+def test_an_edited_reward_function_is_another_ppo_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "its_reward.py"
+    reward = {"type": "python", "function": "its_reward:score"} | ({"file": str(file)} if by_file else {})
+
+    def keys_of(text: str) -> dict[StageName, str]:
+        file.write_text(text)
+        return keys(pipeline(tmp_path, ppo={"rewards": [reward]}))
+
+    before, after = keys_of("def score(samples): return [0.0]"), keys_of("def score(samples): return [1.0]")
+    assert {stage for stage in STAGES if before[stage] != after[stage]} == {"ppo"}
+
+
 def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path: Path) -> None:
     settings = config(tmp_path)
     key = pipeline_key(settings, outside_digests(settings))
