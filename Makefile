@@ -36,11 +36,11 @@ $(STAMP): $(LOCK) requirements/bootstrap.txt pyproject.toml
 run: setup
 	$(BIN)/rlhf run $(CONFIG) $(ARGS)
 
-test: setup
-	$(BIN)/pytest -m "not slow and not gpu"
+test: test-unit
+	$(BIN)/pytest -m "not slow and not gpu" tests/integration
 
 test-unit: setup
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest -n 2 tests/unit
 
 test-slow: setup
 	$(BIN)/pytest -m slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,22 +25,44 @@ class S3Server:
         return f"s3://{self.bucket}"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_LINES] = []
+    config.stash[_COUNTS] = Counter()
     # A shell starts background commands with SIGINT ignored, and so would be every process that a test interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_SUMMARY = pytest.StashKey[list[str]]()
+_LINES = pytest.StashKey[list[str]]()
+_COUNTS = pytest.StashKey[Counter[str]]()
 
 
 @pytest.fixture(scope="session")
 def summary_lines(pytestconfig: pytest.Config) -> list[str]:
     """Lines that are shown at the end of the whole run, also when all is well: tables of faults and counts."""
-    return pytestconfig.stash.setdefault(_SUMMARY, [])
+    return pytestconfig.stash[_LINES]
+
+
+@pytest.fixture(scope="session")
+def summary_counts(pytestconfig: pytest.Config) -> Counter[str]:
+    """What was tried how often, in the whole run; shown at its end."""
+    return pytestconfig.stash[_COUNTS]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of pytest-xdist's processes
+        session.config.workeroutput["counted"] = [session.config.stash[_LINES], dict(session.config.stash[_COUNTS])]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    lines, counts = getattr(node, "workeroutput", {}).get("counted", ([], {}))
+    node.config.stash[_LINES].extend(lines)
+    node.config.stash[_COUNTS].update(counts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if lines := config.stash.get(_SUMMARY, []):
+    counts = [f"{name}: {count}" for name, count in config.stash[_COUNTS].items()]
+    if lines := [*config.stash[_LINES], *counts]:
         terminalreporter.section("counted")
         for line in lines:
             terminalreporter.write_line(line)
