@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 
-def save_tiny_llama(folder: Path, **shape: Any) -> Path:
-    """Write one in Hugging Face layout, the same for the same `shape` (LlamaConfig's names); returns `folder`."""
+def save_tiny_llama(folder: Path, seed: int = 0, **shape: Any) -> Path:
+    """Write one in Hugging Face layout, the same for the same `seed` and `shape` (LlamaConfig's names); returns `folder`.
+
+    With `eos_token_id=None` nothing ends a response before its full length.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     defaults = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -22,4 +26,8 @@ def save_tiny_llama(folder: Path, **shape: Any) -> Path:
         "pad_token_id": 0,
     }
     LlamaForCausalLM(LlamaConfig(**{**defaults, **shape})).save_pretrained(folder)
+    if shape.get("eos_token_id", 0) is None:
+        # Left out of the file, it would be LlamaConfig's default again.
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"eos_token_id": []}))
     return folder

@@ -24,31 +24,20 @@ from rlhf_core.cluster.controller import PPOController
 from rlhf_core.cluster.fleet import Fleet
 from rlhf_core.cluster.worker import process_usage
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import Role, plan
+from rlhf_core.config.placement import plan
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.types import PromptExample, Services
+from rlhf_core.types import PromptExample
+from tests.small_ppo import ROLES, services
+from tests.tiny_llama import save_tiny_llama
 
 VOCABULARY, PROMPT, RESPONSE, PROMPTS = 2048, 64, 64, 64
 PHASES = ("rollout", "scoring", "training", "sync")
 
 
-class _Nowhere:
-    """Checkpoints, metrics and progress of a benchmark: none."""
-
-    def latest(self) -> None:
-        return None
-
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_args, **_kwargs: None
-
-
 def make_model(folder: Path, positions: int = 256) -> None:
     """Random weights and no EOS, so every response has its full length."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    save_tiny_llama(
+        folder,
         hidden_size=256,
         intermediate_size=688,
         num_hidden_layers=4,
@@ -59,13 +48,8 @@ def make_model(folder: Path, positions: int = 256) -> None:
         tie_word_embeddings=False,
         eos_token_id=None,
         bos_token_id=1,
-        pad_token_id=0,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | {"eos_token_id": []}))
 
 
 def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
@@ -94,17 +78,15 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
     prompts = [
         PromptExample(f"p{i}", "", tuple(rng.randrange(2, VOCABULARY) for _ in range(PROMPT))) for i in range(PROMPTS)
     ]
-    roles: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
-    folders: dict[Role, Path] = dict.fromkeys(roles, work / "model")
-    nowhere: Any = _Nowhere()
-    services = Services({}, work, work, nowhere, nowhere, nowhere.progress)
-    placement = plan(config.ppo)
-    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
+    folders = dict.fromkeys(ROLES, work / "model")
+    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, plan(config.ppo), "cpu", folders, 0) as fleet:
 
         def cpu_seconds() -> float:
             return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())
 
-        controller = PPOController(config, fleet, prompts, lambda ids: "", composer, services, cpu_seconds=cpu_seconds)
+        controller = PPOController(
+            config, fleet, prompts, lambda ids: "", composer, services(work), cpu_seconds=cpu_seconds
+        )
         controller.sync()
         rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]
         peaks = [usage.peak_bytes for usage in fleet.usage()]

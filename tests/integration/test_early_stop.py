@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,13 @@ from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardCo
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.training.distributed import Rank, free_port, join
-from rlhf_core.types import PairExample, Services
+from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
+from tests.small_ppo import services as nowhere
 
 CONFIG = RewardConfig.model_validate(
     {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
 )
-
-
-class _Nothing:
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_args, **_kwargs: None
 
 
 class _Killed(Exception):
@@ -74,9 +71,8 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
             super().restore_kept()
 
     engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keeps_best=True)
-    nothing: Any = _Nothing()
     store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
-    services = Services({}, folder, folder, store, nothing, nothing.progress) if rank.rank == 0 else None
+    services = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
     metrics: dict[str, float] = {}
     with contextlib.suppress(_Killed):
         metrics = train_reward(

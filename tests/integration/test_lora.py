@@ -10,64 +10,41 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_core.cluster.controller import PPOController
-from rlhf_core.cluster.fleet import Fleet
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.types import PromptExample, Rollout, Services
-from tests.tiny_llama import save_tiny_llama
+from rlhf_core.types import PromptExample, Rollout
+from tests.small_ppo import TENSORS as WHOLE
+from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
 RANK = 4
-TENSORS = {"merged": 2 * 9 + 2, "adapter": 2 * 7 * 2}
-"""Two decoder layers: nine tensors each, the tied embedding and the last norm; or seven adapted matrices, A and B."""
-
-
-class _Nothing:
-    def latest(self) -> None:
-        return None
-
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_args, **_kwargs: None
+TENSORS = {"merged": WHOLE, "adapter": 2 * 7 * 2}
+"""The whole model, or the A and B of seven adapted matrices in each of two decoder layers."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(
-        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
-    )
+    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def _config(model: Path, sync: str) -> PipelineConfig:
-    return config_from_tree(
+    return small_config(
+        model,
         {
-            "run": {"device": "cpu", "threads": 2},
-            "model": {"path": str(model)},
-            "data": {"max_prompt_tokens": 16},
-            "ppo": {
-                "steps": 3,
-                "prompts_per_step": 12,
-                "max_new_tokens": 12,
-                "minibatches": 3,
-                "micro_batch_tokens": 128,
-                "policy": {"learning_rate": 2e-2, "schedule": "constant"},
-                "policy_deepspeed": {"ranks": 2, "zero_stage": 3} if sync == "adapter" else {},
-                "lora": {"r": RANK, "alpha": 8},
-                "weight_sync": {"lora": sync},
-                "rewards": [{"type": "token_share", "below": 50}],
-            },
+            "prompts_per_step": 12,
+            "max_new_tokens": 12,
+            "minibatches": 3,
+            "policy": {"learning_rate": 2e-2, "schedule": "constant"},
+            "policy_deepspeed": {"ranks": 2, "zero_stage": 3} if sync == "adapter" else {},
+            "lora": {"r": RANK, "alpha": 8},
+            "weight_sync": {"lora": sync},
         },
-        "test",
     )
 
 
@@ -93,16 +70,8 @@ def test_engines_trainer_and_the_saved_adapter_agree(
     # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
     monkeypatch.setenv("RLHF_FAIL", f"weight_sync.send:{2 * TENSORS[sync] + 5}:alter")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    config = _config(model, sync)
-    rng = random.Random(0)
-    prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, 101) for _ in range(4 + i % 7)))) for i in range(20)]
-    nothing: Any = _Nothing()
-    services = Services({}, tmp_path, tmp_path, nothing, nothing, nothing.progress)
-    placement = plan(config.ppo)
-    folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), model)
-    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
-        controller = PPOController(config, fleet, prompts, str, composer, services)
-        controller.sync()
+    prompts = small_prompts()
+    with small_ppo(_config(model, sync), model, tmp_path, prompts) as controller:
         first = controller.iterate()
         assert first["objective/kl"] == 0.0
         assert first["rollout/logprob_gap_max"] < 1e-4

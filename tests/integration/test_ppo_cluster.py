@@ -10,35 +10,16 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.controller import PPOController
-from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.types import PromptExample, Services
+from tests.small_ppo import TENSORS, save_small_model, small_config, small_ppo, small_prompts
 from tests.sockets import beyond_loopback, listeners
-from tests.tiny_llama import save_tiny_llama
-
-TENSORS = 2 * 9 + 2
-"""Two decoder layers of nine tensors, the tied embedding and the last norm."""
-
-
-class _Nothing:
-    def latest(self) -> None:
-        return None
-
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_args, **_kwargs: None
 
 
 def connect_with_a_wrong_token() -> subprocess.Popen[str]:
@@ -53,9 +34,7 @@ def connect_with_a_wrong_token() -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(
-        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
-    )
+    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
@@ -64,35 +43,18 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
     # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
     monkeypatch.setenv("RLHF_FAIL", f"weight_sync.send:{2 * TENSORS + 5}:alter")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    config = config_from_tree(
+    config = small_config(
+        model,
         {
-            "run": {"device": "cpu", "threads": 2},
-            "model": {"path": str(model)},
-            "data": {"max_prompt_tokens": 16},
-            "ppo": {
-                "steps": 3,
-                "prompts_per_step": 12,
-                "samples_per_prompt": 2,
-                "max_new_tokens": 12,
-                "minibatches": 3,
-                "micro_batch_tokens": 128,
-                "policy": {"learning_rate": 5e-3, "schedule": "constant"},
-                "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
-                "engine": {"count": 2},
-                "rewards": [{"type": "token_share", "below": 50}],
-            },
+            "prompts_per_step": 12,
+            "samples_per_prompt": 2,
+            "max_new_tokens": 12,
+            "minibatches": 3,
+            "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
+            "engine": {"count": 2},
         },
-        "test",
     )
-    rng = random.Random(0)
-    prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, 101) for _ in range(4 + i % 7)))) for i in range(20)]
-    nothing: Any = _Nothing()
-    services = Services({}, tmp_path, tmp_path, nothing, nothing, nothing.progress)
-    placement = plan(config.ppo)
-    folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), model)
-    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, placement, "cpu", folders, 0) as fleet:
-        controller = PPOController(config, fleet, prompts, str, composer, services)
-        controller.sync()
+    with small_ppo(config, model, tmp_path, small_prompts()) as controller:
         stranger = connect_with_a_wrong_token()
         reachable = beyond_loopback(listeners(os.getpid()))
         first = controller.iterate()

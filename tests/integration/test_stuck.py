@@ -8,27 +8,20 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_core.cluster.controller import PPOController
-from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
 from rlhf_core.errors import WorkerDied, WorkerStuck
-from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.storage.digests import weights_sha256
-from rlhf_core.types import PromptExample, Services
 from rlhf_core.watch import Watch
 from tests.chaos.harness import processes
-from tests.tiny_llama import save_tiny_llama
+from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
 pytestmark = pytest.mark.slow  # several starts of a fleet, and halts that are waited for
 
@@ -36,19 +29,9 @@ STALL = 30.0
 """Long enough for a busy machine to load an engine in between."""
 
 
-class _Nothing:
-    def latest(self) -> None:
-        return None
-
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_args, **_kwargs: None
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(
-        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
-    )
+    return save_small_model(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager
@@ -59,37 +42,22 @@ def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) 
     patch.setenv("RLHF_FAIL", faults)
     patch.setenv("RLHF_FAIL_TRACE", str(trace))
     patch.setenv("DS_ACCELERATOR", "cpu")
-    config = config_from_tree(
+    config = small_config(
+        model,
         {
-            "run": {"device": "cpu", "threads": 2, "timeouts": {"stall": STALL, "sync": STALL}},
-            "model": {"path": str(model)},
-            "data": {"max_prompt_tokens": 16},
-            "ppo": {
-                "steps": 9,
-                "prompts_per_step": 8,
-                "max_new_tokens": 8,
-                "minibatches": 2,
-                "micro_batch_tokens": 128,
-                "policy": {"learning_rate": 5e-3, "schedule": "constant"},
-                "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
-                "engine": {"count": 2, "max_restarts": 2},
-                "rewards": [{"type": "token_share", "below": 50}],
-            },
+            "steps": 9,
+            "prompts_per_step": 8,
+            "max_new_tokens": 8,
+            "minibatches": 2,
+            "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
+            "engine": {"count": 2, "max_restarts": 2},
         },
-        "test",
+        timeouts={"stall": STALL, "sync": STALL},
     )
-    rng = random.Random(0)
-    prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, 101) for _ in range(4 + i % 7)))) for i in range(20)]
-    nothing: Any = _Nothing()
-    services = Services({}, folder, folder, nothing, nothing, nothing.progress)
-    folders: Any = dict.fromkeys(("policy", "reference", "critic", "reward"), model)
     with (
         Watch(folder / "stacks") as watch,
-        RewardComposer(config.ppo.rewards) as composer,
-        Fleet(config, plan(config.ppo), "cpu", folders, 0, watch) as fleet,
+        small_ppo(config, model, folder, small_prompts(), watch) as controller,
     ):
-        controller = PPOController(config, fleet, prompts, str, composer, services)
-        controller.sync()
         yield controller
 
 

@@ -29,6 +29,7 @@ from rlhf_core.errors import CorruptArtifact, DataError, InputError, ModelError
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import checksum_of, digest_of, hash_folder
 from rlhf_core.storage.store import Store
+from tests.tiny_llama import save_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "it-ran"
@@ -64,19 +65,12 @@ def test_the_planted_files_do_run_where_nobody_takes_care() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real model with a real tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from rlhf_core.data.tokenizer import train_tokenizer
 
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
     tokenizer = train_tokenizer(["a story of a fox. " * 3], 300)
-    shape = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=len(tokenizer),
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    folder = save_tiny_llama(
+        tmp_path_factory.mktemp("tiny"), num_hidden_layers=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2
+    )
     tokenizer.save_pretrained(folder)
     return folder
 

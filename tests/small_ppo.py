@@ -1,0 +1,88 @@
+"""PPO on a rule reward with models of a few thousand parameters: Ray, vLLM and DeepSpeed for real, and no stages,
+data, checkpoints or tracking around them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import Role, plan
+from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.types import PromptExample, Services
+from rlhf_core.watch import Watch
+from tests.tiny_llama import save_tiny_llama
+
+VOCABULARY = 101
+TENSORS = 2 * 9 + 2
+"""Of `save_small_model`: two decoder layers of nine, the tied embedding and the last norm."""
+ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
+
+
+class Nowhere:
+    """Checkpoints, metrics and progress: none."""
+
+    def latest(self) -> None:
+        return None
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+def services(folder: Path) -> Services:
+    """Of a stage that reads nothing and reports to nobody."""
+    nowhere: Any = Nowhere()
+    return Services({}, folder, folder, nowhere, nowhere, nowhere.progress)
+
+
+def save_small_model(folder: Path) -> Path:
+    return save_tiny_llama(
+        folder, vocab_size=VOCABULARY, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
+    )
+
+
+def small_config(model: Path, ppo: dict[str, Any], **run: Any) -> PipelineConfig:
+    """Three steps, rewarded for the share of tokens below 50, but for what `ppo` and `run` say."""
+    defaults = {
+        "steps": 3,
+        "micro_batch_tokens": 128,
+        "policy": {"learning_rate": 5e-3, "schedule": "constant"},
+        "rewards": [{"type": "token_share", "below": 50}],
+    }
+    tree = {
+        "run": {"device": "cpu", "threads": 2, **run},
+        "model": {"path": str(model)},
+        "data": {"max_prompt_tokens": 16},
+        "ppo": {**defaults, **ppo},
+    }
+    return config_from_tree(tree, "test")
+
+
+def small_prompts() -> list[PromptExample]:
+    """Twenty, of five to eleven tokens."""
+    chance = random.Random(0)
+    lengths = [4 + i % 7 for i in range(20)]
+    return [
+        PromptExample(f"p{i}", "", (1, *(chance.randrange(3, VOCABULARY) for _ in range(length))))
+        for i, length in enumerate(lengths)
+    ]
+
+
+@contextmanager
+def small_ppo(
+    config: PipelineConfig, model: Path, work: Path, prompts: Sequence[PromptExample], watch: Watch | None = None
+) -> Iterator[PPOController]:
+    """A controller whose fleet has started, every role from `model`, and whose engines have the policy's weights."""
+    with (
+        RewardComposer(config.ppo.rewards) as composer,
+        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0, watch) as fleet,
+    ):
+        controller = PPOController(config, fleet, prompts, str, composer, services(work))
+        controller.sync()
+        yield controller
