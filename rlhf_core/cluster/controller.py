@@ -72,7 +72,9 @@ class PPOController:
             FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
         )
         self._metrics_file = services.out / "metrics.jsonl"
-        self._timing: Metrics = {}
+        self._clocked: Metrics = {}
+        """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest must be the
+        same wherever and however fast it is made."""
         self._high_kl = 0
         self._unusable = 0
         self.done = 0
@@ -103,7 +105,7 @@ class PPOController:
         """One PPO step; returns its metrics."""
         started = time.monotonic()
         step = self.done + 1
-        self._timing = {}
+        self._clocked = {}
         with self._timed("rollout"):
             batch = self.collect()
         failpoint("ppo.after_rollout")
@@ -121,20 +123,21 @@ class PPOController:
         failpoint("ppo.after_update")
         self.done = step
         with self._timed("sync"):
-            sync = self.sync()
+            version = self.sync()
         failpoint("ppo.after_sync")
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, f"samples/step_{step:06d}")
-        tokens = sum(len(r.response_ids) for r in batch.rollouts)
+        if not batch.kept:
+            tokens = sum(len(r.response_ids) for r in batch.rollouts)
+            self._clocked["rollout/tokens_per_s"] = tokens / self._clocked["timing/rollout"]
+        self._clocked["timing/step"] = time.monotonic() - started
         return {
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
             **update,
-            **sync,
+            "sync/version": float(version),
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,
-            **({} if batch.kept else {"rollout/tokens_per_s": tokens / self._timing["timing/rollout"]}),
-            "timing/step": time.monotonic() - started,
-            **self._timing,
+            **self._clocked,
         }
 
     # -- steps of the loop --------------------------------------------------------------------------------------
@@ -220,20 +223,18 @@ class PPOController:
                 f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate"
             )
 
-    def sync(self) -> Metrics:
-        """Weights of `done` into all engines, acknowledged."""
+    def sync(self) -> int:
+        """Weights of `done` into all engines; the version that they acknowledged."""
         report = self._fleet.sync(self.done)
-        return {
-            "sync/seconds": report.seconds,
-            "sync/gb_per_s": report.bytes / 1e9 / report.seconds,
-            "sync/version": float(report.version),
-        }
+        self._clocked |= {"sync/seconds": report.seconds, "sync/gb_per_s": report.bytes / 1e9 / report.seconds}
+        return report.version
 
     # -- log, checkpoint ----------------------------------------------------------------------------------------
 
     def _log(self, metrics: Metrics) -> None:
         with self._metrics_file.open("a") as file:
-            file.write(json.dumps({"step": self.done, **metrics}) + "\n")
+            kept = {name: value for name, value in metrics.items() if name not in self._clocked}
+            file.write(json.dumps({"step": self.done, **kept}) + "\n")
         self._services.metrics.log_metrics(metrics, self.done)
         self._services.progress(
             "ppo",
@@ -322,6 +323,6 @@ class PPOController:
         before = cpu() if cpu is not None else 0.0
         started = time.monotonic()
         yield
-        self._timing[f"timing/{name}"] = time.monotonic() - started
+        self._clocked[f"timing/{name}"] = time.monotonic() - started
         if cpu is not None:
-            self._timing[f"cpu/{name}"] = cpu() - before
+            self._clocked[f"cpu/{name}"] = cpu() - before

@@ -276,10 +276,7 @@ def outcome(home: Path, stage: StageName) -> Outcome:
     made: Outcome = {f"metric {name}": value for name, value in ref.metrics.items() if not _in_seconds(name)}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
-        if name == "metrics.jsonl":
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-            made[name] = [{k: v for k, v in row.items() if not _in_seconds(k)} for row in rows]
-        elif name == "registration.json":
+        if name == "registration.json":
             facts = json.loads(file.read_text())
             made[name] = {k: v for k, v in facts.items() if k not in ("source", "created", "reason", "rule")}
         elif not name.endswith((".html", ".png")):
