@@ -27,6 +27,7 @@ from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
+from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
@@ -89,6 +90,8 @@ class Pipeline:
         self.parent_run_id: str | None = None
         """None until MLflow answers."""
         self.records: dict[StageName, StageRecord] = {}
+        self.making: dict[str, str] = {}
+        """`stage` and `log` of what is being made."""
 
     def ensure_parent(self) -> None:
         """Ask MLflow for the run of this pipeline, if it has not answered yet."""
@@ -140,12 +143,18 @@ class Pipeline:
             return path
         raise InputError(f"{self.logs} has 10000 logs of stage {stage}; remove old ones")
 
+    def begin(self, stage: StageName, log_file: Path) -> None:
+        """Note that a stage is being made, for `rlhf status`."""
+        self.making = {"stage": stage, "log": str(log_file)}
+        self.save_state("running")
+
     def record(self, stage: StageName, record: StageRecord) -> None:
         """Note what became of a stage, also for `rlhf status`."""
         self.records[stage] = record
+        self.making = {}
         self.save_state("running")
 
-    def save_state(self, state: str) -> None:
+    def save_state(self, state: str, error: str = "") -> None:
         """Write `run.json`: what `rlhf status` shows."""
         stages = {
             name: {"seconds": round(record.seconds, 2), "reused": record.reused, "key": record.ref.key}
@@ -153,12 +162,14 @@ class Pipeline:
         }
         content = {
             "state": state,
-            "pid": os.getpid(),
+            "error": scrubbed(error),
+            "process": [os.getpid(), self.started],
             "config": self.config_path,
             "updated": time.time(),
             "pipeline_key": self.key,
             "mlflow_run_id": self.parent_run_id,
             "stages": stages,
+            "making": self.making,
         }
         write_json(self.folder / "run.json", content)
 
@@ -215,6 +226,7 @@ def open_pipeline(
     run.save_state("running")
     state: str = "stopped"
     status: Status = "KILLED"
+    failure = ""
     try:
         yield run
         state, status = "finished", "FINISHED"
@@ -224,11 +236,11 @@ def open_pipeline(
         run.tracking.log_results(run.key, run.results())
         # MLflow shows this tag as the run's description.
         run.tracking.set_tags(run.parent_run_id, {"mlflow.note.content": run_markdown(summary)})
-    except Exception:
-        state, status = "failed", "FAILED"
+    except Exception as error:
+        state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
         raise
     finally:
-        run.save_state(state)
+        run.save_state(state, failure)
         run.tracking.finish(run.parent_run_id, status)
 
 

@@ -109,6 +109,7 @@ def execute(
     if ref is None:
         log_file = run.log_file(stage)
         display.started(stage, str(log_file))
+        run.begin(stage, log_file)
         failpoint("flow.stage")
         with ProgressPage(stage) as page:
 

@@ -12,6 +12,8 @@ from flows.files import read_json
 from flows.reconcile import post
 from flows.report import duration
 from flows.servers import supervisor_of
+from rlhf_core.config.redact import printable
+from rlhf_core.processes import ProcessId
 
 _SHOWN = 5
 
@@ -59,11 +61,17 @@ def _runs(home: Path) -> list[str]:
         run = read_json(path)
         if run is None:
             continue
-        lines.append(
-            f"  {path.parent.name}: {run['state']}, {duration(time.time() - run['updated'])} ago, config {run['config']}"
-        )
+        since = duration(time.time() - run["updated"])
+        state, making, error = run["state"], run.get("making"), run.get("error")
+        if state == "running" and "process" in run and not ProcessId(*run["process"]).alive():
+            state = "killed; the same command continues it"
+        lines.append(f"  {path.parent.name}: {state}, {since} ago, config {run['config']}")
         stages = [f"{name} {'reused' if s['reused'] else duration(s['seconds'])}" for name, s in run["stages"].items()]
-        lines.append(f"    stages: {', '.join(stages) or 'none finished'}")
+        lines.append(f"    finished: {', '.join(stages) or 'none'}")
+        if making:
+            lines.append(f"    {'now' if state == 'running' else 'was at'}: {making['stage']}, log {making['log']}")
+        if error:
+            lines.append(f"    {printable(error)[:300]}")
     return lines if len(lines) > 1 else ["pipeline runs: none yet"]
 
 

@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from flows import cli
 from flows.display import Lines
 from flows.embedded import free_port
 from flows.environment import stage_environment
+from flows.files import write_json
 from flows.servers import down, supervisor_of, up
 from flows.status import describe
 from flows.supervisor import Server
@@ -204,6 +207,29 @@ def test_down_and_status_without_servers_say_so(tmp_path: Path) -> None:
     assert "nothing to stop" in down(tmp_path)
     assert "servers: none" in describe(tmp_path)
     assert "pipeline runs: none yet" in describe(tmp_path)
+
+
+def test_status_tells_a_running_pipeline_from_a_killed_and_a_failed_one(tmp_path: Path) -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    run = {"updated": time.time(), "config": "a.yaml", "stages": {"data": {"seconds": 7.0, "reused": False}}}
+    making = {"making": {"stage": "sft", "log": "/logs/sft-01.log"}}
+    write_json(
+        tmp_path / "runs" / "lives" / "run.json",
+        {**run, **making, "state": "running", "error": "", "process": list(astuple(me))},
+    )
+    write_json(
+        tmp_path / "runs" / "killed" / "run.json",
+        {**run, **making, "state": "running", "error": "", "process": [me.pid, me.started - 9]},
+    )
+    write_json(
+        tmp_path / "runs" / "failed" / "run.json",
+        {**run, **making, "state": "failed", "error": "WorkerDied: rank 1", "process": list(astuple(me))},
+    )
+    text = describe(tmp_path)
+    assert re.search(r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text)
+    assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
+    assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)
 
 
 def test_a_process_that_ignores_sigterm_is_killed_and_others_are_not_touched() -> None:
