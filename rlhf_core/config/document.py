@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,8 +16,9 @@ from pydantic.fields import FieldInfo
 
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import RewardSource
-from rlhf_core.config.schema import fields, kind, rule
+from rlhf_core.config.schema import fields, kind, kinds, rule
 
 _HEAD = """# Configuration
 
@@ -54,15 +55,13 @@ def _section(path: str, model: type[BaseModel], section: BaseModel | None) -> It
     absent = "" if section is not None else " Absent (`null`) by default."
     yield f"## `{path}`\n\n{_summary(model)}{absent}\n"
     yield _table(model, section, leave_out_sections=True)
-    for name, info in fields(model).items():
-        inner = kind(info.annotation, info).section
-        if inner is not None:
-            yield from _section(f"{path}.{name}", inner, getattr(section, name))
+    for name, found in kinds(model).items():
+        if found.section is not None:
+            yield from _section(f"{path}.{name}", found.section, getattr(section, name))
 
 
 def _rewards() -> Iterator[str]:
-    rewards = fields(type(PipelineConfig().ppo))["rewards"]
-    items = kind(rewards.annotation, rewards).items
+    items = kinds(PPOConfig)["rewards"].items
     assert items is not None
     for tag, model in items.variants.items():
         yield f"### `type: {tag}`\n\n{_summary(model)}\n"
@@ -80,11 +79,11 @@ def _summary(model: type[BaseModel]) -> str:
 def _table(model: type[BaseModel], values: BaseModel | None, leave_out_sections: bool = False) -> str:
     shown = fields(model)
     if leave_out_sections:
-        shown = {name: info for name, info in shown.items() if kind(info.annotation, info).section is None}
+        shown = {name: info for name, info in shown.items() if kinds(model)[name].section is None}
     return _rows(shown, values) if shown else ""
 
 
-def _rows(shown: dict[str, FieldInfo], values: BaseModel | None) -> str:
+def _rows(shown: Mapping[str, FieldInfo], values: BaseModel | None) -> str:
     lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, info in shown.items():
         default = getattr(values, name) if values is not None else _default(info)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.problems import Place, dotted, sentences, unknown
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
-from rlhf_core.config.schema import Keys, fields, kind, locate
+from rlhf_core.config.schema import Keys, kinds, locate
 from rlhf_core.config.yamlfile import Document, parse, parse_value, read
 from rlhf_core.errors import ConfigError
 
@@ -102,9 +102,9 @@ def _default_json() -> str:
 
 def _merged(tree: dict[str, Any], defaults: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     merged = dict(defaults)
-    known = fields(model)
+    known = kinds(model)
     for key, value in tree.items():
-        section = kind(known[key].annotation).section if key in known else None
+        section = known[key].section if key in known else None
         # A section that is absent by default has no defaults here: pydantic fills those of its fields.
         both = section is not None and isinstance(value, dict) and defaults[key] is not None
         merged[key] = _merged(value, defaults[key], section) if both and section else value

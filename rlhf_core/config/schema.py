@@ -6,8 +6,9 @@ Messages (`problems.py`) and the table of configuration (`document.py`) say the 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -87,9 +88,16 @@ def kind(annotation: Any, field: FieldInfo | None = None) -> Kind:
             return Kind(annotation, tuple(limits), optional, name)
 
 
-def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+@cache
+def fields(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
     """Fields by the name that the YAML uses."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
+@cache
+def kinds(model: type[BaseModel]) -> Mapping[str, Kind]:
+    """What the schema wants in each of `fields`."""
+    return {name: kind(info.annotation, info) for name, info in fields(model).items()}
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def locate(location: Sequence[str | int]) -> Spot:
         owner = here.section
         if owner is not None:
             info = fields(owner).get(str(step))
-            here = kind(info.annotation, info) if info else None
+            here = kinds(owner).get(str(step))
         elif here.items is not None and isinstance(step, int):
             here = here.items
         else:
@@ -139,11 +147,10 @@ def locate(location: Sequence[str | int]) -> Spot:
 
 def all_fields(model: type[BaseModel] = PipelineConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Paths of all fields that are not in lists."""
-    for name, info in fields(model).items():
+    for name, found in kinds(model).items():
         yield (*path, name)
-        inner = kind(info.annotation, info).section
-        if inner is not None:
-            yield from all_fields(inner, (*path, name))
+        if found.section is not None:
+            yield from all_fields(found.section, (*path, name))
 
 
 def rule(wanted: Kind) -> str:
