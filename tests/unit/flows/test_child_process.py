@@ -30,8 +30,10 @@ from rlhf_core.types import ArtifactRef
 PRELUDE = """
 import os, signal, subprocess, sys, time, types
 from pathlib import Path
+from rlhf_core.stages import guard
 from rlhf_core.types import ArtifactRef
 
+guard.LEFTOVER_SECONDS = 1.0
 REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
 
 def execute(spec, events, stop):
