@@ -163,10 +163,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def _obituary(stage: str, code: int, log_file: Path, timeout: float, seconds: float) -> str:
     if seconds >= timeout:
         cause = f"was stopped after run.stage_timeout = {timeout:g} seconds"
-    elif code < 0 or code > 128:
-        signum = signal.Signals(-code if code < 0 else code - 128)
-        hint = "; the kernel may have run out of memory" if signum == signal.SIGKILL else ""
-        cause = f"was killed by {signum.name}{hint}"
+    elif (number := -code if code < 0 else code - 128) in set(signal.Signals):
+        hint = "; the kernel may have run out of memory" if number == signal.SIGKILL else ""
+        cause = f"was killed by {signal.Signals(number).name}{hint}"
     else:
         cause = f"ended with exit code {code} and no result"
     quote = telling_lines(log_file)

@@ -42,10 +42,10 @@ def exists(path: str) -> bool:
 
 
 def check_model(
-    path: str, revision: str | None, tokens: int, needs_template: bool, head_sizes: Sequence[int] | None
+    path: str, revision: str | None, tokens: int, needs_template: bool, sdpa: bool, head_sizes: Sequence[int] | None
 ) -> Iterator[Finding]:
     """The base model. `tokens`: longest sequence it must hold; `needs_template`: the tokenizer's chat template is used;
-    `head_sizes`: attention heads that the engines can compute, None for any."""
+    `sdpa`: attention is to be plainly causal; `head_sizes`: heads that the engines can compute, None for any."""
     if not is_local(path) and HUB_ID.fullmatch(path):
         if revision is None:
             yield (
@@ -61,11 +61,11 @@ def check_model(
     elif not any(folder.iterdir()):
         yield ModelError(f"model.path: {path} is empty; it must hold config.json, a tokenizer and *.safetensors")
     else:
-        yield from _model_folder(folder, tokens, needs_template, head_sizes)
+        yield from _model_folder(folder, tokens, needs_template, sdpa, head_sizes)
 
 
 def _model_folder(
-    folder: Path, tokens: int, needs_template: bool, head_sizes: Sequence[int] | None
+    folder: Path, tokens: int, needs_template: bool, sdpa: bool, head_sizes: Sequence[int] | None
 ) -> Iterator[Finding]:
     shape, problem = _read_json(folder / "config.json")
     if problem:
@@ -83,6 +83,7 @@ def _model_folder(
             f"model.path: {folder} has attention heads of size {head}; vLLM on the CPU needs one of "
             f"{', '.join(map(str, head_sizes))}; use another model or a GPU"
         )
+    yield from _arithmetic(folder, shape, tokens, sdpa)
     if "auto_map" in shape:
         yield f"model.path: {folder}/config.json names code (auto_map); code of a model is never run"
     yield from _tokenizer(folder, shape.get("vocab_size"), needs_template)
@@ -95,6 +96,28 @@ def _model_folder(
                 f"model.path: {folder}: the embedding has {count} rows, but config.json says vocab_size {vocabulary}; "
                 "they must be equal; take weights and config.json from the same model"
             )
+
+
+def _arithmetic(folder: Path, shape: dict[str, Any], tokens: int, sdpa: bool) -> Iterator[Finding]:
+    """What a model computes beyond plain causal attention and a plain head, and training here would leave out."""
+    for name, without in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
+        if shape.get(name) not in (None, without):
+            yield ModelError(
+                f"model.path: {folder} scales or caps its logits ({name} is {shape[name]}), which training here leaves out; "
+                "use a model whose logits are its head's, such as Llama, Qwen or Mistral"
+            )
+    window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
+    if sdpa and isinstance(window, int) and window < tokens:
+        yield ConfigError(
+            f"model.path: {folder} attends to a window of {window} tokens (sliding_window), but the longest prompt and response "
+            f"are {tokens}; lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens, or set "
+            "model.attention=eager"
+        )
+    if sdpa and shape.get("attn_logit_softcapping") is not None:
+        yield ConfigError(
+            f"model.path: {folder} caps its attention scores (attn_logit_softcapping is {shape['attn_logit_softcapping']}), "
+            "which sdpa does not compute; set model.attention=eager"
+        )
 
 
 def _head_size(shape: dict[str, Any]) -> int | None:

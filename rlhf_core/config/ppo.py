@@ -318,6 +318,18 @@ class PPOConfig(Section):
                 f"ppo.engine.count at most ppo.policy_deepspeed.ranks ({self.policy_deepspeed.ranks}); got "
                 f"{self.engine.tensor_parallel} and {self.engine.count}"
             )
+        backend = self.weight_sync.backend
+        if (backend == "ipc" and self.colocate != "all") or (backend == "nccl" and self.colocate == "all"):
+            shares = "share" if self.colocate == "all" else "do not share"
+            raise ValueError(
+                f"ppo.weight_sync.backend={backend} needs engines that {'share' if backend == 'ipc' else 'do not share'} "
+                f"GPUs with the policy, but with ppo.colocate={self.colocate} they {shares} them; use auto"
+            )
+        if self.kl.target is not None and self.kl.horizon * 5 <= total:
+            raise ValueError(
+                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, or the coefficient could "
+                f"turn negative; got {self.kl.horizon}; use {10 * total}"
+            )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")
         names = [source.name or source.type for source in self.rewards]

@@ -77,7 +77,8 @@ def _model(config: PipelineConfig) -> Iterator[Finding]:
         longest = max(config.max_sequence_tokens, data.max_prompt_tokens + data.max_response_tokens)
         needs_template = data.template == "chat" and data.chat_template is None
         sizes = None if runs_on_gpu(config) else _CPU_HEAD_SIZES
-        yield from check_model(config.model.path, config.model.revision, longest, needs_template, sizes)
+        sdpa = config.model.attention == "sdpa"
+        yield from check_model(config.model.path, config.model.revision, longest, needs_template, sdpa, sizes)
 
 
 def _consistency(config: PipelineConfig) -> Iterator[Finding]:

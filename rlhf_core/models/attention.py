@@ -8,10 +8,12 @@ one call; without borders it is plain causal attention.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from rlhf_core.errors import ModelError
 
 NAME = "rlhf_sdpa"
 
@@ -29,6 +31,8 @@ def register() -> None:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         borders = kwargs.pop("cu_seq_lens_q", None)
+        longest = key.shape[2] if borders is None else max(b - a for a, b in itertools.pairwise(borders))
+        _refuse_what_is_not_computed(module, longest, kwargs)
         for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
             kwargs.pop(name, None)
         if borders is None:
@@ -47,6 +51,21 @@ def register() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def _refuse_what_is_not_computed(module: Any, tokens: int, kwargs: Mapping[str, Any]) -> None:
+    """Raises ModelError for attention that is more than causal: it would be left out without a word."""
+    window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    if cap is not None:
+        raise ModelError(
+            f"model.path: {type(module).__name__} caps its attention scores (softcap {cap}), which `sdpa` does not "
+            "compute; set model.attention=eager"
+        )
+    if window is not None and tokens > window:
+        raise ModelError(
+            f"model.path: {type(module).__name__} attends to a window of {window} tokens, which `sdpa` does not compute "
+            f"for packed sequences; got {tokens} tokens; keep prompts and responses within the window, or set model.attention=eager"
+        )
 
 
 def _runs(borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -88,7 +88,20 @@ def load_policy(
         raise ModelError(
             f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
         )
-    return Policy(use_onednn(without_dropout(lm)).to(device))
+    return Policy(_checked(use_onednn(without_dropout(lm)).to(device)))
+
+
+@torch.no_grad()
+def _checked(lm: Any) -> Any:
+    """`lm`. Raises ModelError if its logits are more than its head's output (scaled, capped): `Policy` calls the head."""
+    ids = torch.arange(8, device=lm.device).remainder(lm.config.vocab_size)[None]
+    own, plain = lm(input_ids=ids).logits.float(), lm.lm_head(lm.model(input_ids=ids).last_hidden_state).float()
+    if not torch.allclose(own, plain, rtol=1e-4, atol=1e-6):
+        raise ModelError(
+            f"model.path: {type(lm).__name__} changes the output of its `lm_head` (logits that are scaled or capped), "
+            "which training here would leave out; use a model whose logits are the head's, such as Llama, Qwen or Mistral"
+        )
+    return lm
 
 
 def is_config_only(folder: Path | str) -> bool:

@@ -71,7 +71,9 @@ class WeightSender:
         if backend == "gloo":
             self._transport = _GlooTransport(self._stream, specs, client, address, receivers, bucket_bytes, timeout)
         else:
-            self._transport = _VllmTransport(self._stream, specs, client, rank, backend, address, receivers)
+            self._transport = _VllmTransport(
+                self._stream, specs, client, rank, backend, address, receivers, bucket_bytes
+            )
 
     def send(self, version: int) -> SyncReport | None:
         """One whole sync; a collective. Raises WeightSyncError unless every engine acknowledges version and checksums.
@@ -198,6 +200,7 @@ class _VllmTransport:
         backend: str,
         address: str,
         receivers: int,
+        bucket_bytes: int,
     ) -> None:
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -217,7 +220,11 @@ class _VllmTransport:
             )
 
             nccl = NCCLTrainerInitInfo(
-                master_address=address, master_port=free_port(), world_size=receivers + 1, rank=rank
+                master_address=address,
+                master_port=free_port(),
+                world_size=receivers + 1,
+                rank=rank,
+                packed_buffer_size_bytes=bucket_bytes,
             )
             self._engine = NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=self._client, source=Source())
         else:
@@ -226,7 +233,7 @@ class _VllmTransport:
                 IPCTrainerWeightTransferEngine,
             )
 
-            ipc = IPCTrainerInitInfo(packed=True, rank=rank)
+            ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=bucket_bytes)
             self._engine = IPCTrainerWeightTransferEngine.trainer_init(ipc, client=self._client, source=Source())
 
     def send(self, version: str) -> None:

@@ -113,6 +113,21 @@ FIELDS = (
         ("c.yaml:3", "ppo.minibatches must divide", "12 x 1 = 12", "got 5", "use 3, 4, 6"),
     ),
     Bad(
+        "a horizon that turns the coefficient negative",
+        "ppo: {prompts_per_step: 128, kl: {target: 6, horizon: 20}}\n",
+        ("c.yaml:1", "ppo.kl.horizon must be above a fifth of the 128 responses", "got 20", "use 1280"),
+    ),
+    Bad(
+        "IPC to engines elsewhere",
+        "ppo: {weight_sync: {backend: ipc}}\n",
+        ("ppo.weight_sync.backend=ipc needs engines that share GPUs", "colocate=pairs", "use auto"),
+    ),
+    Bad(
+        "NCCL to engines on the same GPU",
+        "ppo: {weight_sync: {backend: nccl}, colocate: all}\n",
+        ("ppo.weight_sync.backend=nccl needs engines that do not share GPUs", "colocate=all", "use auto"),
+    ),
+    Bad(
         "more ranks than responses",
         "ppo: {minibatches: 64, policy_deepspeed: {ranks: 2}}\n",
         ("ppo.policy_deepspeed.ranks", "at most the minibatch of 1", "got 2"),

@@ -38,6 +38,14 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a config that is a list": ({"config__json": []}, ("config.json is no JSON object",)),
     "a config in Latin-1": ({"config__json": b'{"a": "\xe9"}'}, ("config.json is not readable JSON",)),
     "a config nested deeply": ({"config__json": b"[" * 100_000}, ("config.json is not readable JSON",)),
+    "capped logits": ({"config__json": {**CONFIG, "final_logit_softcapping": 30.0}}, ("caps its logits", "30.0", "such as")),
+    "scaled logits": ({"config__json": {**CONFIG, "logits_scaling": 8.0}}, ("scales or caps its logits", "8.0")),
+    "capped attention": (
+        {"config__json": {**CONFIG, "attn_logit_softcapping": 50.0}}, ("caps its attention", "model.attention=eager"),
+    ),
+    "a window that is too short": (
+        {"config__json": {**CONFIG, "sliding_window": 64}}, ("window of 64 tokens", "are ", "lower data.max_prompt_tokens"),
+    ),
     "no tokenizer": ({"tokenizer__json": None}, ("has no tokenizer", "copy it")),
     "a broken tokenizer": ({"tokenizer__json": b"{,}"}, ("tokenizer.json is not readable JSON",)),
     "no weights": ({"model__safetensors": None}, ("no weights", "*.safetensors")),

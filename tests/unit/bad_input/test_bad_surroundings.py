@@ -110,7 +110,7 @@ SETTINGS = {
     ),
     "a GPU where there is none": (("run.device=cuda",), ("run.device", "0 visible GPUs")),
     "NCCL without a GPU": (("ppo.weight_sync.backend=nccl",), ("ppo.weight_sync.backend", "use auto or gloo")),
-    "CUDA IPC without a GPU": (("ppo.weight_sync.backend=ipc",), ("ppo.weight_sync.backend", "use auto or gloo")),
+    "CUDA IPC without a GPU": (("ppo.weight_sync.backend=ipc", "ppo.colocate=all"), ("ppo.weight_sync.backend", "use auto or gloo")),
     "two devices for one engine": (("ppo.engine.tensor_parallel=2",), ("ppo.engine.tensor_parallel", "got 2")),
     "flash attention without a GPU": (("model.attention=flash_attention_2",), ("model.attention", "use sdpa")),
     "offload without a GPU": (

@@ -52,7 +52,7 @@ HEADERS = st.dictionaries(
 
 def found(folder: Path) -> list[InputError | str]:
     tensors(folder)
-    return list(check_model(str(folder), None, 128, True, (32, 64)))
+    return list(check_model(str(folder), None, 128, True, True, (32, 64)))
 
 
 @QUIET

@@ -139,6 +139,11 @@ def test_an_exit_without_a_result_is_a_failure_even_with_code_0(toy: Any, spec: 
         run(spec, tmp_path, toy("os._exit(0)"))
 
 
+def test_any_exit_code_has_an_obituary_with_the_log(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"exit code 255 and no result; log: .*data-01\.log.*ValueError: last words"):
+        run(spec, tmp_path, toy("print('ValueError: last words', flush=True)\nos._exit(255)"))
+
+
 def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
     with pytest.raises(StageFailed, match=r"stopped after run\.stage_timeout = 4 seconds"):

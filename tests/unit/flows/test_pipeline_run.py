@@ -22,6 +22,7 @@ from flows.report import duration, results, run_markdown, stage_markdown, summar
 from flows.retrain import finished_run
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
+from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -120,6 +121,11 @@ def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
 def test_parameters_of_the_form_become_overrides_and_the_explicit_ones_win() -> None:
     given = {"seed": 3, "kl_coef": 0.0, "ppo_steps": None, "overrides": ("run.seed=4",)}
     assert overrides_of(given) == ["run.seed=3", "ppo.kl.coef=0.0", "run.seed=4"]
+
+
+@pytest.mark.parametrize("name", ["2024", "1e3", "0.1", "true", "null", "demo"])
+def test_a_name_of_the_form_stays_a_name_whatever_yaml_would_make_of_it(name: str) -> None:
+    assert load_config("deployments/configs/demo.yaml", overrides_of({"name": name})).run.name == name
 
 
 EVALUATION = {
