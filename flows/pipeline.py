@@ -29,7 +29,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.data.sources import source_digests
+from rlhf_core.data.sources import pinned, source_digests
 from rlhf_core.errors import InputError
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.processes import ProcessId
@@ -90,6 +90,8 @@ class Pipeline:
         self.parent_run_id: str | None = None
         """None until MLflow answers."""
         self.records: dict[StageName, StageRecord] = {}
+        self.began: dict[StageName, float] = {}
+        """When this run first came to a stage, by the monotonic clock: tries that failed count in its time."""
         self.making: dict[str, str] = {}
         """`stage` and `log` of what is being made."""
 
@@ -124,6 +126,13 @@ class Pipeline:
         Raises InputError if it was not and `--from` forbids to make it.
         """
         found = self.artifacts.find(spec.stage, spec.key)
+        if found is not None and spec.stage == "register":
+            model = self.config.registered_model
+            if self.tracking.forgot(model, spec.inputs["ppo"].digest):
+                self.artifacts.set_aside(
+                    found, f"The policy was registered once, but MLflow has no such version of {model}."
+                )
+                found = None
         if found is None and STAGES.index(spec.stage) < STAGES.index(self.start):
             raise InputError(
                 f"--from {self.start} needs the artifact of stage {spec.stage} (key {spec.key}), which is not in "
@@ -220,7 +229,7 @@ def open_pipeline(
     check_memory(settings)
     make_home(Path(settings.run.home))
     Store(settings.store_url, settings.store.endpoint).check()
-    run = Pipeline(settings, config, start, until)
+    run = Pipeline(pinned(settings), config, start, until)
     run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(versions()), **tags}
     run.ensure_parent()
     run.save_state("running")

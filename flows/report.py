@@ -56,7 +56,7 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
 
 
 def _made_in(record: StageRecord) -> float | None:
-    if not record.reused:
+    if record.how == "ran":
         return round(record.seconds, 2)
     return float(record.ref.facts["seconds"]) if "seconds" in record.ref.facts else None
 
@@ -139,9 +139,11 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _time(entry: Mapping[str, Any]) -> str:
-    """Of a reused stage, what it took to make it, in brackets."""
-    made = entry["made_in_seconds"]
-    return duration(entry["seconds"]) if not entry["reused"] or made is None else f"({duration(made)})"
+    """Of a reused or continued stage, what it took to make it, over all runs, in brackets."""
+    spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
+    if entry["how"] == "ran" or made is None:
+        return spent
+    return f"({duration(made)})" if entry["reused"] else f"{spent} ({duration(made)})"
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:

@@ -100,7 +100,7 @@ def execute(
     run: Pipeline, stage: StageName, inputs: Mapping[StageName, ArtifactRef]
 ) -> State[ArtifactRef] | ArtifactRef:
     """Find the artifact of `stage`, or have a child process make it."""
-    began = time.monotonic()
+    began = run.began.setdefault(stage, time.monotonic())
     run.ensure_parent()
     spec = run.spec(stage, inputs)
     display = current_display()

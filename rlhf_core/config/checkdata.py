@@ -82,7 +82,7 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
         elif revision is None:
             yield (
                 f"{field}.path: {path} is no local path, so it is read from the Hugging Face hub; "
-                f"pin {field}.revision to a commit, or a change there goes unnoticed"
+                f"pin {field}.revision to a commit, or a later run may read another one"
             )
         return
     local = path.removeprefix("file://")

@@ -50,7 +50,7 @@ def check_model(
         if revision is None:
             yield (
                 f"model.path: {path} is no local folder, so it is read from the Hugging Face hub; "
-                "pin model.revision to a commit, or a change there goes unnoticed"
+                "pin model.revision to a commit, or a later run may read another one"
             )
         return
     folder = Path(path)

@@ -89,6 +89,23 @@ def source_digests(config: PipelineConfig, stage: StageName | None = None) -> di
     return digests
 
 
+def pinned(config: PipelineConfig) -> PipelineConfig:
+    """`config` with the commits that hub names mean now: what is read later is what the digests were made from."""
+
+    def commit_of(source: Source) -> Source:
+        if kind_of(source.path) != "hub":
+            return source
+        return source.model_copy(update={"revision": resolve_revision(source.path, "dataset", source.revision)})
+
+    data = {name: tuple(map(commit_of, getattr(config.data, name))) for name in ("sft", "preference", "prompts")}
+    model = {}
+    if config.model.path is not None and not is_local_model(config.model.path):
+        model = {"revision": resolve_revision(config.model.path, "model", config.model.revision)}
+    return config.model_copy(
+        update={"data": config.data.model_copy(update=data), "model": config.model.model_copy(update=model)}
+    )
+
+
 def _source_digest(source: Source, endpoint: str | None) -> str:
     kind = kind_of(source.path)
     if kind == "synthetic":

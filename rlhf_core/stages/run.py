@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,7 +149,6 @@ class _Attempt:
             journal=self._journal,
         )
         failpoint("stage.fetched")
-        began = time.monotonic()
         result = _stage_function(spec.stage)(spec.config, services)
         self.stage_run.flush()
         failpoint("stage.made")
@@ -162,7 +160,7 @@ class _Attempt:
             metrics=result.metrics,
             facts={
                 **{name: str(value) for name, value in result.params.items()},
-                "seconds": f"{time.monotonic() - began:.1f}",
+                "seconds": f"{checkpoints.seconds:.1f}",
             },
             config=spec.config.model_dump(mode="json", by_alias=True),
             mlflow_run_id=self.stage_run.run_id,

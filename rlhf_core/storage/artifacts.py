@@ -60,6 +60,11 @@ class ArtifactStore:
             log.error("%s It is set aside (%s) and will be made again.", error.message, kept)
             return None
 
+    def set_aside(self, ref: ArtifactRef, reason: str) -> None:
+        """Have the artifact made again: what it says is not true any more. Its files stay."""
+        kept = bundles.quarantine(self._store, _prefix(ref.kind, ref.key), reason)
+        log.warning("%s The artifact is set aside (%s) and will be made again.", reason, kept)
+
     def publish(
         self,
         kind: StageName,

@@ -69,6 +69,13 @@ class CheckpointStore:
         self._allow_fresh_start = allow_fresh_start
         self._resumed = resumed
         self._upload: _Upload | None = None
+        self._earlier = 0.0
+        self._opened = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """That the work so far took, over all attempts; what was lost after a checkpoint does not count."""
+        return self._earlier + time.monotonic() - self._opened
 
     def latest(self) -> tuple[int, Path] | None:
         """(step, verified local folder) of the newest whole checkpoint; None when none was ever committed.
@@ -94,6 +101,7 @@ class CheckpointStore:
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
                 folder = bundles.fetch(self._store, manifest, self._work)
+                self._earlier = float(manifest.body.get("seconds", 0.0))
                 self._resumed(step)
                 return step, folder
             except CorruptArtifact as error:
@@ -124,7 +132,11 @@ class CheckpointStore:
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
         prefix = self._prefix(step)
-        body = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
+        body = {
+            "step": step,
+            "score": score if score is not None and math.isfinite(score) else None,
+            "seconds": round(self.seconds, 1),
+        }
         if self._outbox is None:
             manifest = bundles.commit(
                 self._store, prefix, folder, files, folder=name, body=body, may_commit=self._may_commit

@@ -127,6 +127,11 @@ def register(mlflow: Mlflow, model: str, candidate: Candidate, *, min_win_rate: 
         raise RLHFError(f"MLflow at {address} did not register the model {model!r}: {reason(error)}") from error
 
 
+def has_version(mlflow: Mlflow, model: str, policy_digest: str) -> bool:
+    """Whether the policy is a version of `model`."""
+    return any(known.tags.get(POLICY) == policy_digest for known in mlflow.versions(model))
+
+
 def _register(mlflow: Mlflow, model: str, candidate: Candidate, min_win_rate: float) -> Registration:
     mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
     version, created = _find_or_create(mlflow, model, candidate)

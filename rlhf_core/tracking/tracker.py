@@ -22,6 +22,7 @@ from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason, sqlite_path
+from rlhf_core.tracking.registry import has_version
 from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
 from rlhf_core.types import ArtifactRef
@@ -130,6 +131,10 @@ class Tracking:
         if spool.exists():
             self.stage_run(parent_id, stage, ref.key, attempt=next_attempt(spool)).finish("FINISHED")
         self._try(lambda: self._link(parent_id, stage, ref))
+
+    def forgot(self, model: str, policy_digest: str) -> bool:
+        """Whether MLflow answers, and has no version of `model` with this policy."""
+        return self._try(lambda: has_version(self.mlflow, model, policy_digest)) is False
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
         """Headline numbers of a finished pipeline on its own run, for comparing pipelines; the same twice adds nothing."""

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.data import hub
+from rlhf_core.data.sources import pinned, source_digests
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -52,3 +54,15 @@ def test_offline_the_local_cache_knows(fresh: Path) -> None:
 def test_where_nobody_knows_the_name_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert hub.resolve_revision("org/data", "dataset", "v2") == "v2"
     assert "pin `revision`" in caplog.text
+
+
+def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path) -> None:
+    for kind in ("datasets", "models"):
+        ref = fresh / f"{kind}--org--it" / "refs" / "main"
+        ref.parent.mkdir(parents=True)
+        ref.write_text(COMMIT)
+    sources = {"sft": [{"path": "org/it"}, {"path": "synthetic"}]}
+    config = pinned(config_from_tree({"model": {"path": "org/it"}, "data": sources}, "test"))
+    assert [source.revision for source in config.data.sft] == [COMMIT, None]
+    assert config.model.revision == COMMIT
+    assert COMMIT in source_digests(config)["model"]

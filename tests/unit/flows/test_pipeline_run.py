@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+from rlhf_core.tracking.mlflow_client import ModelVersion
+from rlhf_core.tracking.registry import POLICY
 from rlhf_core.types import STAGES, ArtifactRef, StageName
 
 
@@ -96,18 +99,6 @@ def test_a_range_without_stages_is_refused() -> None:
     check_range("ppo", "ppo")
     with pytest.raises(InputError, match="--from ppo comes after --until sft"):
         check_range("ppo", "sft")
-
-
-def test_a_changed_reward_file_is_another_ppo_stage(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    rewards = [{"type": "python", "function": "mine:score", "file": str(file)}]
-    file.write_text("def score(inputs): return [0.0] * len(inputs)\n")
-    before = pipeline(tmp_path, ppo={"rewards": rewards})
-    file.write_text("def score(inputs): return [1.0] * len(inputs)\n")
-    after = pipeline(tmp_path, ppo={"rewards": rewards})
-    changed = [stage for stage in STAGES if keys(before)[stage] != keys(after)[stage]]
-    assert changed == ["ppo"]
-    assert before.key != after.key
 
 
 def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
@@ -203,12 +194,28 @@ def test_an_edited_reward_function_is_another_ppo_run(
     file = tmp_path / "its_reward.py"
     reward = {"type": "python", "function": "its_reward:score"} | ({"file": str(file)} if by_file else {})
 
-    def keys_of(text: str) -> dict[StageName, str]:
+    def with_text(text: str) -> Pipeline:
         file.write_text(text)
-        return keys(pipeline(tmp_path, ppo={"rewards": [reward]}))
+        return pipeline(tmp_path, ppo={"rewards": [reward]})
 
-    before, after = keys_of("def score(samples): return [0.0]"), keys_of("def score(samples): return [1.0]")
-    assert {stage for stage in STAGES if before[stage] != after[stage]} == {"ppo"}
+    before, after = with_text("def score(samples): return [0.0]"), with_text("def score(samples): return [1.0]")
+    assert [stage for stage in STAGES if keys(before)[stage] != keys(after)[stage]] == ["ppo"]
+    assert before.key != after.key
+
+
+def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of_is_not(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    spec = run.spec("register", {stage: ref(stage) for stage in STAGES})
+    store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "registration.json").write_text("{}")
+    made = store.publish("register", spec.key, tmp_path / "out", parents={}, metrics={"version": 1.0}, config={})
+
+    registered: Any = {"versions": lambda name: [ModelVersion("1", {POLICY: spec.inputs["ppo"].digest})]}
+    for answer, found in ((registered, made), ({}, made), ({"versions": lambda name: []}, None)):
+        run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)  # type: ignore[assignment]
+        assert run.find(spec) == found
+    assert list((tmp_path / "store").rglob("damaged-*.json"))
 
 
 def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path: Path) -> None:

@@ -60,6 +60,21 @@ def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Pat
     assert not (tmp_path / "state-10").exists(), "save consumes the folder"
 
 
+def test_the_seconds_of_the_work_go_on_over_attempts_without_what_was_lost(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("rlhf_core.storage.checkpoints.time.monotonic", lambda: clock[0])
+    first = checkpoints(store, tmp_path)
+    clock[0] += 30
+    first.save(1, state(tmp_path, "1"))
+    clock[0] += 500  # lost
+    second = checkpoints(store, tmp_path)
+    assert second.latest() is not None
+    clock[0] += 12
+    assert second.seconds == pytest.approx(42)
+
+
 def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> None:
     saver = checkpoints(store, tmp_path, keep=2)
     for step in range(5):
