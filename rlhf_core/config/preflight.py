@@ -122,18 +122,18 @@ def _trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
 
 
 def _devices(config: PipelineConfig) -> Iterator[Finding]:
-    if os.environ.get("RAY_ADDRESS"):
-        return  # the devices are those of the Ray cluster, which counts them itself when it reserves them
+    # A Ray cluster counts its devices itself when PPO reserves them; all other stages run here.
+    cluster = bool(os.environ.get("RAY_ADDRESS"))
     gpus = visible_gpus()
     if config.run.device == "cuda" and gpus == 0:
         yield ConfigError("run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu")
     elif runs_on_gpu(config):
-        yield from _gpu_counts(config, gpus)
-    else:
+        yield from _gpu_counts(config, gpus, cluster)
+    elif not cluster:
         yield from _cpu_limits(config)
 
 
-def _gpu_counts(config: PipelineConfig, gpus: int) -> Iterator[Finding]:
+def _gpu_counts(config: PipelineConfig, gpus: int, cluster: bool) -> Iterator[Finding]:
     for field, ranks in (
         ("sft.deepspeed", config.sft.deepspeed.ranks),
         ("reward.deepspeed", config.reward.deepspeed.ranks),
@@ -141,7 +141,7 @@ def _gpu_counts(config: PipelineConfig, gpus: int) -> Iterator[Finding]:
         if ranks > gpus:
             yield ConfigError(f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}")
     plan = placement(config.ppo)
-    if plan.devices > gpus:
+    if plan.devices > gpus and not cluster:
         yield ConfigError(
             f"ppo: needs {plan.devices} GPUs ({plan.describe()}; colocate={config.ppo.colocate}); got {gpus} visible; "
             "lower ranks or ppo.engine.count, or use ppo.colocate=all"

@@ -56,26 +56,7 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
     return Interval(mean, float(low), float(high))
 
 
-def win_rate(
-    scores_a: Sequence[float],
-    scores_b: Sequence[float],
-    *,
-    resamples: int,
-    confidence: float,
-    seed: int,
-    tolerance: float = 0.0,
-) -> Interval:
-    """Share of prompts on which `a` beats `b`, in [0, 1]: win 1, tie 0.5, loss 0. Scores are paired by prompt (n,).
-
-    `tolerance`: scores this close are a tie. Raises `DataError` if the lengths differ or are 0.
-    """
-    if len(scores_a) != len(scores_b):
-        raise DataError(f"a win rate compares scores by prompt; got {len(scores_a)} and {len(scores_b)} scores")
-    wins = [preference(a, b, tolerance) for a, b in zip(scores_a, scores_b, strict=True)]
-    return bootstrap_mean(wins, resamples=resamples, confidence=confidence, seed=seed)
-
-
-def preference(a: float, b: float, tolerance: float = 0.0) -> float:
+def preference(a: float, b: float, tolerance: float) -> float:
     """1 if `a` is above `b` by more than `tolerance`, 0 if below, else 0.5."""
     if abs(a - b) <= tolerance:
         return 0.5

@@ -95,6 +95,15 @@ def _measure(
     device: str,
 ) -> Measured:
     """Each measure scores both models' responses in one call."""
+    sources = scoring.rule_sources(config)
+    parts = gold_known + ("reward" in services.inputs) + bool(sources) + 1
+    done = 0
+
+    def report() -> None:
+        nonlocal done
+        services.progress("evaluate scores", done, parts, "measures")
+        done += 1
+
     count = len(responses["sft"])
     both = [*responses["sft"], *responses["ppo"]]
 
@@ -103,18 +112,23 @@ def _measure(
 
     measures: dict[str, Pair] = {}
     rules: dict[str, Pair] = {}
+    report()
     if gold_known:
         measures["gold"] = pair(scoring.score_gold(both))
+        report()
     if "reward" in services.inputs:
         folder = services.inputs["reward"] / "model"
         scores = scoring.score_reward_model(config, folder, both, pad_id=pad_id, device=device)
         measures["reward_model"] = pair(scores)
-    if sources := scoring.rule_sources(config):
+        report()
+    if sources:
         batch = scoring.score_rules(sources, both)
         measures["rules"] = pair(batch.total)
         rules = {name: pair(values) for name, values in batch.by_source.items()}
+        report()
     policy, reference = services.inputs["ppo"] / "policy", services.inputs["sft"] / "model"
     kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
+    report()
     return Measured(measures, rules, kl)
 
 

@@ -158,11 +158,14 @@ def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.Monkey
     assert check(wide) == []
 
 
-def test_the_devices_of_a_ray_cluster_elsewhere_are_not_counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = config("run.device=cuda", "sft.deepspeed.ranks=8")
-    assert "0 visible GPUs" in refused(elsewhere, ConfigError)
+def test_of_a_ray_cluster_elsewhere_only_the_devices_that_other_stages_need_here_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
-    assert check(elsewhere) == []
+    assert "0 visible GPUs" in refused(config("run.device=cuda"), ConfigError)
+    with_gpus(monkeypatch, 2)
+    assert check(config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=2")) == []
+    assert "sft.deepspeed.ranks" in refused(config("sft.deepspeed.ranks=4"), ConfigError)
 
 
 @pytest.mark.parametrize("engine", ["ppo.engine.count=3", "ppo.engine.tensor_parallel=2"])

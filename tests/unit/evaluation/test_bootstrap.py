@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.errors import DataError, NonFiniteError
 from rlhf_core.evaluation.judge import Answer, Judge, ScoreJudge, compare
-from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n, win_rate
+from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n
 from rlhf_core.types import RewardInput
 
 SETTINGS = {"resamples": 500, "confidence": 0.95, "seed": 3}
@@ -63,20 +63,6 @@ def test_no_values_and_values_that_are_not_finite_are_errors() -> None:
         mean_of([0.0, float("nan")])
 
 
-def test_win_rate_counts_ties_half_and_is_antisymmetric() -> None:
-    a, b = [1.0, 2.0, 3.0, 0.0], [0.0, 2.0, 4.0, -1.0]
-    ours, theirs = (win_rate(x, y, resamples=200, confidence=0.9, seed=1) for x, y in ((a, b), (b, a)))
-    assert ours.mean == (1 + 0.5 + 0 + 1) / 4
-    assert theirs.mean == 1 - ours.mean
-    assert (theirs.low, theirs.high) == pytest.approx((1 - ours.high, 1 - ours.low), abs=0.02)
-    with pytest.raises(DataError, match="got 4 and 3"):
-        win_rate(a, b[:3], resamples=1, confidence=0.9, seed=0)
-
-
-def test_win_rate_takes_close_scores_for_ties() -> None:
-    assert win_rate([1.0], [1.0 + 1e-9], resamples=1, confidence=0.9, seed=0, tolerance=1e-6).mean == 0.5
-
-
 def answers(*scores: float) -> list[Answer]:
     return [Answer(RewardInput(f"p{i}", "q", "r", (), (), True), {"gold": s}) for i, s in enumerate(scores)]
 
@@ -86,6 +72,14 @@ def test_a_judge_of_scores_is_symmetric_and_that_is_computed() -> None:
     assert result.preferences == (1.0, 0.5, 0.0)
     assert result.win_rate.mean == 0.5
     assert result.inconsistent == 0.0
+
+
+def test_the_other_way_round_the_win_rate_is_what_is_left_and_close_scores_are_ties() -> None:
+    a, b = answers(1.0, 2.0, 3.0, 0.0), answers(0.0, 2.0 + 1e-9, 4.0, -1.0)
+    ours, theirs = (compare(ScoreJudge("gold"), x, y, **SETTINGS).win_rate for x, y in ((a, b), (b, a)))
+    assert ours.mean == (1 + 0.5 + 0 + 1) / 4
+    assert theirs.mean == 1 - ours.mean
+    assert (theirs.low, theirs.high) == pytest.approx((1 - ours.high, 1 - ours.low), abs=0.02)
 
 
 def test_a_taste_for_the_first_position_cancels_and_is_reported() -> None:
