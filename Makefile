@@ -40,7 +40,7 @@ test: test-unit
 	$(BIN)/pytest -m "not slow and not gpu" tests/integration
 
 test-unit: setup
-	$(BIN)/pytest -n 2 tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit
 
 test-slow: setup
 	$(BIN)/pytest -m slow
