@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.failpoints import failpoint
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PromptExample, RewardInput, Rollout
+from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
+
+
+def responses_of(
+    config: PipelineConfig,
+    models: Mapping[str, Path],
+    tokenizer: Any,
+    prompts: Sequence[PromptExample],
+    *,
+    device: str,
+    progress: Progress,
+) -> dict[str, list[RewardInput]]:
+    """Responses (n,) of each of `models`, one engine after the other: only one is in memory."""
+    total = len(models) * len(prompts)
+    responses: dict[str, list[RewardInput]] = {}
+    for name, folder in models.items():
+        before = sum(map(len, responses.values()))
+
+        def report(done: int, before: int = before) -> None:
+            progress("evaluate", before + done, total, "responses")
+
+        rollouts = sample_responses(config, folder, prompts, device=device, done=report)
+        responses[name] = reward_inputs(tokenizer, prompts, rollouts)
+        failpoint("evaluate.sampled")
+    return responses
 
 
 def sample_responses(

@@ -50,6 +50,24 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
     )
 
 
+def score(
+    measure: str,
+    config: PipelineConfig,
+    reward: Path | None,
+    samples: Sequence[RewardInput],
+    *,
+    pad_id: int,
+    device: str,
+) -> list[float]:
+    """(n,) values of one of `choose_measure`'s measures. `reward`: folder of the reward model, where it is asked."""
+    if measure == "gold":
+        return score_gold(samples)
+    if measure == "rules":
+        return list(score_rules(rule_sources(config), samples).total)
+    assert reward is not None
+    return score_reward_model(config, reward, samples, pad_id=pad_id, device=device)
+
+
 def score_rules(sources: tuple[AnyReward, ...], samples: Sequence[RewardInput]) -> RewardBatch:
     """All sources on all samples at once, so that batch normalisation treats both models' responses alike."""
     with RewardComposer(sources) as composer:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.history import History, read_history
 from rlhf_core.evaluation.judge import ScoreJudge, compare
 from rlhf_core.evaluation.summary import (
@@ -48,7 +48,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     tokenizer = _tokenizer(services.inputs["data"] / "tokenizer")
     device = resolve_device(config.run.device)
 
-    responses = _sample(config, services, tokenizer, prompts, device)
+    models = {"sft": services.inputs["sft"] / "model", "ppo": services.inputs["ppo"] / "policy"}
+    responses = generate.responses_of(config, models, tokenizer, prompts, device=device, progress=services.progress)
     pad_id = tokenizer.pad_token_id or 0
     measured = _measure(config, services, responses, gold_known=gold_known, pad_id=pad_id, device=device)
     responses, measured = scored(responses, measured)
@@ -62,27 +63,6 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     metrics = flat_metrics(evaluation)
     _write(config, services, evaluation, samples, measured, metrics)
     return StageResult(metrics, {"prompts": len(prompts), "judge": judge})
-
-
-def _sample(
-    config: PipelineConfig, services: Services, tokenizer: Any, prompts: Sequence[PromptExample], device: str
-) -> dict[str, list[RewardInput]]:
-    """Responses of both models, one engine after the other: only one is in memory."""
-    from rlhf_core.evaluation.generate import reward_inputs, sample_responses
-
-    models = {"sft": services.inputs["sft"] / "model", "ppo": services.inputs["ppo"] / "policy"}
-    total = len(models) * len(prompts)
-    responses: dict[str, list[RewardInput]] = {}
-    for name, folder in models.items():
-        before = sum(map(len, responses.values()))
-
-        def report(done: int, before: int = before) -> None:
-            services.progress("evaluate", before + done, total, "responses")
-
-        rollouts = sample_responses(config, folder, prompts, device=device, done=report)
-        responses[name] = reward_inputs(tokenizer, prompts, rollouts)
-        failpoint("evaluate.sampled")
-    return responses
 
 
 def _measure(

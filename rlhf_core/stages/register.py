@@ -1,7 +1,7 @@
 """Stage `register`: the policy becomes a version in the MLflow registry, and champion if its evaluation says so.
 
-Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`, `source`,
-`weights_sha256`.
+Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`, `match`,
+`source`, `weights_sha256`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.evaluation.match import play
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.registry import Candidate, Evaluation, register
+from rlhf_core.tracking.registry import Candidate, Evaluation, Match, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
 
@@ -46,7 +48,13 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         evaluation=Evaluation.of(content, reward.digest if reward else None),
     )
     tracking = open_tracking(config)
-    done = register(tracking.mlflow, config.registered_model, candidate, min_win_rate=config.register_.min_win_rate)
+    done = register(
+        tracking.mlflow,
+        config.registered_model,
+        candidate,
+        min_win_rate=config.register_.min_win_rate,
+        play=lambda tags: _play(config, services, tags),
+    )
     log.info("%s version %s: champion=%s (%s)", done.model, done.version, done.decision.champion, done.decision.reason)
     tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{done.model}/{done.version}"})
     facts: dict[str, Any] = {
@@ -57,12 +65,23 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         "rule": done.decision.rule,
         "reason": done.decision.reason,
         "previous_champion": done.previous,
+        "match": asdict(done.match) if done.match else None,
         "source": candidate.source,
         "weights_sha256": digest,
     }
     (services.out / "registration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     metrics = {"version": float(done.version), "champion": float(done.decision.champion)}
+    if done.match is not None:
+        metrics["win_rate_over_champion"] = done.match.win_rate
     return StageResult(metrics, {name: value for name, value in facts.items() if value is not None})
+
+
+def _play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Match | None:
+    played = play(config, services, champion)
+    if played is None:
+        return None
+    rate = played.win_rate
+    return Match(rate.mean, rate.low, rate.high, len(played.preferences))
 
 
 def _evaluation(folder: Path) -> Mapping[str, Any]:

@@ -1,12 +1,13 @@
 """The model registry: a version per policy, alias `candidate` on the newest, `champion` on the best one evaluated.
 
-Whether a candidate becomes champion is decided from recorded evaluations alone (`decide`): nothing is loaded or run.
+Whether a candidate becomes champion is decided by a match against the present one, or else from recorded evaluations
+(`decide`). The match itself is played elsewhere.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Match:
+    """The candidate against the champion on the same prompts."""
+
+    win_rate: float
+    """Of the candidate, 0 to 1."""
+    low: float
+    high: float
+    """Its confidence interval."""
+    prompts: int
+
+
+@dataclass(frozen=True)
 class Decision:
     """Whether the candidate becomes champion."""
 
@@ -73,14 +86,19 @@ class Decision:
     """One sentence with the numbers."""
 
 
-def decide(candidate: Evaluation, champion: Evaluation | None, *, min_win_rate: float) -> Decision:
-    """The gate: good enough against its own SFT model, and better than the present champion by the first of: true reward,
-    score of the same reward model, win rate."""
+def decide(
+    candidate: Evaluation, champion: Evaluation | None, match: Match | None = None, *, min_win_rate: float
+) -> Decision:
+    """The gate: good enough against its own SFT model, and better than the present champion: in a match, beyond doubt;
+    without one, by the first of: true reward, score of the same reward model, win rate."""
     if candidate.win_rate < min_win_rate:
         text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={min_win_rate:g}"
         return Decision(False, "min_win_rate", text)
     if champion is None:
         return Decision(True, "first", f"win rate {candidate.win_rate:.3f}, and there is no champion yet")
+    if match is not None:
+        won, words = match.low > 0.5, f"won {match.win_rate:.3f} [{match.low:.3f}, {match.high:.3f}] of the match"
+        return Decision(won, "match", f"{words} against the champion on {match.prompts} held-out prompts")
     if candidate.gold_reward is not None and champion.gold_reward is not None:
         return _compare("gold_reward", candidate.gold_reward, champion.gold_reward)
     same = candidate.reward_model_digest is not None and candidate.reward_model_digest == champion.reward_model_digest
@@ -115,12 +133,25 @@ class Registration:
     decision: Decision
     previous: str | None
     """Version that was champion before."""
+    match: Match | None = None
 
 
-def register(mlflow: Mlflow, model: str, candidate: Candidate, *, min_win_rate: float) -> Registration:
-    """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it."""
+def register(
+    mlflow: Mlflow,
+    model: str,
+    candidate: Candidate,
+    *,
+    min_win_rate: float,
+    play: Callable[[Mapping[str, str]], Match | None] = lambda tags: None,
+) -> Registration:
+    """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it.
+
+    `play`: has the candidate play against the version with these tags; None where it cannot.
+    """
     try:
-        return _register(mlflow, model, candidate, min_win_rate)
+        return _register(mlflow, model, candidate, min_win_rate, play)
+    except RLHFError:
+        raise
     except Exception as error:
         # MLflow raises errors of four libraries; for this stage all mean the same.
         address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
@@ -132,12 +163,19 @@ def has_version(mlflow: Mlflow, model: str, policy_digest: str) -> bool:
     return any(known.tags.get(POLICY) == policy_digest for known in mlflow.versions(model))
 
 
-def _register(mlflow: Mlflow, model: str, candidate: Candidate, min_win_rate: float) -> Registration:
+def _register(
+    mlflow: Mlflow,
+    model: str,
+    candidate: Candidate,
+    min_win_rate: float,
+    play: Callable[[Mapping[str, str]], Match | None],
+) -> Registration:
     mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
     version, created = _find_or_create(mlflow, model, candidate)
     failpoint("register.created")
     mlflow.set_alias(model, CANDIDATE, version.version)
     champion = mlflow.by_alias(model, CHAMPION)
+    match = None
     if champion is not None and champion.version == version.version:
         decision = Decision(True, "unchanged", "this policy is the champion already")
     else:
@@ -147,12 +185,14 @@ def _register(mlflow: Mlflow, model: str, candidate: Candidate, min_win_rate: fl
                 False, "unknown", f"the champion, version {champion.version}, has no recorded evaluation"
             )
         else:
-            decision = decide(candidate.evaluation, record, min_win_rate=min_win_rate)
+            if champion is not None and candidate.evaluation.win_rate >= min_win_rate:
+                match = play(champion.tags)
+            decision = decide(candidate.evaluation, record, match, min_win_rate=min_win_rate)
         mlflow.tag_version(model, version.version, {"rlhf.gate": decision.rule, "rlhf.gate_reason": decision.reason})
     failpoint("register.decided")
     if decision.champion:
         mlflow.set_alias(model, CHAMPION, version.version)
-    return Registration(model, version.version, created, decision, champion.version if champion else None)
+    return Registration(model, version.version, created, decision, champion.version if champion else None, match)
 
 
 def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:

@@ -15,7 +15,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.stages import register as register_stage
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.registry import Candidate, Evaluation, decide, register
+from rlhf_core.tracking.registry import Candidate, Evaluation, Match, decide, register
 from rlhf_core.types import ArtifactRef, Lineage, Services
 
 
@@ -54,6 +54,34 @@ def test_the_gate_takes_the_first_comparison_that_both_sides_can_make(
     decision = decide(candidate, champion, min_win_rate=0.5)
     assert (decision.champion, decision.rule) == (wins, rule)
     assert decision.reason
+
+
+@pytest.mark.parametrize(("low", "wins"), [(0.51, True), (0.5, False), (0.4, False)])
+def test_a_match_against_the_champion_decides_and_only_beyond_doubt(low: float, wins: bool) -> None:
+    better, worse = E(0.9, gold_reward=2.0), E(0.6, gold_reward=1.0)
+    decision = decide(worse, better, Match(0.6, low, 0.7, 128), min_win_rate=0.5)
+    assert (decision.champion, decision.rule) == (wins, "match")
+    assert decide(E(0.4), better, Match(1.0, 1.0, 1.0, 128), min_win_rate=0.5).rule == "min_win_rate"
+
+
+def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(mlflow: Mlflow) -> None:
+    asked: list[Any] = []
+
+    def play(tags: Any) -> Match:
+        asked.append(tags["note"])
+        return Match(0.8, 0.7, 0.9, 8)
+
+    def enter(digest: str, gold: float, win_rate: float) -> Any:
+        return register(mlflow, "m6", candidate(digest, gold, win_rate, note=digest), min_win_rate=0.5, play=play)
+
+    enter("a", 9.0, 0.8)
+    enter("a", 9.0, 0.8)
+    enter("b", 1.0, 0.4)
+    assert asked == []
+    done = enter("c", 1.0, 0.6)
+    assert asked == ["a"]
+    assert done.match == Match(0.8, 0.7, 0.9, 8)
+    assert aliases(mlflow, "m6") == {"candidate": "3", "champion": "3"}
 
 
 def candidate(digest: str, gold: float, win_rate: float = 0.8, **tags: str) -> Candidate:
