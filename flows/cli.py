@@ -164,19 +164,11 @@ def _command(commands: Any, name: str, text: str, command: Any, example: str) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from flows.files import make_home
     from flows.parameters import check_range
-    from rlhf_core.config.load import load_config
-    from rlhf_core.config.preflight import check
-    from rlhf_core.planning.fit import check_memory
-    from rlhf_core.storage.store import Store
+    from flows.settings import checked_config
 
-    config = load_config(arguments.config, arguments.overrides)
-    check(config)
-    check_memory(config)
     check_range(arguments.start, arguments.until)
-    make_home(Path(config.run.home))
-    Store(config.store_url, config.store.endpoint).check()
+    config, _ = checked_config(arguments.config, arguments.overrides)
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)

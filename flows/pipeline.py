@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from flows.embedded import EMBEDDED
-from flows.files import make_home, write_json
+from flows.files import write_json
 from flows.parameters import check_range
 from flows.report import run_markdown, summarize
+from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.checkrewards import module_file
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, stage_key
-from rlhf_core.config.load import load_config
-from rlhf_core.config.preflight import check
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import pinned, source_digests
 from rlhf_core.errors import InputError
-from rlhf_core.planning.fit import check_memory
 from rlhf_core.processes import ProcessId
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -223,12 +221,9 @@ def open_pipeline(
     Raises InputError, with everything that is wrong, before anything heavy starts.
     """
     logging.getLogger("flows").setLevel(logging.INFO)  # Prefect shows our lines on a run's page, but leaves the level
-    settings = load_config(config, overrides)
-    for warning in check(settings):
+    settings, warnings = checked_config(config, overrides)
+    for warning in warnings:
         log.warning("%s", warning)
-    check_memory(settings)
-    make_home(Path(settings.run.home))
-    Store(settings.store_url, settings.store.endpoint).check()
     run = Pipeline(pinned(settings), config, start, until)
     run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(versions()), **tags}
     run.ensure_parent()

@@ -7,13 +7,13 @@ from typing import Any
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.fleet import Fleet
-from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.cluster.spread import renumber
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.rollout.experience import Experience
 from rlhf_core.seeds import derive_seed
+from rlhf_core.training.records import OptimizerStep, TrainSample
 from rlhf_core.training.sft import epoch_batches
 from rlhf_core.types import Rollout, SFTExample
 

@@ -16,10 +16,8 @@ from rlhf_core.cluster.calls import Actor, called
 from rlhf_core.cluster.records import (
     FloatArray,
     LogprobResult,
-    OptimizerStep,
     PartSpec,
     Sequence2,
-    TrainSample,
     Usage,
 )
 from rlhf_core.config import PipelineConfig
@@ -28,6 +26,7 @@ from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.failpoints import failpoint
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join
+from rlhf_core.training.records import OptimizerStep, TrainSample
 
 
 class ModelWorker(Actor):

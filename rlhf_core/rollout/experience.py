@@ -113,10 +113,7 @@ def make_experience(
         "objective/rlhf_reward": _mean(rewards_BT.sum(1)[scored_B]),
         "objective/entropy": (masked_sum(entropy_BT, mask_BT) / scored_B.sum().clamp(min=1)).item(),
         "policy/entropy": masked_mean(entropy_BT, mask_BT).item(),
-        "rollout/length": lengths_B.float().mean().item(),
-        "rollout/eos_rate": finished_B.float().mean().item(),
-        "rollout/empty_rate": (finished_B & (lengths_B <= 1)).float().mean().item(),
-        "rollout/unscored": float((~scored_B).sum()),
+        **_of_responses(lengths_B, finished_B, scored_B),
         **_engine_gap(old_BT, rollout_BT, mask_BT),
     }
     if ppo.uses_critic:
@@ -131,6 +128,15 @@ def make_experience(
     return Experience(
         mask_BT, old_BT, ref_BT, values_BT, advantages_BT, returns_BT, weights_BT, k1_BT.sum(1), scores_B, metrics
     )
+
+
+def _of_responses(lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: torch.Tensor) -> dict[str, float]:
+    return {
+        "rollout/length": lengths_B.float().mean().item(),
+        "rollout/eos_rate": finished_B.float().mean().item(),
+        "rollout/empty_rate": (finished_B & (lengths_B <= 1)).float().mean().item(),
+        "rollout/unscored": float((~scored_B).sum()),
+    }
 
 
 def _group_advantages(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,46 +21,13 @@ from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss,
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.training.engine import TrainingEngine
-
-
-class Sample(Protocol):
-    """Structural view of `cluster.records.TrainSample`."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
-    @property
-    def response_ids(self) -> tuple[int, ...]: ...
-    @property
-    def old_logprobs(self) -> Any: ...
-    @property
-    def ref_logprobs(self) -> Any: ...
-    @property
-    def advantages(self) -> Any: ...
-    @property
-    def returns(self) -> Any: ...
-    @property
-    def old_values(self) -> Any: ...
-    @property
-    def weights(self) -> Any: ...
-
-
-class Step(Protocol):
-    """Structural view of `cluster.records.OptimizerStep`."""
-
-    @property
-    def micro_batches(self) -> list[list[int]]: ...
-    @property
-    def denominator(self) -> float: ...
-    @property
-    def ptx_micro_batches(self) -> list[list[int]]: ...
-    @property
-    def ptx_targets(self) -> int: ...
+from rlhf_core.training.records import OptimizerStep, TrainSample
 
 
 def update_policy(
     engine: TrainingEngine,
-    samples: Sequence[Sample],
-    steps: Sequence[Step],
+    samples: Sequence[TrainSample],
+    steps: Sequence[OptimizerStep],
     ppo: PPOConfig,
     pad_id: int,
     *,
@@ -74,7 +41,7 @@ def update_policy(
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
-    def losses(step: Step) -> Iterator[torch.Tensor]:
+    def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
         for group in step.micro_batches:
             yield _policy_part(engine, samples, group, step.denominator, ppo, pad_id, kl_coef, sums)
         for group in step.ptx_micro_batches:
@@ -92,7 +59,7 @@ def update_policy(
 
 def _policy_part(
     engine: TrainingEngine,
-    samples: Sequence[Sample],
+    samples: Sequence[TrainSample],
     group: list[int],
     denominator: float,
     ppo: PPOConfig,
@@ -136,12 +103,12 @@ def _policy_part(
 
 
 def update_critic(
-    engine: TrainingEngine, samples: Sequence[Sample], steps: Sequence[Step], ppo: PPOConfig, pad_id: int
+    engine: TrainingEngine, samples: Sequence[TrainSample], steps: Sequence[OptimizerStep], ppo: PPOConfig, pad_id: int
 ) -> dict[str, float]:
     """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`, `skipped`."""
     sums: defaultdict[str, float] = defaultdict(float)
 
-    def losses(step: Step) -> Iterator[torch.Tensor]:
+    def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
         for group in step.micro_batches:
             batch, chosen = _batch(engine, samples, group, ppo, pad_id)
             values_N = engine(batch, "tokens")
@@ -175,8 +142,8 @@ def _count(sums: defaultdict[str, float], norm: float) -> None:
 
 
 def _batch(
-    engine: TrainingEngine, samples: Sequence[Sample], group: list[int], ppo: PPOConfig, pad_id: int
-) -> tuple[TokenBatch, list[Sample]]:
+    engine: TrainingEngine, samples: Sequence[TrainSample], group: list[int], ppo: PPOConfig, pad_id: int
+) -> tuple[TokenBatch, list[TrainSample]]:
     chosen = [samples[i] for i in group]
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
     return collate(sequences, pad_id=pad_id, pack=ppo.pack).to(engine.rank.torch_device), chosen
@@ -192,5 +159,5 @@ def _stack(arrays: Sequence[Any], batch: TokenBatch) -> torch.Tensor:
     return pad_sequence(tensors, batch_first=True).to(batch.input_ids_BL.device)
 
 
-def _mask(chosen: Sequence[Sample], batch: TokenBatch) -> torch.Tensor:
+def _mask(chosen: Sequence[TrainSample], batch: TokenBatch) -> torch.Tensor:
     return _stack([np.ones(len(s.response_ids)) for s in chosen], batch).bool()

@@ -31,7 +31,6 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenSequence
@@ -41,6 +40,7 @@ from rlhf_core.models.score import load_score_model
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.ppo import update_critic, update_policy
+from rlhf_core.training.records import OptimizerStep, TrainSample
 from rlhf_core.training.reward import train_step as reward_step
 from rlhf_core.training.sft import train_step as sft_step
 from rlhf_core.types import PairExample

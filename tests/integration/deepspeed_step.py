@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from rlhf_core.algo.losses import step_denominator
-from rlhf_core.cluster.records import OptimizerStep, TrainSample
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
 from rlhf_core.models.adapters import add_adapter
@@ -33,6 +32,7 @@ from rlhf_core.models.score import ScoreModel
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.ppo import update_critic, update_policy
+from rlhf_core.training.records import OptimizerStep, TrainSample
 from rlhf_core.training.sft import train_step as sft_step
 
 CUTS = ((1000, False), (60, False), (60, True), (30, True))

@@ -53,8 +53,8 @@ HOMES = {
     "mlflow": ("rlhf_core.tracking",),
 }
 
-MAX_FILE_LINES = 450
-MAX_FUNCTION_LINES = 70
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
 
 
 def sources() -> list[Path]:

@@ -1,0 +1,26 @@
+"""What is looked at before anything heavy starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.files import make_home
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import load_config
+from rlhf_core.config.preflight import check
+from rlhf_core.planning.fit import check_memory
+from rlhf_core.storage.store import Store
+
+
+def checked_config(path: str, overrides: Sequence[str]) -> tuple[PipelineConfig, list[str]]:
+    """The configuration and what the user should know of it; its home is made, its store answers.
+
+    Raises InputError with everything that is wrong.
+    """
+    config = load_config(path, overrides)
+    warnings = check(config)
+    check_memory(config)
+    make_home(Path(config.run.home))
+    Store(config.store_url, config.store.endpoint).check()
+    return config, warnings
