@@ -58,7 +58,7 @@ def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], No
 
     Raises DataError or ModelError with the source, the rule and a fix.
     """
-    digests = source_digests(config, "data")
+    digests = source_digests(config)
     counts = {name: Counts() for name in SETS}
     quarantine = Quarantine(out / "quarantine.jsonl")
     try:

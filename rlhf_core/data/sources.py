@@ -24,7 +24,6 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.types import StageName
 
 _CHUNK = 2**20
 
@@ -67,24 +66,22 @@ def read_rows(source: Source, endpoint: str | None = None) -> Iterator[Row | Bad
     yield from islice(kept, source.limit)
 
 
-def source_digests(config: PipelineConfig, stage: StageName | None = None) -> dict[str, str]:
-    """sha256 of everything that `stage` reads from outside the store, by name: for the stage key.
+def source_digests(config: PipelineConfig) -> dict[str, str]:
+    """sha256 of the data sources, the chat template and the base model, by name: for the keys of what reads them.
 
-    `data`: sources, base model or tokenizer, chat template; `sft`: base model; `None`: all of them; else nothing.
     Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
     digests: dict[str, str] = {}
-    if stage in (None, "data"):
-        for name in ("sft", "preference", "prompts"):
-            sources: tuple[Source, ...] = getattr(config.data, name)
-            for index, source in enumerate(sources):
-                digests[f"data.{name}[{index}]"] = _source_digest(source, config.store.endpoint)
-        if config.data.chat_template is not None:
-            path = Path(config.data.chat_template).expanduser()
-            if not path.is_file():
-                raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file")
-            digests["data.chat_template"] = _stream_digest(path.open("rb"))
-    if stage in (None, "data", "sft") and config.model.path is not None:
+    for name in ("sft", "preference", "prompts"):
+        sources: tuple[Source, ...] = getattr(config.data, name)
+        for index, source in enumerate(sources):
+            digests[f"data.{name}[{index}]"] = _source_digest(source, config.store.endpoint)
+    if config.data.chat_template is not None:
+        path = Path(config.data.chat_template).expanduser()
+        if not path.is_file():
+            raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file")
+        digests["data.chat_template"] = _stream_digest(path.open("rb"))
+    if config.model.path is not None:
         digests["model"] = _model_digest(config.model.path, config.model.revision)
     return digests
 
