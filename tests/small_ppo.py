@@ -81,7 +81,7 @@ def small_ppo(
     """A controller whose fleet has started, every role from `model`, and whose engines have the policy's weights."""
     with (
         RewardComposer(config.ppo.rewards) as composer,
-        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0, watch) as fleet,
+        Fleet(config, plan(config.ppo), config.run.device, dict.fromkeys(ROLES, model), 0, watch) as fleet,
     ):
         controller = PPOController(config, fleet, prompts, str, composer, services(work))
         controller.sync()
