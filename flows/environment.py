@@ -48,6 +48,10 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     return child
 
 
+DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
+"""Prefect's names for the address of its database; the first wins."""
+
+
 def prefect_environment(folder: Path) -> dict[str, str]:
     """Settings of a Prefect server or client of ours whose files lie in `folder`."""
     return {
@@ -56,7 +60,7 @@ def prefect_environment(folder: Path) -> dict[str, str]:
         "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
         "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
         "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
+        **dict.fromkeys(DATABASE_VARIABLES, f"sqlite+aiosqlite:///{folder / 'prefect.db'}"),
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.files import read_json
-from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes
+from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes, own_database
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.processes import ProcessId, carriers, stop, wait_gone
 
@@ -34,6 +34,7 @@ def up(home: Path) -> str:
         raise InputError(
             f"servers for {home} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf down` first"
         )
+    own_database()
     _sweep(home)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "supervisor.log").open("ab") as output:

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.embedded import answers, free_port
-from flows.environment import NO_TELEMETRY, prefect_environment
+from flows.environment import DATABASE_VARIABLES, NO_TELEMETRY, prefect_environment
 from flows.files import write_json
 from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
 from rlhf_core.config.redact import ScrubbingFormatter
-from rlhf_core.errors import RLHFError, StageFailed
+from rlhf_core.errors import InputError, RLHFError, StageFailed
 from rlhf_core.processes import ProcessId, carriers, die_with_parent, listens, stop
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,18 @@ class Server:
         return None if self.process is None else ProcessId.of(self.process.pid)
 
 
+def own_database() -> str | None:
+    """The user's own database for Prefect's server, if the environment names one. Raises InputError if it is no
+    PostgreSQL with the driver that Prefect needs."""
+    url = next((os.environ[name] for name in DATABASE_VARIABLES if os.environ.get(name)), None)
+    if url is not None and not url.startswith("postgresql+asyncpg://"):
+        raise InputError(
+            f"{DATABASE_VARIABLES[0]} must begin with postgresql+asyncpg://; got {url.partition('://')[0]}://...; correct "
+            "it, or unset it to have SQLite in the home"
+        )
+    return url
+
+
 class Supervisor:
     """Starts the servers in order, deploys, then watches."""
 
@@ -120,8 +132,10 @@ class Supervisor:
         ]  # fmt: skip
         worker = [*tool, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1"]
         lean = {**NO_TELEMETRY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MARK: str(home)}
+        # For the server alone: its address may hold a password.
+        database = dict.fromkeys(DATABASE_VARIABLES, url) if (url := own_database()) else {}
         return {
-            "prefect": Server("prefect", prefect, self.environment, self.folder / "prefect.log"),
+            "prefect": Server("prefect", prefect, {**self.environment, **database}, self.folder / "prefect.log"),
             "mlflow": Server("mlflow", mlflow, lean, self.folder / "mlflow.log"),
             "worker": Server("worker", worker, self.environment, self.folder / "worker.log"),
         }

@@ -1,6 +1,6 @@
 """Kills of what `rlhf up` runs, in the middle of PPO: a table of what became of the flow run.
 
-    python -m tests.chaos.servers [--times 10] [--folder .rlhf/chaos-servers] [--table FILE]
+    python -m tests.chaos.servers [--times 10] [--postgres] [--folder .rlhf/chaos-servers] [--table FILE]
 
 Every trial: PPO of the tiny pipeline as a deployment's run; when its first checkpoint is committed (or, for "still
 pending", as soon as a process has the run) the victims get SIGKILL; what was started by `up` is left to itself. Where
@@ -20,15 +20,18 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.environment import DATABASE_VARIABLES
 from flows.files import read_json
 from flows.reconcile import ENGINE_VARIABLE, post
 from flows.supervisor import flow_processes
 from rlhf_core.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
+from tests.postgres import postgres
 
 KINDS = {
     "flow": ("flow",),
@@ -61,9 +64,12 @@ class Trial:
 class Servers:
     """What `rlhf up --home` started."""
 
-    def __init__(self, home: Path, trace: Path) -> None:
+    def __init__(self, home: Path, trace: Path, database: str | None = None) -> None:
+        """`database`: of Prefect's server; None: SQLite."""
         self.home = home
         self._environment = {**os.environ, TRACE: str(trace)}
+        if database is not None:
+            self._environment[DATABASE_VARIABLES[0]] = database
         self._environment.pop("PREFECT_API_URL", None)
 
     def up(self) -> None:
@@ -111,12 +117,12 @@ class Servers:
         return dict(run)
 
 
-def trial(golden: Golden, kind: str, folder: Path) -> Trial:
+def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Trial:
     """One kill."""
     home, trace = folder / "home", folder / "trace"
     shutil.copytree(golden.before("ppo"), home)
     trace.mkdir()
-    servers = Servers(home, trace)
+    servers = Servers(home, trace, database)
     servers.up()
     try:
         name = servers.deploy()
@@ -183,6 +189,7 @@ def main() -> int:
     """0 if every run completed in the same bits."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--postgres", action="store_true", help="Prefect's server on PostgreSQL, in place of SQLite")
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos-servers"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
     arguments = parser.parse_args()
@@ -201,7 +208,8 @@ def main() -> int:
             if sum(row["kind"] == kind for row in trials()) > number:
                 continue
             golden = golden or Golden(work, ("data", "sft", "reward", "ppo"))
-            row = asdict(trial(golden, kind, work / "trial"))
+            with postgres(work / "postgres") if arguments.postgres else nullcontext() as database:
+                row = asdict(trial(golden, kind, work / "trial", database))
             shutil.rmtree(work / "trial")
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -1,5 +1,7 @@
 """`rlhf up`, a run of the deployment whose process is killed, `rlhf down`: the real Prefect, MLflow and worker.
 
+On SQLite, and in the slow set on PostgreSQL.
+
 - the same flow run is running again within 30 s and completes; its tags tell configuration, seed and pipeline
 - progress, reports and links are there as artifacts; the form's schema knows types and descriptions; the schedule is off
 - the run's MLflow run leads back to it, and nothing is left after `rlhf down`
@@ -10,19 +12,32 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
+
+import pytest
 
 from flows.reconcile import ENGINE_VARIABLE, post
 from flows.supervisor import MARK, flow_processes
 from rlhf_core.processes import carriers
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
+from tests.postgres import postgres, postgres_programs
+
+NEEDS_POSTGRES = pytest.mark.skipif(postgres_programs() is None, reason="needs PostgreSQL's programs")
 
 
-def test_a_flow_run_that_is_killed_continues_as_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("database", ["SQLite", pytest.param("PostgreSQL", marks=[pytest.mark.slow, NEEDS_POSTGRES])])
+def test_a_flow_run_that_is_killed_continues_as_the_same_run(database: str, tmp_path: Path) -> None:
     home, trace = tmp_path / "home", tmp_path / "trace"
     trace.mkdir()
-    servers = Servers(home, trace)
+    with postgres(tmp_path / "postgres") if database == "PostgreSQL" else nullcontext() as url:
+        _kill_one_that_runs(Servers(home, trace, url), home, trace)
+    if database == "PostgreSQL":
+        assert not list(home.rglob("prefect.db"))
+
+
+def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
     servers.up()
     try:
         name = servers.deploy(until="sft")

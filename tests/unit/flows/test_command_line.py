@@ -198,6 +198,12 @@ def test_up_refuses_a_second_supervisor_and_a_folder_without_the_project(
     (tmp_path / "servers" / "state.json").write_text(json.dumps({"pid": me.pid, "started": me.started}))
     with pytest.raises(InputError, match="are up already"):
         up(tmp_path)
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "mysql://me:secret@host/db")
+    with pytest.raises(
+        InputError, match=r"must begin with postgresql\+asyncpg://; got mysql://\.\.\.; correct"
+    ) as refused:
+        up(tmp_path / "other")
+    assert "secret" not in refused.value.message
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="project's folder"):
         up(tmp_path)
