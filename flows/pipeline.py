@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -126,7 +127,7 @@ class Pipeline:
         found = self.artifacts.find(spec.stage, spec.key)
         if found is not None and spec.stage == "register":
             model = self.config.registered_model
-            if self.tracking.forgot(model, spec.inputs["ppo"].digest):
+            if self.tracking.forgot(model, found.facts["weights_sha256"]):
                 self.artifacts.set_aside(
                     found, f"The policy was registered once, but MLflow has no such version of {model}."
                 )
@@ -170,7 +171,7 @@ class Pipeline:
         content = {
             "state": state,
             "error": scrubbed(error),
-            "process": [os.getpid(), self.started],
+            "process": [os.getpid(), self.started, socket.gethostname()],
             "config": self.config_path,
             "updated": time.time(),
             "pipeline_key": self.key,

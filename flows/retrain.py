@@ -16,6 +16,7 @@ from flows.pipeline import outside_digests
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
+from rlhf_core.tracking.tracker import open_tracking
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +31,16 @@ def retrain(config: File = DEFAULT_CONFIG, overrides: tuple[Override, ...] = ())
     """
     settings = load_config(config, overrides)
     key = pipeline_key(settings, outside_digests(settings))
-    if finished := finished_run(Path(settings.run.home), key):
-        return Completed(name="Unchanged", message=f"nothing has changed since {finished}")
+    finished = finished_run(Path(settings.run.home), key)
+    if finished and not open_tracking(settings).forgot(settings.registered_model, finished["weights_sha256"]):
+        return Completed(name="Unchanged", message=f"nothing has changed since {finished['run']}")
     return rlhf(config=config, overrides=overrides)
 
 
-def finished_run(home: Path, key: str) -> str | None:
-    """Name of the run that finished all stages with this pipeline key, if there is one."""
+def finished_run(home: Path, key: str) -> dict[str, Any] | None:
+    """Summary of the run that finished all stages with this pipeline key, if there is one."""
     for path in sorted((home / "runs").glob("*/summary.json")):
         summary = read_json(path) or {}
         if summary.get("pipeline_key") == key and "register" in summary.get("stages", {}):
-            return path.parent.name
+            return summary
     return None

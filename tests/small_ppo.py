@@ -41,9 +41,9 @@ def services(folder: Path) -> Services:
     return Services({}, folder, folder, nowhere, nowhere, nowhere.progress)
 
 
-def save_small_model(folder: Path) -> Path:
+def save_small_model(folder: Path, vocabulary: int = VOCABULARY) -> Path:
     return save_tiny_llama(
-        folder, vocab_size=VOCABULARY, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
+        folder, vocab_size=vocabulary, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
     )
 
 

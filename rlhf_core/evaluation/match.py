@@ -1,7 +1,8 @@
-"""The policy against the present champion: both answer the same held-out prompts, and the evaluation's judge decides.
+"""The policy against the present champion: both answer the same prompts, which neither was trained on, and the judge of
+the evaluation decides.
 
-Numbers recorded by two evaluations compare only where both had the same measure; a match needs no such luck. The reward
-model, where it is the judge, is the candidate's own: a true reward or rules say more, and come first.
+Numbers recorded by two evaluations compare only where both had the same measure; a match needs no such luck. Where the
+judge is the reward model it is the candidate's own, against which the candidate was trained.
 """
 
 from __future__ import annotations
@@ -10,75 +11,122 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import Services
+from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, Services, StageName
 
 log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class _NotPlayed(Exception):
+    why: str
+
+
+@dataclass(frozen=True)
+class _Champion:
+    policy: Path
+    seen: frozenset[str]
+    """Ids of the prompts that it was trained on."""
+    template: str
+    """`data.template` of its run."""
 
 
 def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Comparison | None:
     """The candidate of `services.inputs` against the version with the tags `champion`, paired by prompt.
 
-    None, with the reason in the log, where the champion's weights are not in this store, or read other tokens.
+    None, with the reason in the log, where the champion is not in this store, reads other tokens, cannot be served as the
+    candidate can, or where no prompt is left that both can be asked.
     """
     try:
-        folder = _weights(config, champion)
-    except (InputError, CorruptArtifact) as error:
-        log.warning("the champion cannot be played against (%s): recorded evaluations decide", error.message)
+        other = _find(config, champion)
+        candidate = services.inputs["ppo"] / "policy"
+        if (_tokenizer(other.policy), other.template) != (_tokenizer(candidate), config.data.template):
+            raise _NotPlayed("it has another tokenizer or template")
+        prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
+        prompts = [prompt for prompt in prompts if prompt.prompt_id not in other.seen]
+        if not prompts:
+            raise _NotPlayed("it was trained on all held-out prompts")
+        return _play(config, services, prompts, candidate, other.policy)
+    except _NotPlayed as reason:
+        log.warning("no match against the champion: %s; recorded evaluations decide", reason.why)
         return None
-    candidate = services.inputs["ppo"] / "policy"
-    if folder is None or _tokenizer(folder) != _tokenizer(candidate):
-        why = "its weights are not in this store" if folder is None else "it has another tokenizer"
-        log.warning("the champion cannot be played against (%s): recorded evaluations decide", why)
-        return None
-    return _play(config, services, {"ppo": candidate, "champion": folder})
 
 
-def _weights(config: PipelineConfig, champion: Mapping[str, str]) -> Path | None:
+def _find(config: PipelineConfig, tags: Mapping[str, str]) -> _Champion:
     settings = config.store
     store = Store(config.store_url, settings.endpoint, settings.retry_seconds)
     artifacts = ArtifactStore(store, Path(config.run.home).resolve() / "cache")
-    ref = artifacts.find("ppo", champion["rlhf.ppo.key"]) if "rlhf.ppo.key" in champion else None
-    if ref is None or ref.digest != champion.get("rlhf.ppo.digest"):
-        return None
-    return artifacts.fetch(ref) / "policy"
+    try:
+        policy, data = (_artifact(artifacts, stage, tags) for stage in ("ppo", "data"))
+        template = artifacts.config(policy)["data"]["template"]
+        train = load_prompts(artifacts.fetch(data), "train")
+        return _Champion(
+            artifacts.fetch(policy) / "policy", frozenset(prompt.prompt_id for prompt in train), str(template)
+        )
+    except RLHFError as error:
+        raise _NotPlayed(error.message) from error
+
+
+def _artifact(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> ArtifactRef:
+    """The one that the version was made from or with."""
+    key = tags.get(f"rlhf.{stage}.key")
+    ref = artifacts.find(stage, key) if key is not None else None
+    if ref is None or ref.digest != tags.get(f"rlhf.{stage}.digest"):
+        raise _NotPlayed(f"its {stage} artifact is not in this store")
+    return ref
 
 
 def _tokenizer(folder: Path) -> str:
     """Digest of what turns text into tokens."""
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    found = hashlib.sha256()
+    for file in (folder / name for name in _TOKENIZER_FILES):
+        found.update(file.read_bytes() if file.exists() else b"")
+        found.update(b"\x1f")
+    return found.hexdigest()
 
 
-def _play(config: PipelineConfig, services: Services, models: Mapping[str, Path]) -> Comparison:
+def _play(
+    config: PipelineConfig, services: Services, prompts: list[PromptExample], candidate: Path, champion: Path
+) -> Comparison:
     from transformers import AutoTokenizer
 
     from rlhf_core.training.launch import resolve_device
 
     device = resolve_device(config.run.device)
     tokenizer = AutoTokenizer.from_pretrained(services.inputs["data"] / "tokenizer", trust_remote_code=False)
-    prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
-    responses = generate.responses_of(config, models, tokenizer, prompts, device=device, progress=services.progress)
+
+    def respond(name: str, folder: Path) -> list[RewardInput]:
+        return generate.responses_of(
+            config, {name: folder}, tokenizer, prompts, device=device, progress=services.progress
+        )[name]
+
+    ours = respond("ppo", candidate)
+    try:
+        theirs = respond("champion", champion)
+    except Exception as error:  # it may be larger, older, of another kind: the candidate was just served the same way
+        raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
-    both = [*responses["ppo"], *responses["champion"]]
     reward = services.inputs["reward"] / "model" if "reward" in services.inputs else None
-    scores = scoring.score(judge, config, reward, both, pad_id=tokenizer.pad_token_id or 0, device=device)
-    ours, theirs = (
-        [Answer(sample, {judge: value}) for sample, value in zip(responses[name], values, strict=True)]
-        for name, values in (("ppo", scores[: len(prompts)]), ("champion", scores[len(prompts) :]))
-    )
-    whole = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if not any(map(_masked, pair))]
+    pad_id = tokenizer.pad_token_id or 0
+    scores = scoring.score(judge, config, reward, [*ours, *theirs], pad_id=pad_id, device=device)
+    pairs = [
+        (Answer(a, {judge: x}), Answer(b, {judge: y}))
+        for a, b, x, y in zip(ours, theirs, scores[: len(ours)], scores[len(ours) :], strict=True)
+        if not math.isnan(x + y)
+    ]
+    if not pairs:
+        raise _NotPlayed("no response could be scored")
     settings = Intervals(config).settings("match")
-    return compare(ScoreJudge(judge), [ours[i] for i in whole], [theirs[i] for i in whole], **settings)
-
-
-def _masked(answer: Answer) -> bool:
-    return any(math.isnan(value) for value in answer.scores.values())
+    return compare(ScoreJudge(judge), [a for a, _ in pairs], [b for _, b in pairs], **settings)

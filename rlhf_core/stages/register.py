@@ -19,7 +19,7 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.match import play
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.registry import Candidate, Evaluation, Match, register
+from rlhf_core.tracking.registry import WEIGHTS, Candidate, Evaluation, Match, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
 
@@ -102,7 +102,7 @@ def _tags(
     inputs: Mapping[Any, ArtifactRef] = lineage.inputs
     text = config.model_dump_json(by_alias=True)
     tags = {
-        "rlhf.weights_sha256": weights_digest,
+        WEIGHTS: weights_digest,
         "rlhf.config_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "rlhf.seed": str(config.run.seed),
         "rlhf.versions": json.dumps(versions()),

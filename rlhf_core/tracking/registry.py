@@ -7,9 +7,10 @@ Whether a candidate becomes champion is decided by a match against the present o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import RLHFError
@@ -20,7 +21,10 @@ CANDIDATE, CHAMPION = "candidate", "champion"
 POLICY = "rlhf.policy_digest"
 """Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
 
-_EVALUATION = "rlhf.evaluation"
+WEIGHTS = "rlhf.weights_sha256"
+"""Tag with the digest of its weights."""
+
+_EVALUATION, _OUTCOME = "rlhf.evaluation", "rlhf.outcome"
 
 
 @dataclass(frozen=True)
@@ -146,53 +150,93 @@ def register(
 ) -> Registration:
     """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it.
 
-    `play`: has the candidate play against the version with these tags; None where it cannot.
+    `play`: has the candidate play against the version with these tags; None where it cannot. If another becomes champion
+    meanwhile, that one is played next.
     """
-    try:
-        return _register(mlflow, model, candidate, min_win_rate, play)
-    except RLHFError:
-        raise
-    except Exception as error:
-        # MLflow raises errors of four libraries; for this stage all mean the same.
-        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
-        raise RLHFError(f"MLflow at {address} did not register the model {model!r}: {reason(error)}") from error
+    with _asked(mlflow, model):
+        mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
+        version, created = _find_or_create(mlflow, model, candidate)
+        failpoint("register.created")
+        mlflow.set_alias(model, CANDIDATE, version.version)
+        champion = mlflow.by_alias(model, CHAMPION)
+    while champion is None or champion.version != version.version:
+        decision, match = _judge(candidate, champion, min_win_rate, play)
+        outcome = _Outcome(decision, champion.version if champion else None, match)
+        with _asked(mlflow, model):
+            now = mlflow.by_alias(model, CHAMPION)
+            if (now and now.version) != outcome.met:
+                champion = now
+                continue
+            # Before the alias: whoever is killed in between finds it.
+            mlflow.tag_version(model, version.version, outcome.tags())
+            failpoint("register.decided")
+            if decision.champion:
+                mlflow.set_alias(model, CHAMPION, version.version)
+            failpoint("register.crowned")
+        return Registration(model, version.version, created, *outcome)
+    return Registration(model, version.version, created, *_Outcome.of(champion.tags))
 
 
-def has_version(mlflow: Mlflow, model: str, policy_digest: str) -> bool:
-    """Whether the policy is a version of `model`."""
-    return any(known.tags.get(POLICY) == policy_digest for known in mlflow.versions(model))
+def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
+    """Whether these weights are a version of `model`."""
+    return any(known.tags.get(WEIGHTS) == weights_sha256 for known in mlflow.versions(model))
 
 
-def _register(
-    mlflow: Mlflow,
-    model: str,
+class _Outcome(NamedTuple):
+    """What the gate said, as a version's tags keep it."""
+
+    decision: Decision
+    met: str | None
+    """Version that was champion then."""
+    match: Match | None
+
+    def tags(self) -> dict[str, str]:
+        return {
+            "rlhf.gate": self.decision.rule,
+            "rlhf.gate_reason": self.decision.reason,
+            _OUTCOME: json.dumps(
+                {
+                    "champion": self.decision.champion,
+                    "met": self.met,
+                    "match": asdict(self.match) if self.match else None,
+                }
+            ),
+        }
+
+    @classmethod
+    def of(cls, tags: Mapping[str, str]) -> _Outcome:
+        """Of the champion: how it became so, or that nobody knows."""
+        kept = json.loads(tags.get(_OUTCOME, "{}"))
+        if not kept.get("champion"):
+            return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
+        match = Match(**kept["match"]) if kept["match"] else None
+        return cls(Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"]), kept["met"], match)
+
+
+def _judge(
     candidate: Candidate,
+    champion: ModelVersion | None,
     min_win_rate: float,
     play: Callable[[Mapping[str, str]], Match | None],
-) -> Registration:
-    mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
-    version, created = _find_or_create(mlflow, model, candidate)
-    failpoint("register.created")
-    mlflow.set_alias(model, CANDIDATE, version.version)
-    champion = mlflow.by_alias(model, CHAMPION)
+) -> tuple[Decision, Match | None]:
+    record = Evaluation.from_json(champion.tags.get(_EVALUATION, "")) if champion is not None else None
+    if champion is not None and record is None:
+        text = f"the champion, version {champion.version}, has no recorded evaluation"
+        return Decision(False, "unknown", text), None
     match = None
-    if champion is not None and champion.version == version.version:
-        decision = Decision(True, "unchanged", "this policy is the champion already")
-    else:
-        record = Evaluation.from_json(champion.tags.get(_EVALUATION, "")) if champion is not None else None
-        if champion is not None and record is None:
-            decision = Decision(
-                False, "unknown", f"the champion, version {champion.version}, has no recorded evaluation"
-            )
-        else:
-            if champion is not None and candidate.evaluation.win_rate >= min_win_rate:
-                match = play(champion.tags)
-            decision = decide(candidate.evaluation, record, match, min_win_rate=min_win_rate)
-        mlflow.tag_version(model, version.version, {"rlhf.gate": decision.rule, "rlhf.gate_reason": decision.reason})
-    failpoint("register.decided")
-    if decision.champion:
-        mlflow.set_alias(model, CHAMPION, version.version)
-    return Registration(model, version.version, created, decision, champion.version if champion else None, match)
+    if champion is not None and candidate.evaluation.win_rate >= min_win_rate:
+        match = play(champion.tags)
+    return decide(candidate.evaluation, record, match, min_win_rate=min_win_rate), match
+
+
+@contextmanager
+def _asked(mlflow: Mlflow, model: str) -> Iterator[None]:
+    """MLflow raises errors of four libraries; for this stage all mean the same."""
+    try:
+        yield
+    except Exception as error:
+        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
+        raise RLHFError(f"MLflow at {address} did not register the model {model!r}: {reason(error)}") from error
 
 
 def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:

@@ -132,9 +132,9 @@ class Tracking:
             self.stage_run(parent_id, stage, ref.key, attempt=next_attempt(spool)).finish("FINISHED")
         self._try(lambda: self._link(parent_id, stage, ref))
 
-    def forgot(self, model: str, policy_digest: str) -> bool:
-        """Whether MLflow answers, and has no version of `model` with this policy."""
-        return self._try(lambda: has_version(self.mlflow, model, policy_digest)) is False
+    def forgot(self, model: str, weights_sha256: str) -> bool:
+        """Whether MLflow answers, and has no version of `model` with these weights."""
+        return self._try(lambda: has_version(self.mlflow, model, weights_sha256)) is False
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
         """Headline numbers of a finished pipeline on its own run, for comparing pipelines; the same twice adds nothing."""

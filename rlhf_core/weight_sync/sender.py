@@ -233,7 +233,9 @@ class _VllmTransport:
                 IPCTrainerWeightTransferEngine,
             )
 
-            ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=bucket_bytes)
+            # Unlike the others, it takes no tensor that is larger than a bucket.
+            size = max(bucket_bytes, *(spec.bytes for spec in specs))
+            ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
             self._engine = IPCTrainerWeightTransferEngine.trainer_init(ipc, client=self._client, source=Source())
 
     def send(self, version: str) -> None:

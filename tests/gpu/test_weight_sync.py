@@ -31,8 +31,10 @@ def test_engines_and_trainer_agree_after_each_sync_until_a_tensor_is_altered(
         pytest.skip(f"needs {gpus} GPUs")
     # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
     monkeypatch.setenv("RLHF_FAIL", f"weight_sync.send:{2 * TENSORS + 5}:alter")
-    model = save_small_model(tmp_path / "model")
-    settings = {"prompts_per_step": 16, "max_new_tokens": 12, "minibatches": 2, "weight_sync": {"backend": backend}}
+    # An embedding of 2 MiB, larger than a bucket.
+    model = save_small_model(tmp_path / "model", vocabulary=8192)
+    sync = {"backend": backend, "bucket_mib": 1}
+    settings = {"prompts_per_step": 16, "max_new_tokens": 12, "minibatches": 2, "weight_sync": sync}
     config = small_config(model, {**settings, **ppo}, device="cuda")
     with small_ppo(config, model, tmp_path, small_prompts()) as controller:
         first = controller.iterate()

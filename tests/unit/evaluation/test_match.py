@@ -1,13 +1,13 @@
 """The match of a candidate against the champion; its models are scripted here, store and tokenizer are real.
 
 - both answer the evaluation's prompts, and the judge of the evaluation decides each
-- it is not played where the champion's weights are not in this store, are others by now, or read other tokens
+- prompts that the champion was trained on are left out
+- it is not played where the champion is not in this store, reads other tokens, or cannot be served; the log says why
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.evaluation import match
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import ArtifactRef, PromptExample, Rollout, Services
+from rlhf_core.types import STAGES, PromptExample, Rollout, Services
 from tests.small_ppo import services as nowhere
 
 PROMPTS = [
@@ -54,15 +54,26 @@ def services(tmp_path: Path) -> Services:
                     base.metrics, base.progress)  # fmt: skip
 
 
-@pytest.fixture
-def champion(config: PipelineConfig, tmp_path: Path) -> Callable[[str], tuple[Path, ArtifactRef]]:
-    """Publishes one that says something."""
+Tags = dict[str, str]
+SEEN: list[str] = []
+"""Ids of the prompts that the champion was trained on."""
 
-    def publish(says: str) -> tuple[Path, ArtifactRef]:
-        policy(tmp_path / "out" / "policy", says)
+
+@pytest.fixture
+def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path, Tags]]:
+    """Publishes one that says something: its folder, and the tags of its version."""
+    SEEN.clear()
+
+    def publish(says: str, **data: str) -> tuple[Path, Tags]:
         store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-        ref = store.publish("ppo", "c" * 16, tmp_path / "out", parents={}, metrics={}, config={})
-        return store.fetch(ref) / "policy", ref
+        made = config.model_dump(mode="json", by_alias=True)
+        made["data"] |= data
+        tags = {}
+        for stage in STAGES[0], STAGES[3]:
+            policy(tmp_path / "out" / "policy", says)
+            ref = store.publish(stage, "c" * 16, tmp_path / "out", parents={}, metrics={}, config=made)
+            tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
+        return store.fetch(ref) / "policy", tags
 
     return publish
 
@@ -72,23 +83,24 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     def respond(
         config: Any, model: Path, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
     ) -> list[Rollout]:
+        if (model / "says").read_text() == "FAIL":
+            raise RuntimeError("CUDA out of memory")
         ids = tuple(TOKENIZER.encode((model / "says").read_text(), add_special_tokens=False))
         return [Rollout(p.prompt_id, 0, p.input_ids, ids, (0.0,) * len(ids), True, 0) for p in prompts]
 
-    examples = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(PROMPTS)]
-    monkeypatch.setattr(match, "load_prompts", lambda folder, split: examples)
+    def prompts(_folder: Path, split: str) -> list[PromptExample]:
+        held_out = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(PROMPTS)]
+        return held_out if split == "eval" else [PromptExample(name, "", ()) for name in SEEN]
+
+    monkeypatch.setattr(match, "load_prompts", prompts)
     monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
-
-
-def tags(ref: ArtifactRef) -> dict[str, str]:
-    return {"rlhf.ppo.key": ref.key, "rlhf.ppo.digest": ref.digest}
 
 
 @pytest.mark.parametrize(("says", "rate"), [(BAD, 1.0), (GOOD, 0.5)])
 def test_the_judge_of_the_evaluation_decides_prompt_by_prompt(
     says: str, rate: float, config: PipelineConfig, services: Services, champion: Any
 ) -> None:
-    played = match.play(config, services, tags(champion(says)[1]))
+    played = match.play(config, services, champion(says)[1])
     assert played is not None
     assert (played.win_rate.mean, len(played.preferences)) == (rate, len(PROMPTS))
 
@@ -109,7 +121,7 @@ def test_rules_and_the_candidates_reward_model_can_judge(
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
     inputs = {**services.inputs, "reward": Path("/its/reward")}
     with_reward = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)  # fmt: skip
-    played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, tags(champion(BAD)[1]))
+    played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1])
     assert played is not None
     assert played.win_rate.mean == 0.0
     if judge == "reward_model":
@@ -117,28 +129,60 @@ def test_rules_and_the_candidates_reward_model_can_judge(
         assert len(played.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
 
 
-def test_it_is_not_played_without_the_champions_weights(
+def test_prompts_that_the_champion_was_trained_on_are_left_out(
     config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
-    _, ref = champion(BAD)
-    for other in ({}, {**tags(ref), "rlhf.ppo.key": "e" * 16}, {**tags(ref), "rlhf.ppo.digest": "f" * 64}):
+    tags = champion(BAD)[1]
+    SEEN.extend(["p0", "p5", "another"])
+    played = match.play(config, services, tags)
+    assert played is not None
+    assert len(played.preferences) == len(PROMPTS) - 2
+    SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
+    assert match.play(config, services, tags) is None
+    assert "it was trained on all held-out prompts; recorded evaluations decide" in caplog.text
+
+
+def test_it_is_not_played_without_the_champions_weights_and_data(
+    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tags = champion(BAD)[1]
+    others = [{}, *({**tags, name: "f" * len(value)} for name, value in tags.items())]
+    for other in others:
         assert match.play(config, services, other) is None
-        assert "its weights are not in this store): recorded evaluations decide" in caplog.text
+        assert "artifact is not in this store; recorded evaluations decide" in caplog.text
         caplog.clear()
 
 
-def test_it_is_not_played_against_other_tokens_or_damaged_weights(
+def test_it_is_not_played_against_other_tokens_templates_or_damaged_weights(
     config: PipelineConfig, services: Services, champion: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
-    folder, ref = champion(BAD)
-    own = tmp_path / "ppo" / "policy" / "tokenizer.json"
-    whole = own.read_text()
-    own.write_text(whole + " ")
-    assert match.play(config, services, tags(ref)) is None
-    assert "another tokenizer" in caplog.text
-    own.write_text(whole)
+    folder, tags = champion(BAD)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        own = tmp_path / "ppo" / "policy" / name
+        whole = own.read_text()
+        own.write_text(whole + " ")
+        assert match.play(config, services, tags) is None
+        assert "another tokenizer or template" in caplog.text
+        own.write_text(whole)
+        caplog.clear()
     (folder / "says").write_text("rot")
-    assert match.play(config, services, tags(ref)) is None
-    assert "the champion cannot be played against (" in caplog.text
+    assert match.play(config, services, tags) is None
+    assert "no match against the champion: " in caplog.text and "recorded evaluations decide" in caplog.text
+
+
+def test_it_is_not_played_against_a_champion_of_another_template(
+    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert match.play(config, services, champion(BAD, template="plain")[1]) is None
+    assert "another tokenizer or template" in caplog.text
+
+
+def test_a_champion_that_cannot_be_served_is_not_played_and_a_candidate_must_be(
+    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tags = champion("FAIL")[1]
+    assert match.play(config, services, tags) is None
+    assert "it cannot be served here (RuntimeError: CUDA out of memory); recorded" in caplog.text
+    (services.inputs["ppo"] / "policy" / "says").write_text("FAIL")
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        match.play(config, services, tags)

@@ -222,17 +222,28 @@ def test_status_tells_a_running_pipeline_from_a_killed_and_a_failed_one(tmp_path
     making = {"making": {"stage": "sft", "log": "/logs/sft-01.log"}}
     write_json(
         tmp_path / "runs" / "lives" / "run.json",
-        {**run, **making, "state": "running", "error": "", "process": list(astuple(me))},
+        {**run, **making, "state": "running", "error": "", "process": [*astuple(me), socket.gethostname()]},
     )
     write_json(
         tmp_path / "runs" / "killed" / "run.json",
-        {**run, **making, "state": "running", "error": "", "process": [me.pid, me.started - 9]},
+        {**run, **making, "state": "running", "error": "", "process": [me.pid, me.started - 9, socket.gethostname()]},
     )
     write_json(
         tmp_path / "runs" / "failed" / "run.json",
-        {**run, **making, "state": "failed", "error": "WorkerDied: rank 1", "process": list(astuple(me))},
+        {
+            **run,
+            **making,
+            "state": "failed",
+            "error": "WorkerDied: rank 1",
+            "process": [*astuple(me), socket.gethostname()],
+        },
+    )
+    write_json(
+        tmp_path / "runs" / "elsewhere" / "run.json",
+        {**run, **making, "state": "running", "error": "", "process": [me.pid, me.started - 9, "host"]},
     )
     text = describe(tmp_path)
+    assert "elsewhere: running, " in text
     assert re.search(r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text)
     assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
     assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)

@@ -28,7 +28,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import ModelVersion
-from rlhf_core.tracking.registry import POLICY
+from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.types import STAGES, ArtifactRef, StageName
 
 
@@ -209,9 +209,10 @@ def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of
     store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "registration.json").write_text("{}")
-    made = store.publish("register", spec.key, tmp_path / "out", parents={}, metrics={"version": 1.0}, config={})
+    facts = {"weights_sha256": "w" * 64}
+    made = store.publish("register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, facts=facts)
 
-    registered: Any = {"versions": lambda name: [ModelVersion("1", {POLICY: spec.inputs["ppo"].digest})]}
+    registered: Any = {"versions": lambda name: [ModelVersion("1", {WEIGHTS: "w" * 64})]}
     for answer, found in ((registered, made), ({}, made), ({"versions": lambda name: []}, None)):
         run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)  # type: ignore[assignment]
         assert run.find(spec) == found
@@ -226,5 +227,5 @@ def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path
     (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"data": {}}}))
     assert finished_run(tmp_path, key) is None  # stopped by --until
     (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"register": {}}}))
-    assert finished_run(tmp_path, key) == "demo-seed0-x"
+    assert (finished_run(tmp_path, key) or {})["pipeline_key"] == key
     assert finished_run(tmp_path, "0" * 16) is None

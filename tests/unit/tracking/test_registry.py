@@ -6,6 +6,7 @@ Locks: the gate's table of rules, aliases, no second version of a policy, lineag
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,36 @@ def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(ml
     assert asked == []
     done = enter("c", 1.0, 0.6)
     assert asked == ["a"]
-    assert done.match == Match(0.8, 0.7, 0.9, 8)
+    assert (done.match, done.previous) == (Match(0.8, 0.7, 0.9, 8), "1")
     assert aliases(mlflow, "m6") == {"candidate": "3", "champion": "3"}
+    # Killed after the alias moved, it says the same again, and plays nobody.
+    assert enter("c", 1.0, 0.6) == replace(done, created=False)
+    assert asked == ["a"]
+
+
+def test_who_becomes_champion_during_the_match_is_played_next(mlflow: Mlflow) -> None:
+    asked: list[str] = []
+    register(mlflow, "m7", candidate("a", 1.0, note="a"), min_win_rate=0.5)
+
+    def play(tags: Any) -> Match:
+        asked.append(tags["note"])
+        if tags["note"] == "a":
+            register(mlflow, "m7", candidate("b", 2.0, note="b"), min_win_rate=0.5)
+        return Match(0.5, 0.4, 0.6, 8) if tags["note"] == "b" else Match(0.8, 0.7, 0.9, 8)
+
+    done = register(mlflow, "m7", candidate("c", 3.0, note="c"), min_win_rate=0.5, play=play)
+    assert asked == ["a", "b"]
+    assert (done.decision.champion, done.previous) == (False, "3")
+    assert aliases(mlflow, "m7")["champion"] == "3"
+
+
+def test_an_error_of_the_match_is_not_called_one_of_mlflow(mlflow: Mlflow) -> None:
+    def play(tags: Any) -> Match:
+        raise RuntimeError("CUDA out of memory")
+
+    register(mlflow, "m8", candidate("a", 1.0), min_win_rate=0.5)
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        register(mlflow, "m8", candidate("b", 1.0), min_win_rate=0.5, play=play)
 
 
 def candidate(digest: str, gold: float, win_rate: float = 0.8, **tags: str) -> Candidate:
@@ -116,7 +145,7 @@ def test_a_policy_below_the_gate_is_registered_but_no_champion(mlflow: Mlflow) -
 def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow) -> None:
     register(mlflow, "m3", candidate("a", 1.0, note="old"), min_win_rate=0.5)
     again = register(mlflow, "m3", candidate("a", 1.0, note="new"), min_win_rate=0.5)
-    assert (again.version, again.created, again.decision.rule) == ("1", False, "unchanged")
+    assert (again.version, again.created, again.decision.rule) == ("1", False, "first")
     [version] = mlflow.versions("m3")
     assert version.tags["note"] == "new"
     assert aliases(mlflow, "m3") == {"candidate": "1", "champion": "1"}
