@@ -55,13 +55,14 @@ class Bytes:
     """KV cache."""
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*(getattr(self, kind.name) + getattr(other, kind.name) for kind in fields(Bytes)))
+        return Bytes(*(getattr(self, name) + getattr(other, name) for name in _KINDS))
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, kind.name) for kind in fields(Bytes)))
+        return float(sum(getattr(self, name) for name in _KINDS))
 
 
+_KINDS = tuple(kind.name for kind in fields(Bytes))
 NOTHING = Bytes()
 
 

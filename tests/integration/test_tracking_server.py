@@ -132,3 +132,14 @@ def test_an_outage_of_the_server_loses_nothing_and_doubles_nothing(
     done = register(again.mlflow, "demo-policy", policy, min_win_rate=0.5)
     assert (done.version, done.decision.champion) == ("1", True)
     assert client.get_model_version_by_alias("demo-policy", "champion").source == "local-store:///a/store/ppo/policy"
+
+
+def test_a_server_that_refuses_connections_costs_seconds(tmp_path: Path) -> None:
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": "http://127.0.0.1:9"}})
+    start = time.monotonic()
+    tracking = open_tracking(config)
+    run = tracking.stage_run(tracking.parent_run("p", "demo"), "ppo", "k1")
+    run.log_metrics({"loss": 1.0}, 0)
+    run.flush()
+    assert run.run_id is None and run.unsent == 1
+    assert time.monotonic() - start < 30
