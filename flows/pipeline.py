@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +31,11 @@ from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, sta
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import pinned, source_digests
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, StoreError
 from rlhf_core.processes import ProcessId
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking
@@ -81,8 +83,8 @@ class Pipeline:
         self.name = pipeline_name(config, self.key)
         self.folder = self.home / "runs" / self.name
         self.logs = self.home / "logs" / self.name
-        store = Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
-        self.artifacts = ArtifactStore(store, self.home / "cache")
+        self.store = Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
+        self.artifacts = ArtifactStore(self.store, self.home / "cache")
         self.tracking: Tracking = open_tracking(config)
         self.tags: dict[str, str] = {}
         """Of the MLflow run."""
@@ -138,6 +140,14 @@ class Pipeline:
                 f"{self.config.store_url}; leave --from out, or give --from {spec.stage}"
             )
         return found
+
+    def tidy(self, spec: StageSpec) -> None:
+        """Remove what an attempt left that was killed after it had published: checkpoints, rollouts, scratch files."""
+        checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1)
+        with suppress(StoreError):  # the next run comes by again
+            checkpoints.clear()
+        for place in ("journal", "work"):
+            shutil.rmtree(self.home / place / f"{spec.stage}-{spec.key}", ignore_errors=True)
 
     def log_file(self, stage: StageName) -> Path:
         """A new log file for the next attempt at `stage`."""

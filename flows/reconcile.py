@@ -14,6 +14,7 @@ Only runs with the tag `auto-recover` are touched. It holds for one machine: ser
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import urllib.error
@@ -37,6 +38,9 @@ SLOW_SECONDS = 30.0
 """A worker needs time between taking a run and the start of its process."""
 TOO_OLD_SECONDS = 24 * 3600.0
 """A crash of yesterday is not continued behind the user's back."""
+
+_AWAY = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError, KeyError)
+"""The server does not answer, answers half, or refuses."""
 
 Action = Literal["leave", "reschedule", "cancel", "give up"]
 
@@ -83,12 +87,16 @@ class Reconciler:
         """Compare the server's runs with the machine's processes and act. A server that is away changes nothing."""
         try:
             runs = self._runs()
-            alive = self._alive() if runs else set()
-            for run in runs:
-                self._judge(run, alive)
-            self._missing = {run["id"]: self._missing[run["id"]] for run in runs}
-        except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
+        except _AWAY as error:
             log.debug("look skipped: %s", error)
+            return
+        alive = self._alive() if runs else set()
+        for run in runs:
+            try:
+                self._judge(run, alive)
+            except _AWAY as error:  # also what Prefect refuses for this run alone: the others come next
+                log.warning("flow run %s: %s", run.get("name"), error)
+        self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
     def _judge(self, run: Mapping[str, Any], alive: set[str]) -> None:
         name = run["id"]

@@ -123,6 +123,7 @@ def execute(
         failpoint("flow.made")
     else:
         check_gate(run.config, stage, ref.metrics)
+        run.tidy(spec)
         run.tracking.link_reused(run.parent_run_id, stage, ref)
     record = StageRecord(ref, time.monotonic() - began, reused, continued)
     run.record(stage, record)

@@ -150,10 +150,13 @@ class Supervisor:
             log.info("ready: %s", self.api)
             reconciler = Reconciler(self.api)
             while not self.stopping:
-                for server in self.servers.values():
-                    server.keep_running()
-                reconciler.look()
-                self._write_state("ready")
+                try:
+                    for server in self.servers.values():
+                        server.keep_running()
+                    reconciler.look()
+                    self._write_state("ready")
+                except Exception:  # a full disk, half an answer: what runs must not be stopped for it
+                    log.exception("tried again in %g s", _LOOK_SECONDS)
                 self._pause(_LOOK_SECONDS)
         except RLHFError as error:
             self._write_state("failed", error.message)

@@ -236,14 +236,13 @@ class PPOController:
             kept = {name: value for name, value in metrics.items() if name not in self._clocked}
             file.write(json.dumps({"step": self.done, **kept}) + "\n")
         self._services.metrics.log_metrics(metrics, self.done)
-        self._services.progress(
-            "ppo",
-            self.done,
-            self._ppo.steps,
-            "steps",
-            score=metrics["objective/scores"],
-            kl=metrics["objective/kl"],
-        )
+        # What is not finite is not among the metrics of a step that was skipped.
+        shown = {
+            short: metrics[name]
+            for short, name in (("score", "objective/scores"), ("kl", "objective/kl"))
+            if name in metrics
+        }
+        self._services.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
 
     def _log_samples(self, batch: RolloutBatch, experience: Experience, name: str) -> None:
         rows = [

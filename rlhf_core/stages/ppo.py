@@ -46,7 +46,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     services.metrics.flush()
     last = json.loads((services.out / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
-    metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown}
+    metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
         {**metrics, "steps": float(ppo.steps)}, {"weights_sha256": weights_sha256(services.out / "policy")}
     )

@@ -46,6 +46,7 @@ class ArtifactStore:
         the artifact does not exist then and will be made again.
         """
         prefix = _prefix(kind, key)
+        manifest = None
         try:
             manifest = self._read(kind, key)
             if manifest is None:
@@ -56,7 +57,7 @@ class ArtifactStore:
                 raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {wrong}.")
             return self._ref(manifest)
         except CorruptArtifact as error:
-            kept = bundles.quarantine(self._store, prefix, error.message)
+            kept = bundles.quarantine(self._store, prefix, error.message, manifest)
             log.error("%s It is set aside (%s) and will be made again.", error.message, kept)
             return None
 
@@ -126,6 +127,7 @@ class ArtifactStore:
         if (known := self._verified.get(identity)) is not None and known.exists():
             return known
         prefix = _prefix(ref.kind, ref.key)
+        manifest = None
         try:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None and manifest.digest == ref.digest:
@@ -133,7 +135,7 @@ class ArtifactStore:
                 self._verified[identity] = folder
                 return folder
         except CorruptArtifact as error:
-            kept = bundles.quarantine(self._store, prefix, error.message)
+            kept = bundles.quarantine(self._store, prefix, error.message, manifest)
             raise CorruptArtifact(
                 f"{error.message} The artifact {ref.kind}/{ref.key} is set aside ({kept}); the same command makes it again."
             ) from error

@@ -139,13 +139,14 @@ def commit(
 
 def _in_the_way(store: Store, prefix: str) -> Manifest | None:
     """The bundle that is there already; a damaged one is set aside."""
+    manifest = None
     try:
         manifest = read(store, prefix)
         if manifest is not None and (wrong := wrong_files(store, manifest)):
             raise CorruptArtifact(f"{store.uri(prefix)} is damaged: {wrong}.")
         return manifest
     except CorruptArtifact as error:
-        log.error("%s It is set aside: %s", error.message, quarantine(store, prefix, error.message))
+        log.error("%s It is set aside: %s", error.message, quarantine(store, prefix, error.message, manifest))
         return None
 
 
@@ -302,14 +303,27 @@ def _download(store: Store, manifest: Manifest, target: Path) -> Path:
     return target
 
 
-def quarantine(store: Store, prefix: str, reason: str) -> str:
-    """Set a damaged bundle aside: its manifest becomes `damaged-*.json`, its files stay. Returns that file's address."""
+def quarantine(store: Store, prefix: str, reason: str, judged: Manifest | None = None) -> str:
+    """Set a damaged bundle aside: its manifest becomes `damaged-*.json`, its files stay. Returns that file's address.
+
+    `judged`: what was found damaged, where it could be read: another one, put in its place meanwhile, is left alone.
+    """
     raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
+    if judged is not None and (there := _folder_named(raw)) not in (None, judged.folder):
+        return f"already, {there} is in its place"
     name = f"{prefix}/{_DAMAGED}{hashlib.sha256(raw).hexdigest()[:12]}.json"
     record = {"reason": reason, "manifest": raw.decode("utf-8", errors="replace")}
     store.put_if_absent(name, json.dumps(record, indent=1).encode())
     store.delete([f"{prefix}/{MANIFEST}"])
     return store.uri(name)
+
+
+def _folder_named(raw: bytes) -> str | None:
+    """The folder of a manifest, as far as it can be read."""
+    try:
+        return str(json.loads(raw)["folder"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def remove(store: Store, prefix: str, *, keep: str = "") -> None:

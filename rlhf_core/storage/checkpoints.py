@@ -94,6 +94,7 @@ class CheckpointStore:
             )
         for step in steps:
             prefix = self._prefix(step)
+            manifest = None
             try:
                 manifest = bundles.read(self._store, prefix)
                 if manifest is None:
@@ -108,7 +109,7 @@ class CheckpointStore:
                 if not self._store.exists(f"{prefix}/{MANIFEST}"):
                     continue  # pruned by a later attempt while we read it
                 newest = step if newest is None else newest
-                self._set_aside(step, error)
+                self._set_aside(step, error, manifest)
         if newest is not None:
             self._start_anew(newest)
         return None
@@ -213,8 +214,8 @@ class CheckpointStore:
             )
         log.error("No whole checkpoint is left in %s: the stage starts anew, as store.allow_fresh_start says.", where)
 
-    def _set_aside(self, step: int, error: CorruptArtifact) -> None:
-        kept = bundles.quarantine(self._store, self._prefix(step), error.message)
+    def _set_aside(self, step: int, error: CorruptArtifact, judged: Manifest | None = None) -> None:
+        kept = bundles.quarantine(self._store, self._prefix(step), error.message, judged)
         log.error("The checkpoint of step %d is damaged: %s It is set aside: %s", step, error.message, kept)
 
     def _steps(self, *, committed: bool = True) -> list[int]:

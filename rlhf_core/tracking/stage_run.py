@@ -86,6 +86,7 @@ class StageRun:
     def flush(self) -> None:
         """Send everything kept so far. Returns soon and never raises when the tracker is down."""
         with self._lock:
+            self._spool.sync()
             if time.monotonic() >= self._next_try:
                 self._attempt(self._send)
 

@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from flows.environment import DATABASE_VARIABLES
 from flows.files import read_json
@@ -101,8 +102,16 @@ class Servers:
         parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}"], "until": until}
         api = self.state["prefect"]
         (deployment,) = [d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline"]
-        run = post(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
-        return str(run["id"])
+        for _ in range(20):
+            try:
+                run = post(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
+                return str(run["id"])
+            except HTTPError as error:
+                # Its database is busy: Prefect's own client tries again as well.
+                if error.code != 503:
+                    raise
+                time.sleep(1)
+        raise AssertionError("Prefect's server answers 503 for 20 s")
 
     def wait_for_end(self, name: str, seconds: float) -> bool:
         """Whether the flow run ended within `seconds`."""

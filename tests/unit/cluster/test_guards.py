@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,26 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends_the_st
     assert not controller._usable(bad, 5) and not controller._usable(bad, 6)
     with pytest.raises(NonFiniteError, match=r"ppo steps 5 to 7 had to be skipped: .* not finite"):
         controller._usable(bad, 7)
+
+
+def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, float]] = []
+    logged: list[dict[str, float]] = []
+    bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
+    monkeypatch.setattr(controller, "collect", lambda: SimpleNamespace(rollouts=[], prompts=[], kept=True))
+    monkeypatch.setattr(controller, "score", lambda batch: bad)
+    monkeypatch.setattr(controller, "sync", lambda: 1)
+    monkeypatch.setattr(controller, "_log_samples", lambda *arguments: None)
+    tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
+    report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
+    monkeypatch.setattr(controller, "_services", report)
+    controller._log(controller.iterate())
+    assert shown == [{}]
+    assert logged[0]["ppo/skipped_steps"] == 1.0
+    assert "objective/kl" not in logged[0]
+    assert controller.done == 1
 
 
 def test_a_step_without_any_score_is_skipped(controller: Any) -> None:

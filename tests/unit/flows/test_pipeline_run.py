@@ -26,6 +26,7 @@ from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
 from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.tracking.registry import WEIGHTS
@@ -93,6 +94,21 @@ def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: 
     made = store.publish("data", spec.key, tmp_path / "out", parents={}, metrics={"rows": 3.0}, config={})
     assert run.find(spec) == made
     assert run.find(run.spec("sft", {"data": made})) is None
+
+
+def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    spec = run.spec("data", {})
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "rank0").write_text("moments")
+    CheckpointStore(run.store, spec.key, tmp_path / "w", keep=1).save(3, tmp_path / "state")
+    left = [tmp_path / place / f"data-{spec.key}" for place in ("journal", "work")]
+    for folder in left:
+        folder.mkdir(parents=True)
+    assert run.store.list(f"checkpoints/{spec.key}")
+    run.tidy(spec)
+    assert not run.store.list(f"checkpoints/{spec.key}")
+    assert not any(folder.exists() for folder in left)
 
 
 def test_a_range_without_stages_is_refused() -> None:
