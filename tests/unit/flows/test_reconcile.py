@@ -4,11 +4,12 @@
 - a lost run is brought back only after two looks, PENDING and CANCELLING only after half a minute
 - a run is brought back a bounded number of times, then failed with a sentence
 - a cancelled run is never brought back
-- a server that is away changes nothing
+- a server that is away, or answers half, changes nothing; one run that it refuses stands in no other's way
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 import urllib.error
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from email.message import Message
 from typing import Any
 
 import pytest
@@ -57,7 +59,7 @@ class Server:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
         self.sets: list[tuple[str, str]] = []
-        self.down = False
+        self.down = self.half = False
         monkeypatch.setattr(reconcile, "post", self.post)
 
     def add(self, name: str, state: str, run_count: int = 1, age: float = 60.0) -> None:
@@ -70,12 +72,16 @@ class Server:
         }
 
     def post(self, url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
+        if self.half:
+            raise http.client.IncompleteRead(b"{")
         if self.down:
             raise urllib.error.URLError("refused")
         if url.endswith("/filter"):
             wanted = body["flow_runs"]["state"]["type"]["any_"]
             return [run for run in self.runs.values() if run["state"]["type"] in wanted]
         name = url.split("/")[-2]
+        if name == "refused":
+            raise urllib.error.HTTPError(url, 409, "Conflict", Message(), None)
         self.sets.append((name, body["state"]["name"]))
         self.runs[name]["state"] = {"type": body["state"]["type"], "timestamp": datetime.now(UTC).isoformat()}
         return {"status": "ACCEPT"}
@@ -94,6 +100,26 @@ def test_a_lost_run_is_crashed_and_scheduled_in_the_second_look(server: Server) 
     assert server.sets == []
     watcher.look()
     assert server.sets == [("lost", "Crashed"), ("lost", "AwaitingRetry")]
+
+
+def test_a_run_that_the_server_refuses_to_change_keeps_no_other_from_being_brought_back(server: Server) -> None:
+    server.add("refused", "RUNNING")
+    server.add("lost", "RUNNING")
+    watcher = Reconciler("http://x/api", alive=set)
+    for _ in range(3):
+        watcher.look()
+    assert ("lost", "AwaitingRetry") in server.sets
+
+
+def test_half_an_answer_of_a_dying_server_is_none(server: Server) -> None:
+    server.add("lost", "RUNNING")
+    watcher = Reconciler("http://x/api", alive=set)
+    server.half = True
+    watcher.look()
+    server.half = False
+    watcher.look()
+    watcher.look()
+    assert ("lost", "AwaitingRetry") in server.sets
 
 
 def test_one_look_with_a_process_starts_the_count_again(server: Server) -> None:

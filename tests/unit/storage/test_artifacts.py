@@ -11,10 +11,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, Superseded
+from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.storage.fencing import Fence, claim
@@ -135,6 +137,26 @@ def test_a_damaged_manifest_is_set_aside_and_the_artifact_is_made_again(
     assert artifacts.find("ppo", KEY) is None
     assert "is not a manifest" in caplog.text
     assert publish(artifacts, output(tmp_path)).digest == ref.digest
+
+
+def test_what_another_put_in_the_place_of_a_damaged_artifact_is_not_set_aside_for_it(
+    artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = publish(artifacts, output(tmp_path))
+    replaced: list[ArtifactRef] = []
+    fetch = bundles.fetch
+
+    def slow(*arguments: Any, **named: Any) -> Path:
+        # While this one hashes, another finds the damage first and makes the artifact again.
+        monkeypatch.setattr(bundles, "fetch", fetch)
+        bundles.quarantine(store, f"artifacts/ppo/{KEY}", "found by another")
+        replaced.append(publish(artifacts, output(tmp_path, extra="whole")))
+        raise CorruptArtifact("model.safetensors is damaged.")
+
+    monkeypatch.setattr(bundles, "fetch", slow)
+    with pytest.raises(CorruptArtifact):
+        artifacts.fetch(damaged)
+    assert artifacts.find("ppo", KEY) == replaced[0]
 
 
 def test_a_reference_to_content_that_was_replaced_is_refused(
