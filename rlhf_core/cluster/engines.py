@@ -10,6 +10,7 @@ What each may go through is in `cluster.health`. Waits for an engine as long as 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ class Engines:
 
         calls = {index: getattr(self._handles[index], method).remote(*args) for index, args in arguments.items()}
         answers: dict[int, Any] = {}
+        moved = time.monotonic()
+        limits = self._calls.timeouts
         while calls:
             ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=LOOK_SECONDS)
             for index in [index for index, reference in calls.items() if reference in ready]:
@@ -64,8 +67,14 @@ class Engines:
                     self.health.note(self._names[index], "answered")
                 except WorkerDied as error:
                     self._bury(index, f"while {what} was waited for: {error.message}")
+            if ready or self._calls.watch.busy():
+                moved = time.monotonic()
+            # One that does not even begin has no part that could be late: its call was lost.
+            lost = time.monotonic() - moved > max(limits.start, limits.stall)
             for index in list(calls):
-                if self._stuck(index, what):
+                if lost:
+                    self._bury(index, f"{what} did not begin within {time.monotonic() - moved:.0f} s")
+                if lost or self._stuck(index, what):
                     del calls[index]
         return answers
 

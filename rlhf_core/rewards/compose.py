@@ -8,6 +8,7 @@ A response that a source could not score, and that its `on_error` masks, has NaN
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import check_pattern, evaluate_rule
 from rlhf_core.types import RewardInput
+
+log = logging.getLogger(__name__)
 
 EPS = 1e-8
 
@@ -71,7 +74,8 @@ class RewardComposer:
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
         """`model_scores`: (n,) reward-model scores, already normalised by its stored statistics; None without one.
 
-        Raises `RewardError` for missing model scores, what `on_error` does not mask, or a value that is not finite.
+        A score of the reward model that is not finite is masked (NaN), and said. Raises `RewardError` for missing model
+        scores, what `on_error` does not mask, or a rule's value that is not finite.
         """
         total = [0.0] * len(batch)
         by_source: dict[str, list[float]] = {}
@@ -105,6 +109,8 @@ class RewardComposer:
             raise RewardError(f"reward {name}: no reward-model scores were given for {len(batch)} responses")
         else:
             values = [float(value) for value in model_scores]
+            _check_count(name, values, batch)
+            return _masked(name, values, batch)
         _check(name, values, batch)
         return values
 
@@ -125,9 +131,27 @@ def normalize(values: Sequence[float]) -> list[float]:
     return [(value - mean) / (std + EPS) for value in values]
 
 
-def _check(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> None:
+def _masked(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> list[float]:
+    """`values` with NaN for whatever is not finite: a model that overflows on one response has said nothing of it."""
+    odd = [sample.prompt_id for value, sample in zip(values, batch, strict=True) if not math.isfinite(value)]
+    if odd:
+        log.warning(
+            "reward %s: %d of %d scores are not finite and masked, first for prompt %s",
+            name,
+            len(odd),
+            len(batch),
+            odd[0],
+        )
+    return [value if math.isfinite(value) else math.nan for value in values]
+
+
+def _check_count(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> None:
     if len(values) != len(batch):
         raise RewardError(f"reward {name}: {len(values)} values came back for {len(batch)} responses")
+
+
+def _check(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> None:
+    _check_count(name, values, batch)
     for value, sample in zip(values, batch, strict=True):
         if not math.isfinite(value):
             raise RewardError(

@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage import bundles
@@ -28,6 +30,7 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.space import require_free
 from rlhf_core.storage.store import Store
+from rlhf_core.storage.versions import versions
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +105,7 @@ class CheckpointStore:
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
                 folder = bundles.fetch(self._store, manifest, self._work)
+                self._compare(step, manifest.body)
                 self._earlier = float(manifest.body.get("seconds", 0.0))
                 self._resumed(step)
                 return step, folder
@@ -113,6 +117,13 @@ class CheckpointStore:
         if newest is not None:
             self._start_anew(newest)
         return None
+
+    @staticmethod
+    def _compare(step: int, body: Mapping[str, Any]) -> None:
+        """Say what is another software by now: the stage goes on, but perhaps not in the same bits."""
+        then, now = body.get("made_with") or {}, _made_with()
+        if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
+            log.warning("The checkpoint of step %d was made with other versions (%s).", step, ", ".join(changed))
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
         """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size` bytes free."""
@@ -137,6 +148,7 @@ class CheckpointStore:
             "step": step,
             "score": score if score is not None and math.isfinite(score) else None,
             "seconds": round(self.seconds, 1),
+            "made_with": _made_with(),
         }
         if self._outbox is None:
             manifest = bundles.commit(
@@ -294,3 +306,8 @@ class _Upload:
             self._work()
         except BaseException as error:
             self._error = error
+
+
+def _made_with() -> dict[str, str]:
+    """What decides about bits besides configuration and data."""
+    return {**versions(), "threads": os.environ.get("OMP_NUM_THREADS", "")}

@@ -38,6 +38,8 @@ def test_an_action_comes_at_the_named_pass_only() -> None:
     assert _run(RLHF_FAIL="there:1:alter,here:2:alter").stdout.strip() == "[None, 'alter', None]"
     assert _run(RLHF_FAIL="here:3:kill").returncode == -signal.SIGKILL
     assert "failpoint here asked for an error" in _run(RLHF_FAIL="here:1:raise").stderr
+    assert "No space left on device" in _run(RLHF_FAIL="here:1:enospc").stderr
+    assert "no action 'truncat' at here" in _run(RLHF_FAIL="here:1:truncat").stderr
 
 
 def test_with_a_trace_every_pass_is_noted_and_an_entry_acts_once_over_all_processes(tmp_path: Path) -> None:

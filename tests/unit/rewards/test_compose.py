@@ -2,7 +2,8 @@
 
 - the total is the weighted sum, raw values are kept by name;
 - batch normalisation: mean 0, population std 1, exactly 0 for equal values;
-- missing model scores, wrong counts and values that are not finite name the source and the prompt;
+- missing model scores, wrong counts and rules' values that are not finite name the source and the prompt; a model's
+  score that is not finite is masked;
 - a response that a source masks has no score, changes no one else's, and is counted;
 - the metrics of a source are over the values that it has.
 """
@@ -69,13 +70,17 @@ def test_a_wrong_count_of_scores_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_names_source_and_prompt(bad: float) -> None:
-    source = ModelReward(type="model", name="judge")
-    with (
-        RewardComposer((source,)) as composer,
-        pytest.raises(RewardError, match=f"reward judge: .* prompt p1 is {bad}"),
-    ):
-        composer.score(batch("a", "b"), [0.0, bad])
+def test_a_model_s_score_that_is_not_finite_is_masked_and_a_rule_s_names_source_and_prompt(
+    bad: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RewardComposer((ModelReward(type="model", name="judge"),)) as composer:
+        scores = composer.score(batch("a", "b"), [0.5, bad]).total
+    assert scores[0] == 0.5 and math.isnan(scores[1])
+    assert "reward judge: 1 of 2 scores are not finite and masked, first for prompt p1" in caplog.text
+    monkeypatch.setattr("rlhf_core.rewards.compose.evaluate_rule", lambda source, sample: bad)
+    rule = LengthReward(type="length", name="long", target=3, tolerance=3)
+    with RewardComposer((rule,)) as composer, pytest.raises(RewardError, match=f"reward long: .* prompt p0 is {bad}"):
+        composer.score(batch("a", "b"), None)
 
 
 def python(tmp_path: Path, **fields: Any) -> PythonReward:

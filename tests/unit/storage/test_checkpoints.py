@@ -75,6 +75,18 @@ def test_the_seconds_of_the_work_go_on_over_attempts_without_what_was_lost(
     assert second.seconds == pytest.approx(42)
 
 
+def test_a_checkpoint_of_other_versions_or_threads_is_used_and_that_is_said(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    checkpoints(store, tmp_path).save(1, state(tmp_path, "1"))
+    assert checkpoints(store, tmp_path).latest() is not None
+    assert "other versions" not in caplog.text
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert checkpoints(store, tmp_path).latest() is not None
+    assert "step 1 was made with other versions (threads 2 -> 4)" in caplog.text
+
+
 def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> None:
     saver = checkpoints(store, tmp_path, keep=2)
     for step in range(5):
