@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
 from rlhf_core.evaluation.summary import Intervals
@@ -29,9 +29,8 @@ log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-@dataclass(frozen=True)
 class _NotPlayed(Exception):
-    why: str
+    """Its message says why."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]
             raise _NotPlayed("it was trained on all held-out prompts")
         return _play(config, services, prompts, candidate, other.policy)
     except _NotPlayed as reason:
-        log.warning("no match against the champion: %s; recorded evaluations decide", reason.why)
+        log.warning("no match against the champion: %s; recorded evaluations decide", reason)
         return None
 
 
@@ -75,7 +74,7 @@ def _find(config: PipelineConfig, tags: Mapping[str, str]) -> _Champion:
         return _Champion(
             artifacts.fetch(policy) / "policy", frozenset(prompt.prompt_id for prompt in train), str(template)
         )
-    except RLHFError as error:
+    except (CorruptArtifact, InputError) as error:  # a store that fails is tried again, and decides nothing
         raise _NotPlayed(error.message) from error
 
 

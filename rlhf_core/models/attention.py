@@ -31,8 +31,7 @@ def register() -> None:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         borders = kwargs.pop("cu_seq_lens_q", None)
-        longest = key.shape[2] if borders is None else max(b - a for a, b in itertools.pairwise(borders))
-        _refuse_what_is_not_computed(module, longest, kwargs)
+        _refuse_what_is_not_computed(module, (0, key.shape[2]) if borders is None else borders, kwargs)
         for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
             kwargs.pop(name, None)
         if borders is None:
@@ -53,7 +52,7 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
-def _refuse_what_is_not_computed(module: Any, tokens: int, kwargs: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_computed(module: Any, borders: Sequence[int], kwargs: Mapping[str, Any]) -> None:
     """Raises ModelError for attention that is more than causal: it would be left out without a word."""
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
     if cap is not None:
@@ -61,7 +60,7 @@ def _refuse_what_is_not_computed(module: Any, tokens: int, kwargs: Mapping[str, 
             f"model.path: {type(module).__name__} caps its attention scores (softcap {cap}), which `sdpa` does not "
             "compute; set model.attention=eager"
         )
-    if window is not None and tokens > window:
+    if window is not None and (tokens := max(b - a for a, b in itertools.pairwise(borders))) > window:
         raise ModelError(
             f"model.path: {type(module).__name__} attends to a window of {window} tokens, which `sdpa` does not compute "
             f"for packed sequences; got {tokens} tokens; keep prompts and responses within the window, or set model.attention=eager"

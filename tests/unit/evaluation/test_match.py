@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -175,6 +176,18 @@ def test_it_is_not_played_against_a_champion_of_another_template(
 ) -> None:
     assert match.play(config, services, champion(BAD, template="plain")[1]) is None
     assert "another tokenizer or template" in caplog.text
+
+
+def test_a_store_that_fails_decides_nothing(
+    config: PipelineConfig, services: Services, champion: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise StoreError("503 for 120 s")
+
+    tags = champion(BAD)[1]
+    monkeypatch.setattr(ArtifactStore, "fetch", fail)
+    with pytest.raises(StoreError):
+        match.play(config, services, tags)
 
 
 def test_a_champion_that_cannot_be_served_is_not_played_and_a_candidate_must_be(

@@ -45,8 +45,8 @@ def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(name: str) -> N
 
 def test_other_variables_and_short_values_stay() -> None:
     environ = {"RUN_NAME": "demo-run-1", "HF_TOKEN": "true", "AWS_PROFILE": "production"}
-    environ |= {"PWD": "/home/me/project", "OLDPWD": "/home/me/before"}  # where the command was typed, not a password
-    text = "demo-run-1 is true in production; log /home/me/project/.rlhf/logs/x.log, not /home/me/before"
+    environ |= {"PWD": "/projects/rlhf", "OLDPWD": "/projects/old"}  # where the command was typed, not a password
+    text = "demo-run-1 is true in production; log /projects/rlhf/.rlhf/logs/x.log, not /projects/old"
     assert scrubbed(text, environ) == text
 
 
