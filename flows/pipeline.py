@@ -146,8 +146,8 @@ class Pipeline:
         checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1)
         with suppress(StoreError):  # the next run comes by again
             checkpoints.clear()
-        for place in ("journal", "work"):
-            shutil.rmtree(self.home / place / f"{spec.stage}-{spec.key}", ignore_errors=True)
+        for folder in (spec.journal, spec.work):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def log_file(self, stage: StageName) -> Path:
         """A new log file for the next attempt at `stage`."""

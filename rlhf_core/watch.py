@@ -66,6 +66,7 @@ class _Own:
         os.pwrite(self._file, record.ljust(_RECORD_BYTES).encode(), 0)
 
     def dump_stacks(self) -> None:
+        """Not by the signal: its handler walks the other threads' frames while they run, which can end the process."""
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def close(self) -> None:
@@ -102,13 +103,6 @@ def doing(what: str, limit: float | None = None) -> None:
 def idle() -> None:
     """This process waits to be called."""
     doing("")
-
-
-def dump_own_stacks() -> None:
-    """The stacks of this process's threads into its file. Not by the signal: its handler walks the other threads' frames
-    while they run, which can end the process."""
-    if _own is not None:
-        _own.dump_stacks()
 
 
 # -- in the stage's own process ---------------------------------------------------------------------------------------
@@ -223,8 +217,8 @@ class Watch:
         able = [part for part in self._all() if part.here and part.state == "running"]
         before = {part.name: _size(_stacks(self.folder, part.name)) for part in able}
         for part in able:
-            if part.process.pid == os.getpid():
-                dump_own_stacks()
+            if _own is not None and part.process.pid == os.getpid():
+                _own.dump_stacks()
             else:
                 part.process.send(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_SECONDS

@@ -128,7 +128,7 @@ class _Attempt:
                 raise
         failpoint("stage.published")
         checkpoints.clear()
-        shutil.rmtree(self._journal, ignore_errors=True)
+        shutil.rmtree(spec.journal, ignore_errors=True)
         return ref
 
     def _make(self, artifacts: ArtifactStore, checkpoints: CheckpointStore) -> ArtifactRef:
@@ -146,7 +146,7 @@ class _Attempt:
             lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
             stop=self.stop,
             watch=self.watch,
-            journal=self._journal,
+            journal=spec.journal,
         )
         failpoint("stage.fetched")
         result = _stage_function(spec.stage)(spec.config, services)
@@ -167,10 +167,6 @@ class _Attempt:
             fence=self.fence,
         )
 
-    @property
-    def _journal(self) -> Path:
-        return self.spec.home / "journal" / f"{self.spec.stage}-{self.spec.key}"
-
 
 def _stage_function(stage: str) -> StageFunction:
     # Imported here: the stages pull in torch, ray and vllm, which only their own process needs.
@@ -180,9 +176,8 @@ def _stage_function(stage: str) -> StageFunction:
 
 def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     """An empty scratch folder for this attempt; what killed attempts at the same key left is removed."""
-    home = spec.home / "work" / f"{spec.stage}-{spec.key}"
-    shutil.rmtree(home, ignore_errors=True)
-    work = home / f"attempt-{attempt:06d}"
+    shutil.rmtree(spec.work, ignore_errors=True)
+    work = spec.work / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
     return work
 

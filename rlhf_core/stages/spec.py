@@ -32,6 +32,16 @@ class StageSpec:
         """Absolute local folder for scratch files and logs."""
         return Path(self.config.run.home).resolve()
 
+    @property
+    def work(self) -> Path:
+        """Scratch folders of the attempts."""
+        return self.home / "work" / f"{self.stage}-{self.key}"
+
+    @property
+    def journal(self) -> Path:
+        """What outlives an attempt on this machine: rollouts of the step in hand."""
+        return self.home / "journal" / f"{self.stage}-{self.key}"
+
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
         payload = {

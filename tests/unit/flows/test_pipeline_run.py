@@ -102,7 +102,7 @@ def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Pat
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "rank0").write_text("moments")
     CheckpointStore(run.store, spec.key, tmp_path / "w", keep=1).save(3, tmp_path / "state")
-    left = [tmp_path / place / f"data-{spec.key}" for place in ("journal", "work")]
+    left = [spec.journal, spec.work]
     for folder in left:
         folder.mkdir(parents=True)
     assert run.store.list(f"checkpoints/{spec.key}")
