@@ -172,10 +172,14 @@ def _run(arguments: argparse.Namespace) -> int:
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
-    if os.environ.get("PREFECT_API_URL"):
-        return _run_flow(arguments, home, console)
+    from flows.embedded import EmbeddedPrefect, reachable
 
-    from flows.embedded import EmbeddedPrefect
+    if url := os.environ.get("PREFECT_API_URL"):
+        if reachable(url):
+            return _run_flow(arguments, home, console)
+        log.warning(
+            "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown there", url
+        )
 
     server = EmbeddedPrefect(home)
     import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap

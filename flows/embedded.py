@@ -2,17 +2,19 @@
 
 Prefect can start such a server by itself, but in the terminal's process group, where Ctrl-C ends it before the flow
 can report its last state, and in a way that leaves it behind when the command is killed. This one starts while
-Prefect is imported, has a session of its own, and dies with its parent.
+Prefect is imported, has a session of its own, is started again where it dies, and dies with its parent.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -24,7 +26,11 @@ from flows.environment import prefect_environment
 from rlhf_core.errors import StageFailed
 from rlhf_core.processes import die_with_parent
 
+log = logging.getLogger(__name__)
+
 START_SECONDS = 120.0
+_PAUSE_SECONDS = 1.0
+"""Before a server that died is started again."""
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"
 """Set where the server is gone when the command is."""
 
@@ -52,14 +58,22 @@ class EmbeddedPrefect:
         else:
             for left in folder.glob("prefect.db*"):
                 left.unlink()
-        port = free_port(0)
-        self.url = f"http://127.0.0.1:{port}/api"
+        self._port = free_port(0)
+        self.url = f"http://127.0.0.1:{self._port}/api"
         os.environ.update(prefect_environment(folder))
         os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
+        self._process = self._start()
+        self._stopping = False
+        self._changing = threading.Lock()
+        # Prefect's client registers its own exit handler when it is imported: it runs before this one and still
+        # reaches the server.
+        atexit.register(self.stop)
+
+    def _start(self) -> subprocess.Popen[bytes]:
         application = ["--factory", "prefect.server.api.server:create_app", "--log-level", "error"]
         with self._log_file.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(port)],
+            return subprocess.Popen(
+                [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(self._port)],
                 env={**_without_client_logging(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -67,9 +81,6 @@ class EmbeddedPrefect:
                 start_new_session=True,
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )
-        # Prefect's client registers its own exit handler when it is imported: it runs before this one and still
-        # reaches the server.
-        atexit.register(self.stop)
 
     def wait(self) -> None:
         """Until the API answers. Raises StageFailed after `START_SECONDS`, or at once if the server died."""
@@ -82,9 +93,23 @@ class EmbeddedPrefect:
             time.sleep(0.1)
         self._complete.touch()
         self._lock.release()
+        threading.Thread(target=self._keep_running, daemon=True, name="embedded-prefect").start()
+
+    def _keep_running(self) -> None:
+        """Its database outlives it, and Prefect's client asks again for a while: a flow need not notice a death."""
+        while True:
+            code = self._process.wait()
+            time.sleep(_PAUSE_SECONDS)
+            with self._changing:
+                if self._stopping:
+                    return
+                log.warning("Prefect's embedded server ended (%s) and is started again; see %s", code, self._log_file)
+                self._process = self._start()
 
     def stop(self) -> None:
         """End the server. SIGKILL loses nothing: the run's own records are in the store and in MLflow."""
+        with self._changing:
+            self._stopping = True
         self._process.kill()
         self._process.wait(timeout=10)
 
@@ -102,6 +127,19 @@ def answers(url: str, seconds: float = 2.0) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False
+
+
+def reachable(url: str, tries: int = 3) -> bool:
+    """Whether anybody answers at the Prefect API `url`, with whatever status: it may ask for a key."""
+    for attempt in range(tries):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5.0):
+                return True
+        except urllib.error.HTTPError:
+            return True
+        except (OSError, ValueError):
+            time.sleep(attempt < tries - 1)
+    return False
 
 
 def free_port(preferred: int) -> int:

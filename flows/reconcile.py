@@ -7,7 +7,10 @@ asks the operating system instead: is there a process on this machine whose envi
     PENDING for over 30 s, no process       -> the same (such a run would block its deployment for ever)
     CRASHED (the worker saw it die)         -> scheduled again
     CANCELLING for over 30 s, no process    -> CANCELLED
-    started `MAX_ATTEMPTS` times already    -> FAILED, with a sentence that says so
+    lost `MAX_ATTEMPTS` times in a row      -> FAILED, with a sentence that says so
+
+A run that has gone on for ten minutes starts a new count: one of days outlives many failures. The count is read from
+the server's own history of the run, so that nothing is lost with this process.
 
 Only runs with the tag `auto-recover` are touched. It holds for one machine: server, worker and flows on loopback.
 """
@@ -19,7 +22,7 @@ import json
 import logging
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -32,8 +35,11 @@ TAG = "auto-recover"
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children."""
 MAX_ATTEMPTS = 5
+SETTLED_SECONDS = 600.0
 LOOKS = 2
 """A process must be missing so many times in a row: it may end between the answer of the API and the look."""
+_LOOKS_AFTER_REFUSAL = 15
+"""A run that Prefect refuses to change is tried again half a minute later."""
 SLOW_SECONDS = 30.0
 """A worker needs time between taking a run and the start of its process."""
 TOO_OLD_SECONDS = 24 * 3600.0
@@ -54,9 +60,21 @@ class Sighting:
     age: float
     """Seconds in this state."""
     attempts: int
-    """How often it was started, or brought back by this loop, whichever is more."""
+    """How often in a row it was started and lost, this time included; see `losses`."""
     missing: int
     """Looks in a row in which no process had it; 0: there is one."""
+
+
+def losses(history: Sequence[tuple[datetime, str]], now: datetime) -> int:
+    """How often in a row a run was lost that is lost `now`; `history`: (since when, state type) of all its states."""
+    states = sorted(history)
+    ends = [*(since for since, _ in states[1:]), now]
+    count = 0
+    for (since, state), end in zip(states, ends, strict=True):
+        if state == "RUNNING" and (end - since).total_seconds() >= SETTLED_SECONDS:
+            count = 0
+        count += state == "CRASHED"
+    return count + bool(states and states[-1][1] != "CRASHED")
 
 
 def decide(seen: Sighting) -> Action:
@@ -75,13 +93,12 @@ def decide(seen: Sighting) -> Action:
 
 
 class Reconciler:
-    """Looks once per `look`; keeps only counters in memory, so it may be restarted at any time."""
+    """Looks once per `look`; keeps only a count of looks in memory, so it may be restarted at any time."""
 
     def __init__(self, api: str, alive: Callable[[], set[str]] | None = None) -> None:
         self._api = api
         self._alive = alive or flow_runs_alive
         self._missing: dict[str, int] = {}
-        self._brought_back: dict[str, int] = {}
 
     def look(self) -> None:
         """Compare the server's runs with the machine's processes and act. A server that is away changes nothing."""
@@ -96,16 +113,20 @@ class Reconciler:
                 self._judge(run, alive)
             except _AWAY as error:  # also what Prefect refuses for this run alone: the others come next
                 log.warning("flow run %s: %s", run.get("name"), error)
+                if isinstance(error, urllib.error.HTTPError):
+                    self._missing[run["id"]] = -_LOOKS_AFTER_REFUSAL
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
     def _judge(self, run: Mapping[str, Any], alive: set[str]) -> None:
         name = run["id"]
         self._missing[name] = 0 if name in alive else self._missing.get(name, 0) + 1
-        since = datetime.fromisoformat(run["state"]["timestamp"])
+        if self._missing[name] < LOOKS:
+            return
+        now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
         seen = Sighting(
             state=run["state"]["type"],
-            age=(datetime.now(UTC) - since).total_seconds(),
-            attempts=max(run["run_count"], self._brought_back.get(name, 0)),
+            age=(now - since).total_seconds(),
+            attempts=losses(self._history(name), now),
             missing=self._missing[name],
         )
         action = decide(seen)
@@ -115,13 +136,12 @@ class Reconciler:
         if action == "cancel":
             self._set(name, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
-            text = f"its process was lost in each of {seen.attempts} attempts; the logs of the last one say more"
+            text = f"its process was lost {seen.attempts} times in a row; the logs of the last one say more"
             self._set(name, "FAILED", "Failed", text)
         else:
             if seen.state != "CRASHED":
                 self._set(name, "CRASHED", "Crashed", "its process is gone")
             self._set(name, "SCHEDULED", "AwaitingRetry", "its process was lost; continuing from the last checkpoint")
-            self._brought_back[name] = seen.attempts + 1
         self._missing[name] = 0
 
     def _runs(self) -> list[dict[str, Any]]:
@@ -137,6 +157,10 @@ class Reconciler:
         runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
         return runs
 
+    def _history(self, run: str) -> list[tuple[datetime, str]]:
+        states = get(f"{self._api}/flow_run_states/?flow_run_id={run}")
+        return [(datetime.fromisoformat(state["timestamp"]), state["type"]) for state in states]
+
     def _set(self, run: str, kind: str, name: str, message: str) -> None:
         answer = self._post(
             f"/flow_runs/{run}/set_state", {"state": {"type": kind, "name": name, "message": message}, "force": False}
@@ -150,7 +174,15 @@ class Reconciler:
 
 def post(url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
     """POST JSON to a server on this machine; the parsed answer."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), seconds)
+
+
+def get(url: str, seconds: float = 10.0) -> Any:
+    """The same by GET."""
+    return _ask(urllib.request.Request(url), seconds)
+
+
+def _ask(request: urllib.request.Request, seconds: float) -> Any:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=seconds) as answer:
         return json.load(answer)

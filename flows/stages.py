@@ -17,18 +17,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import runtime, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
-from prefect.tasks import Task, exponential_backoff
+from prefect.tasks import Task
 
 from flows.child import OnEvent, run_child
 from flows.display import current_display
 from flows.environment import stage_environment
 from flows.pages import ProgressPage, publish_stage
 from flows.pipeline import Pipeline, StageRecord
-from rlhf_core.errors import CorruptArtifact, GateFailed, InputError, NonFiniteError, Superseded, UnexpectedError
+from rlhf_core.errors import (
+    CorruptArtifact,
+    GateFailed,
+    InputError,
+    NonFiniteError,
+    OutOfMemory,
+    Superseded,
+    UnexpectedError,
+)
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.spec import StageSpec
@@ -38,6 +46,11 @@ log = logging.getLogger(__name__)
 
 NEVER_RETRIED = (InputError, Superseded, CorruptArtifact, GateFailed, NonFiniteError, UnexpectedError)
 """Only the user can help, another attempt has taken over, the inputs of this run are gone, or the same would come out again."""
+
+MOST_RETRIES = 1000
+"""What Prefect is told; `Tries` decides."""
+_DELAYS = 6
+"""The wait before a retry doubles this often at most."""
 
 Ref = ArtifactRef | None
 """None: this run does not have the stage (`--until`, or no reward model asked for)."""
@@ -77,27 +90,53 @@ def _stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
     if not run.wants(stage):
         return None
     settings = run.config.run
+    tries = Tries(settings.retries)
     configured = execute.with_options(
         name=stage,
         task_run_name=stage,
-        retries=settings.retries,
-        retry_delay_seconds=exponential_backoff(settings.retry_delay),
+        retries=MOST_RETRIES if settings.retries else 0,
+        retry_delay_seconds=[settings.retry_delay * 2**n for n in range(settings.retries or 1)][:_DELAYS],
+        retry_condition_fn=tries.another,
     )
     # A task that returns a state, as `Skipped` is, gives the state and not its data unless the state is asked for.
-    state: State[Any] = configured(run, stage, {ref.kind: ref for ref in inputs if ref}, return_state=True)
+    state: State[Any] = configured(run, stage, {ref.kind: ref for ref in inputs if ref}, tries, return_state=True)
     ref: ArtifactRef = state.result()
     return ref
 
 
-def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Prefect asks this of every failed attempt."""
-    error = state.data if isinstance(state.data, BaseException) else state.result(raise_on_failure=False)
-    return not isinstance(error, NEVER_RETRIED)
+class Tries:
+    """How often a stage is tried again: `retries` times in a row that get no further than the last checkpoint.
+
+    A run of days outlives many failures, as long as it moves between them.
+    """
+
+    def __init__(self, retries: int) -> None:
+        self._retries = retries
+        self._failed = 0
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Of the stage's process: what it has committed makes up for the failures before."""
+        if event["event"] == "checkpoint":
+            self._failed = 0
+
+    def left(self, error: BaseException) -> int:
+        """How many more there are if the attempt at hand fails of `error`."""
+        if isinstance(error, NEVER_RETRIED):
+            return 0
+        most = min(1, self._retries) if isinstance(error, OutOfMemory) else self._retries
+        return max(0, most - self._failed)
+
+    def another(self, task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+        """Prefect asks this once of every failed attempt."""
+        error = state.data if isinstance(state.data, BaseException) else state.result(raise_on_failure=False)
+        left = self.left(error)
+        self._failed += 1
+        return left > 0
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=worth_retrying)
+@task(cache_policy=NO_CACHE, persist_result=False)
 def execute(
-    run: Pipeline, stage: StageName, inputs: Mapping[StageName, ArtifactRef]
+    run: Pipeline, stage: StageName, inputs: Mapping[StageName, ArtifactRef], tries: Tries
 ) -> State[ArtifactRef] | ArtifactRef:
     """Find the artifact of `stage`, or have a child process make it."""
     began = run.began.setdefault(stage, time.monotonic())
@@ -116,10 +155,11 @@ def execute(
             def on_event(event: dict[str, Any]) -> None:
                 nonlocal continued
                 continued = continued or event["event"] == "resumed"
+                tries.event(event)
                 display.event(stage, event)
                 page.event(event)
 
-            ref = _make(run, spec, log_file, on_event)
+            ref = _make(run, spec, log_file, on_event, tries)
         failpoint("flow.made")
     else:
         check_gate(run.config, stage, ref.metrics)
@@ -132,16 +172,15 @@ def execute(
     return Completed(name="Skipped", message=f"reused {ref.uri}", data=ref) if reused else ref
 
 
-def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent) -> ArtifactRef:
+def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent, tries: Tries) -> ArtifactRef:
     """Run the child; one that was killed could not end its MLflow run itself."""
     settings = run.config
     try:
         return run_child(spec, log_file, stage_environment(settings), settings.run.stage_timeout, on_event)
     except Exception as error:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
-        tries_left = settings.run.retries + 1 - runtime.task_run.run_count
-        if tries_left > 0 and not isinstance(error, NEVER_RETRIED):
-            log.warning("%s; trying again from the last checkpoint, %d tries left", error, tries_left)
+        if left := tries.left(error):
+            log.warning("%s; trying again from the last checkpoint, %d tries left", error, left)
         raise
     except BaseException:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "KILLED")

@@ -9,6 +9,7 @@
     │   ├── StageFailed            a stage's child process ended without a result
     │   ├── WorkerDied             a Ray worker, engine or training rank is gone
     │   ├── WorkerStuck            one of them is there and does not move
+    │   ├── OutOfMemory            of a device or of the host; tried again once
     │   ├── WeightSyncError        an engine's weights are not the trainer's
     │   └── StoreError             the store, or the disk below it, does not take or give what it should
     ├── UnexpectedError            an exception that nobody foresaw, of the kind that only a change of the code ends;
@@ -75,6 +76,10 @@ class WorkerStuck(InfrastructureError):
     """A worker, engine or training rank did not move within its timeout: halted, or waiting for what does not come."""
 
 
+class OutOfMemory(InfrastructureError):
+    """Memory of a device or of the host did not suffice. Once, others may have taken it; twice, the settings ask for more."""
+
+
 class WeightSyncError(InfrastructureError):
     """Version or checksum acknowledged by an engine differ from what was sent."""
 
@@ -111,7 +116,7 @@ _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
         RLHFError, InputError, ConfigError, DataError, ModelError, InfrastructureError, StageFailed, WorkerDied,
-        WorkerStuck, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
+        WorkerStuck, OutOfMemory, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
         NonFiniteError, RewardError,
     )
 }  # fmt: skip
@@ -124,11 +129,20 @@ _BUGS = (
 """Of the rest most are the system's: OSError, MemoryError, and RuntimeError, as which torch, gloo and CUDA fail."""
 
 
+_OUT_OF_MEMORY = (
+    "out of memory", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
+    "No available memory for the cache blocks",
+)  # fmt: skip
+"""torch and CUDA, torch on the CPU, the kernel, vLLM: none has a class of its own for it."""
+
+
 def classified(error: BaseException, where: str = "") -> RLHFError:
     """`error` as one of ours; a foreign one is named, with `where` it was raised."""
     if isinstance(error, RLHFError):
         return error
     kind = UnexpectedError if isinstance(error, _BUGS) else InfrastructureError
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+        kind = OutOfMemory
     return kind(f"{where}: {type(error).__name__}: {error}" if where else f"{type(error).__name__}: {error}")
 
 

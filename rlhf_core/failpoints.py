@@ -5,8 +5,9 @@
     RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process, point), and
                                                 each entry of RLHF_FAIL acts once over all processes
 
-Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` is returned for the
-caller to act on. Any other word is an error: a fault that nobody makes would count as survived.
+Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` (a tensor on its way
+to the engines) and `nan` (a loss) are returned for the caller to act on. Any other word is an error: a fault that nobody
+makes would count as survived.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def failpoint(name: str) -> str | None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if action == "sleep":
                 time.sleep(600)
-            elif action not in (*_SIGNALS, "alter"):
+            elif action not in (*_SIGNALS, "alter", "nan"):
                 raise ValueError(f"RLHF_FAIL: no action {action!r} at {name}")
             return action
     return None

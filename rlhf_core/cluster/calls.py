@@ -75,6 +75,21 @@ def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
         raise InfrastructureError(f"Ray: {_first_line(error)}") from error
 
 
+def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
+    """Those of `actors` that Ray knows to be gone, which no watch can see on another host. Busy ones are not among them."""
+    import ray
+
+    calls = [actor.usage.remote() for actor in actors]
+    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=seconds)
+    found = []
+    for actor, call in zip(actors, calls, strict=True):
+        try:
+            fetch([call] if call in ready else [], seconds)
+        except WorkerDied:
+            found.append(actor)
+    return found
+
+
 class Calls:
     """Waits of the driver."""
 

@@ -86,9 +86,8 @@ class Collector:
 
     def rewards(self, batch: RolloutBatch, model_scores: Sequence[float] | None = None) -> RewardBatch:
         """Composed scores; `model_scores` as `start_scores` gave them, asked for here if needed and not given."""
-        if model_scores is None:
-            started = self.start_scores(batch)
-            model_scores = None if started is None else started.gather()
+        if model_scores is None and "reward" in self._fleet.groups:
+            model_scores = self._fleet.insist(lambda: self.start_scores(batch).gather(), "the scoring")
         inputs = [
             RewardInput(
                 prompt_id=r.prompt_id,
@@ -103,10 +102,8 @@ class Collector:
         ]
         return self._composer.score(inputs, model_scores)
 
-    def start_scores(self, batch: RolloutBatch) -> Spread | None:
-        """The reward model at work on a batch; None without one."""
-        if "reward" not in self._fleet.groups:
-            return None
+    def start_scores(self, batch: RolloutBatch) -> Spread:
+        """The reward model at work on a batch."""
         return Spread(self._fleet, self._ppo, "reward", "scores", batch.sequences)
 
     def _prompts_of(self, step: int, round_: int, count: int) -> list[PromptExample]:

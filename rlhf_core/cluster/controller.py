@@ -118,10 +118,10 @@ class PPOController:
             with self._timed("training"):
                 update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
             self._kl.update(experience.metrics["objective/kl"], len(batch.rollouts))
-        else:
-            self._log_samples(batch, experience, f"skipped/step_{step:06d}")
         failpoint("ppo.after_update")
         self.done = step
+        if not update or update.get("policy/skipped_steps") or update.get("value/skipped_steps"):
+            self._log_samples(batch, experience, f"skipped/step_{step:06d}", len(batch.rollouts))
         with self._timed("sync"):
             version = self.sync()
         failpoint("ppo.after_sync")
@@ -155,13 +155,16 @@ class PPOController:
 
     def score(self, batch: RolloutBatch) -> Experience:
         """All models at once, then the rules, then experience."""
+        return self._fleet.insist(lambda: self._score(batch), "the scoring")
+
+    def _score(self, batch: RolloutBatch) -> Experience:
         fleet, ppo, sequences = self._fleet, self._ppo, batch.sequences
         old = Spread(fleet, ppo, "policy", "logprobs", sequences, ("policy",), (True,))
         ref = Spread(fleet, ppo, "reference", "logprobs", sequences, ("reference",), (False,))
         values = Spread(fleet, ppo, "critic", "values", sequences) if ppo.uses_critic else None
         if batch.rewards is None:
-            scores = self._collector.start_scores(batch)
-            batch.rewards = self._collector.rewards(batch, None if scores is None else scores.gather())
+            scores = self._collector.start_scores(batch).gather() if "reward" in fleet.groups else None
+            batch.rewards = self._collector.rewards(batch, scores)
         experience = make_experience(
             batch.rollouts,
             old_logprobs=old.gather(lambda answer: answer.logprobs),
@@ -244,7 +247,7 @@ class PPOController:
         }
         self._services.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
 
-    def _log_samples(self, batch: RolloutBatch, experience: Experience, name: str) -> None:
+    def _log_samples(self, batch: RolloutBatch, experience: Experience, name: str, most: int = 16) -> None:
         rows = [
             {
                 "step": self.done,
@@ -256,7 +259,11 @@ class PPOController:
                 "finished": r.finished,
             }
             for r, p, score, kl in zip(
-                batch.rollouts[:16], batch.prompts, experience.scores_B.tolist(), experience.kl_B.tolist(), strict=False
+                batch.rollouts[:most],
+                batch.prompts,
+                experience.scores_B.tolist(),
+                experience.kl_B.tolist(),
+                strict=False,
             )
         ]
         self._services.metrics.log_table(name, rows)

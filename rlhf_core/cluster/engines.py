@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.cluster.calls import LOOK_SECONDS, Calls, fetch
+from rlhf_core.cluster.calls import LOOK_SECONDS, Calls, fetch, gone
 from rlhf_core.cluster.health import Health
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import InfrastructureError, WorkerDied
 
 log = logging.getLogger(__name__)
 
-_PING_SECONDS = 2.0
-
 
 class Engines:
     """By index, 0 .. count - 1."""
 
     def __init__(self, start: Callable[[int, int], Any], config: EngineConfig, calls: Calls) -> None:
-        """`start(index, restarts)`: a handle to a new actor."""
+        """`start(index, before)`: a handle to a new actor, after so many others of this index."""
         self._start = start
         self._calls = calls
         self._names = [f"engine {index}" for index in range(config.count)]
         self.health = Health(self._names, max_restarts=config.max_restarts, floor=config.needed)
+        self._started = Counter(range(config.count))
         self._handles = {index: start(index, 0) for index in range(config.count)}
 
     @property
@@ -105,7 +105,8 @@ class Engines:
                     pending.remove(index)
                     continue
                 self.health.note(self._names[index], "restart")
-                self._handles[index] = self._start(index, self.health.restarts(self._names[index]))
+                self._handles[index] = self._start(index, self._started[index])
+                self._started[index] += 1
             pending = [index for index in pending if not self._loaded(index)]
         return bool(dead)
 
@@ -121,7 +122,7 @@ class Engines:
             self._bury(index, error.message)
             return False
         self.health.note(self._names[index], "loaded")
-        log.info("engine %d is started again, restart %d", index, self.health.restarts(self._names[index]))
+        log.info("engine %d is started again, time %d", index, self._started[index] - 1)
         return True
 
     def _alive(self, index: int) -> bool:
@@ -142,15 +143,7 @@ class Engines:
         part = self._calls.watch.part(self._names[index])
         if part is not None and (part.state == "gone" or part.late or (failed and part.state == "halted")):
             return True
-        if not failed:
-            return False
-        try:
-            fetch([self._handles[index].usage.remote()], _PING_SECONDS)
-        except WorkerDied:
-            return True
-        except TimeoutError:
-            return False  # it is busy; whether it moves, the watch tells
-        return False
+        return failed and bool(gone([self._handles[index]]))
 
     def _bury(self, index: int, reason: str) -> None:
         import ray

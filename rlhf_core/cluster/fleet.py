@@ -1,7 +1,8 @@
 """Ray: starts the processes of a placement plan, and ends them.
 
-Workers keep to their group: where one dies or is stuck, the attempt fails and the next continues from the checkpoint.
-Engines hold nothing that is not held elsewhere: they are replaced, and serve again after a completed sync.
+Workers that train keep to their group: where one dies or is stuck, the attempt fails and the next continues from the
+checkpoint. What holds nothing that is not held elsewhere is replaced: a group of frozen models (reward, reference),
+which is then asked again, and engines, which serve again after a completed sync.
 """
 
 from __future__ import annotations
@@ -10,23 +11,30 @@ import logging
 import math
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rlhf_core.cluster.calls import Calls
+from rlhf_core.cluster.calls import Calls, gone
 from rlhf_core.cluster.engines import Engines
 from rlhf_core.cluster.records import PartSpec, Usage
+from rlhf_core.cluster.slots import reserve
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
-from rlhf_core.errors import ConfigError, InfrastructureError
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.rollout.dispatch import reassign
 from rlhf_core.seeds import derive_seed
 from rlhf_core.watch import Watch, doing, leave_part, take_part
 from rlhf_core.weight_sync.sender import SyncReport
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FROZEN_RESTARTS = 3
+"""How often a group of frozen models is started again for one call."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Fleet:
         self._local = "RAY_ADDRESS" not in os.environ
         self._given_watch = watch
         self._connected: list[Any] = []
+        self._started: Counter[str] = Counter()
+        """How often each group was started."""
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: Engines
 
@@ -125,34 +135,39 @@ class Fleet:
         )
 
     def _start_actors(self) -> None:
+        self._slots = reserve(self._plan, gpus=self._device == "cuda", wait=self.wait)
+        log.info("ppo runs as %s", self._plan.describe())
+        self.engines = Engines(self._start_engine, self._config.ppo.engine, self._calls)
+        for group in self._plan.groups:
+            self._start_group(group)
+        self._load(self.distinct_groups, self.engines.handles)
+
+    def _start_group(self, group: Group) -> WorkerGroup:
         import ray
 
         from rlhf_core.cluster.worker import ModelWorker
 
-        slots = self._reserve()
-        log.info("ppo runs as %s", self._plan.describe())
+        before = self._started[group.name]
+        self._started[group.name] += 1
         config_json = self._config.model_dump_json(by_alias=True)
-        environment = self._environment()
-        self.engines = Engines(
-            lambda index, restarts: self._start_engine(index, restarts, slots.engine(index), environment["engine"]),
-            self._config.ppo.engine,
-            self._calls,
-        )
-        for group in self._plan.groups:
-            folders = {role: self._folders[role] for role in group.roles}
-            actors = []
-            for rank in range(group.ranks):
-                options = slots.rank(group, rank) | {"runtime_env": {"env_vars": environment["worker"]}}
-                actors.append(
-                    ray.remote(ModelWorker)
-                    .options(name=f"{group.name}-{rank}", max_concurrency=1, **options)
-                    .remote(self._part(f"{group.name} rank {rank}"), config_json, group.roles, folders, self._pad_id)
-                )
-            worker_group = WorkerGroup(group, tuple(actors))
-            self.groups.update(dict.fromkeys(group.roles, worker_group))
-        self._load()
+        folders = {role: self._folders[role] for role in group.roles}
+        actors = [
+            ray.remote(ModelWorker)
+            # The name of a dead one is free a moment later.
+            .options(
+                name=f"{group.name}-{rank}.{before}",
+                max_concurrency=1,
+                runtime_env={"env_vars": self._environment()["worker"]},
+                **self._slots.rank(group, rank),
+            )
+            .remote(self._part(_rank_name(group, rank)), config_json, group.roles, folders, self._pad_id)
+            for rank in range(group.ranks)
+        ]
+        started = WorkerGroup(group, tuple(actors))
+        self.groups.update(dict.fromkeys(group.roles, started))
+        return started
 
-    def _start_engine(self, index: int, restarts: int, options: dict[str, Any], environment: dict[str, str]) -> Any:
+    def _start_engine(self, index: int, before: int) -> Any:
         import ray
 
         from rlhf_core.cluster.engine_actor import EngineActor
@@ -160,9 +175,11 @@ class Fleet:
         lora = self._config.ppo.lora if self._config.ppo.syncs_adapter else None
         return (
             ray.remote(EngineActor)
-            # The name of a dead one is free a moment later.
             .options(
-                name=f"engine-{index}.{restarts}", max_concurrency=1, runtime_env={"env_vars": environment}, **options
+                name=f"engine-{index}.{before}",
+                max_concurrency=1,
+                runtime_env={"env_vars": self._environment()["engine"]},
+                **self._slots.engine(index),
             )
             .remote(
                 self._part(f"engine {index}"),
@@ -180,47 +197,17 @@ class Fleet:
     def _part(self, name: str) -> PartSpec:
         return PartSpec(name, self._watch.folder.resolve(), self._timeouts)
 
-    def _load(self) -> None:
+    def _load(self, groups: Sequence[WorkerGroup], engines: Sequence[Any] = ()) -> None:
         loading = []
-        for worker_group in self.distinct_groups:
+        for worker_group in groups:
             address, port = self.wait(
                 [worker_group.actors[0].address.remote(self._local)], f"{worker_group.group.name} to start"
             )[0]
             loading += worker_group.submit_each(
                 "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
             )
-        loading += [engine.load.remote() for engine in self.engines.handles]
+        loading += [engine.load.remote() for engine in engines]
         self.wait(loading, "all models to load")
-
-    def _reserve(self) -> _Slots:
-        """One bundle per process; too few devices is an error here, not a wait for ever."""
-        import ray
-        from ray.util.placement_group import placement_group
-
-        plan = self._plan
-        gpus = self._device == "cuda"
-        together = plan.together and gpus
-        per_rank = [(group.name, rank) for group in plan.groups for rank in range(group.ranks)]
-        bundles: list[dict[str, float]] = [
-            {"CPU": 2 if together else 1, "GPU": gpus * plan.gpus_per_rank} for _ in per_rank
-        ]
-        if together:
-            bundles = [{"CPU": 2, "GPU": 1} for _ in per_rank]
-        else:
-            bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine} for _ in range(plan.engines)]
-        bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-        have = ray.cluster_resources()
-        for resource in ("CPU", "GPU"):
-            need = sum(bundle.get(resource, 0) for bundle in bundles)
-            if need > have.get(resource, 0):
-                raise ConfigError(
-                    f"ppo needs {need:g} {resource}s ({plan.describe()}), but the Ray cluster has "
-                    f"{have.get(resource, 0):g}; lower the ranks or ppo.engine.count, or colocate models"
-                )
-        reserved = placement_group(bundles, strategy="PACK")
-        self.wait([reserved.ready()], "Ray to reserve its devices")
-        index = {key: i for i, key in enumerate(per_rank)}
-        return _Slots(reserved, index, plan, together, gpus)
 
     def _environment(self) -> dict[str, dict[str, str]]:
         """Thread counts: trainers share the cores among themselves, engines too; the two take turns."""
@@ -259,6 +246,41 @@ class Fleet:
     def wait(self, references: list[Any], what: str) -> list[Any]:
         """Results in order; see `Calls.wait`."""
         return self._calls.wait(references, what)
+
+    # -- frozen models ------------------------------------------------------------------------------------------
+
+    def insist(self, ask: Callable[[], T], what: str) -> T:
+        """What `ask` returns, asked again after a group of frozen models was lost and started anew; `FROZEN_RESTARTS`
+        times at most. Raises what `ask` raises where that is not the reason, or is not all that was lost."""
+        for left in reversed(range(FROZEN_RESTARTS + 1)):
+            try:
+                return ask()
+            except InfrastructureError as error:
+                lost = self._lost_groups()
+                if not left or not lost or any(_trains(group) for group in lost):
+                    raise
+                for group in lost:
+                    log.warning("%s is lost and started again; %s is asked for anew: %s", group.name, what, error)
+                    self._end(self.groups[group.roles[0]])
+                self._load([self._start_group(group) for group in lost])
+        raise AssertionError("the last round raises or returns")
+
+    def _lost_groups(self) -> list[Group]:
+        """Those with a rank that is gone, halted or late; after a call has failed."""
+        lost = {part.name for part in self._watch.lost()}
+        dead = [] if lost else gone([actor for workers in self.distinct_groups for actor in workers.actors])
+        return [
+            workers.group
+            for workers in self.distinct_groups
+            if any(_rank_name(workers.group, rank) in lost or a in dead for rank, a in enumerate(workers.actors))
+        ]
+
+    def _end(self, workers: WorkerGroup) -> None:
+        import ray
+
+        for actor in workers.actors:
+            ray.kill(actor)
+        self._watch.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
 
     # -- engines ------------------------------------------------------------------------------------------------
 
@@ -315,29 +337,12 @@ class Fleet:
         self._connected = engines
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Where in the placement group each process goes."""
+def _rank_name(group: Group, rank: int) -> str:
+    return f"{group.name} rank {rank}"
 
-    reserved: Any
-    index: dict[tuple[str, int], int]
-    plan: PlacementPlan
-    together: bool
-    gpus: bool
 
-    def rank(self, group: Group, rank: int) -> dict[str, Any]:
-        return self._options(self.index[(group.name, rank)], self.gpus * self.plan.gpus_per_rank)
-
-    def engine(self, engine: int) -> dict[str, Any]:
-        return self._options(
-            engine if self.together else len(self.index) + engine, self.gpus * self.plan.gpus_per_engine
-        )
-
-    def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(self.reserved, placement_group_bundle_index=bundle)
-        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
+def _trains(group: Group) -> bool:
+    return bool({"policy", "critic"} & set(group.roles))
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -5,8 +5,8 @@
                          +-------silent--------+          died leads to dead, from wherever
 
 Only a healthy member is asked for anything: one that was started again holds old weights until a sync has completed.
-A suspect one has been asked, does not move, and may still answer. One that is dead and has no restart left stays so;
-the run stops when so many are that less than the floor remain.
+A suspect one has been asked, does not move, and may still answer. An answer makes up for the restarts before it. One
+that is dead and has no restart left stays so; the run stops when so many are that less than the floor remain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Health:
     """Of `members`, all of one kind. They start stale: loaded, with weights that nobody has confirmed."""
 
     def __init__(self, members: Sequence[str], *, max_restarts: int, floor: int) -> None:
-        """`max_restarts`: of each member. `floor`: how many must remain; the others may be given up."""
+        """`max_restarts`: of each member, in a row without an answer. `floor`: how many must remain; the others may be given up."""
         self._states: dict[str, State] = dict.fromkeys(members, "stale")
         self._restarts = dict.fromkeys(members, 0)
         self._max_restarts = max_restarts
@@ -60,6 +60,8 @@ class Health:
             if not self.may_restart(member):
                 raise WorkerDied(f"{member} has been started again {self._max_restarts} times already")
             self._restarts[member] += 1
+        if event == "answered":
+            self._restarts[member] = 0
         self._states[member] = TRANSITIONS[state, event]
         if event == "died":
             self._check_floor(member)
@@ -69,7 +71,7 @@ class Health:
         return self._restarts[member] < self._max_restarts
 
     def restarts(self, member: str) -> int:
-        """How often it was started again."""
+        """How often it was started again since its last answer."""
         return self._restarts[member]
 
     def members(self, *states: State) -> list[str]:

@@ -104,6 +104,7 @@ class ModelWorker(Actor):
         """Of each response token, in float32, at the sampling temperature."""
         from rlhf_core.models.scoring import token_logprobs
 
+        failpoint(f"{role}.logprobs")
         logprobs, entropy = token_logprobs(
             self._models[role], self._batches(sequences, micro_batches), self._config.ppo.temperature, with_entropy
         )
@@ -115,6 +116,7 @@ class ModelWorker(Actor):
         """The critic's value before each response token, (T,) each."""
         from rlhf_core.models.scoring import token_values
 
+        failpoint("critic.values")
         return [
             values.numpy() for values in token_values(self._models["critic"], self._batches(sequences, micro_batches))
         ]
@@ -124,6 +126,7 @@ class ModelWorker(Actor):
         """The reward model's score of each response, normalised by its stored statistics."""
         from rlhf_core.models.scoring import sequence_scores
 
+        failpoint("reward.scores")
         model = self._models["reward"]
         statistics = getattr(model, "module", model).statistics
         return sequence_scores(model, statistics, self._batches(sequences, micro_batches))
@@ -131,7 +134,6 @@ class ModelWorker(Actor):
     def _batches(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> Any:
         from rlhf_core.models.scoring import Batches
 
-        failpoint("worker.score")
         device, pack = self._rank.torch_device, self._config.ppo.pack
         return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
 

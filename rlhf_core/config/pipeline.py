@@ -40,7 +40,9 @@ class RunConfig(Section):
         0, description="CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: CUDA where there is any")
-    retries: NonNegativeInt = Field(2, description="How often a failed stage is tried again, from its last checkpoint")
+    retries: NonNegativeInt = Field(
+        2, description="How often in a row a stage is tried again that fails before it has made another checkpoint"
+    )
     retry_delay: PositiveFloat = Field(5.0, description="Seconds before the first retry; doubles each time")
     stage_timeout: PositiveFloat = Field(604800.0, description="Seconds after which a stage is stopped")
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="When a process counts as stuck")

@@ -74,7 +74,7 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = Field(256, description="Sequences decoded at once by one engine")
     enforce_eager: bool = Field(True, description="No CUDA graphs: slower decoding, faster start")
     max_restarts: NonNegativeInt = Field(
-        3, description="How often one engine that died or got stuck is started again in an attempt"
+        3, description="How often in a row an engine is started again that dies or gets stuck before it has answered"
     )
     min_count: PositiveInt | None = Field(
         None,

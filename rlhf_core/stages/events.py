@@ -2,6 +2,7 @@
 
     {"event": "started", "attempt": 2, "mlflow_run_id": "..."}
     {"event": "resumed", "step": 30}                        it goes on from a checkpoint
+    {"event": "checkpoint", "step": 40}                     one is committed: from here another attempt would go on
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
     {"event": "result", "artifact": {...}}         the last line of a child that succeeded
     {"event": "error", "type": "...", "message": "..."}     the last line of one that failed on purpose

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name
-from rlhf_core.errors import InfrastructureError, StoreError, Superseded, to_record
+from rlhf_core.errors import InfrastructureError, OutOfMemory, StoreError, Superseded, classified, to_record
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
@@ -73,11 +73,33 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
             # A successor clears this attempt's folder: what then fails here fails because of it.
             with suppress(StoreError):
                 fence.check()
+        if isinstance(ours := classified(error), OutOfMemory):
+            raise OutOfMemory(f"{ours.message}; {_what_needs_less(spec)}") from error
         raise
     finally:
         stage_run.finish(status)
         shutil.rmtree(work, ignore_errors=True)
     return ref
+
+
+def _what_needs_less(spec: StageSpec) -> str:
+    config = spec.config
+    engine = {
+        "ppo.engine.max_num_seqs": config.ppo.engine.max_num_seqs,
+        "ppo.engine.gpu_memory_utilization (GPU)": config.ppo.engine.gpu_memory_utilization,
+        "ppo.engine.kv_cache_gib (CPU)": config.ppo.engine.kv_cache_gib,
+    }
+    scoring = {"ppo.micro_batch_tokens": config.ppo.micro_batch_tokens}
+    numbers: dict[str, dict[str, float]] = {
+        "sft": {"sft.micro_batch_tokens": config.sft.micro_batch_tokens},
+        "reward": {"reward.micro_batch_tokens": config.reward.micro_batch_tokens},
+        "ppo": scoring | engine,
+        "evaluate": scoring | engine,
+        "register": engine,
+    }
+    known = ", ".join(f"{name}={value:g}" for name, value in numbers.get(spec.stage, {}).items())
+    advice = f"lower {known}" if known else "give the machine more memory"
+    return f"{advice}; `rlhf plan CONFIG` shows what needs how much"
 
 
 def _give_up(error: InfrastructureError, watch: Watch, events: Events) -> NoReturn:
@@ -117,7 +139,7 @@ class _Attempt:
             keep_best=settings.keep_best,
             outbox=outbox,
             allow_fresh_start=settings.allow_fresh_start,
-            resumed=lambda step: self.events.send("resumed", step=step),
+            tell=lambda event, step: self.events.send(event, step=step),
         )
         ref = artifacts.deliver(spec.stage, spec.key, self.fence)
         if ref is None:

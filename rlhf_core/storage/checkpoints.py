@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage import bundles
@@ -56,12 +56,12 @@ class CheckpointStore:
         keep_best: int = 0,
         outbox: Outbox | None = None,
         allow_fresh_start: bool = False,
-        resumed: Callable[[int], None] = lambda step: None,
+        tell: Callable[[Literal["resumed", "checkpoint"], int], None] = lambda event, step: None,
     ) -> None:
         """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1. `keep_best`: of
         the others, those with the highest scores. `fence`: None only in tests and tools, where nobody else writes.
         `outbox`: given, uploads go on behind the training. `allow_fresh_start`: train from the beginning where only
-        damage is left. `resumed` is told the step of a checkpoint that is used."""
+        damage is left. `tell` hears the step of a checkpoint that is used, and of each that is committed."""
         self._store = store
         self._root = f"checkpoints/{stage_key}"
         self._work = work
@@ -70,7 +70,7 @@ class CheckpointStore:
         self._fence = fence
         self._outbox = outbox
         self._allow_fresh_start = allow_fresh_start
-        self._resumed = resumed
+        self._tell = tell
         self._upload: _Upload | None = None
         self._earlier = 0.0
         self._opened = time.monotonic()
@@ -107,7 +107,7 @@ class CheckpointStore:
                 folder = bundles.fetch(self._store, manifest, self._work)
                 self._compare(step, manifest.body)
                 self._earlier = float(manifest.body.get("seconds", 0.0))
-                self._resumed(step)
+                self._tell("resumed", step)
                 return step, folder
             except CorruptArtifact as error:
                 if not self._store.exists(f"{prefix}/{MANIFEST}"):
@@ -196,6 +196,7 @@ class CheckpointStore:
             log.warning("Step %d: the existing one is kept, or this one was damaged on its way.", step)
             return
         self._store.put_bytes(f"{self._root}/{_NEWEST}", _pointer(step))
+        self._tell("checkpoint", step)
         self._prune()
 
     def _newest(self) -> int | None:

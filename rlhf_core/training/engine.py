@@ -21,6 +21,7 @@ from torch import nn
 
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
+from rlhf_core.failpoints import failpoint
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
 from rlhf_core.training import resharding
@@ -152,6 +153,8 @@ class TrainingEngine:
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         for loss in micro_losses:
             doing(f"optimizer step {self.steps_done + 1}")
+            if failpoint("train.backward") == "nan":
+                loss = loss * math.nan
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
         for group in self.optimizer.param_groups:
@@ -174,6 +177,11 @@ class TrainingEngine:
                 "was applied; lower the learning rate or look at the batches"
             )
         return norm
+
+    @property
+    def stumbled(self) -> bool:
+        """Whether the last step was skipped for a gradient that no loss scale explains."""
+        return self._skipped_in_a_row > 0
 
     def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         assert self.optimizer_config is not None

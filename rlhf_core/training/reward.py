@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,8 @@ def train_reward(
                     metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
+                if engine.stumbled:
+                    services.metrics.log_table(f"skipped/step_{step:06d}", [_table_row(pair) for pair in batch])
                 shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
                 services.progress("reward", step, total, "steps", **shown)
             checkpointing.after_step(
@@ -197,6 +200,12 @@ def _forward(
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
     scores = engine(collate(sequences, pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device), "last")
     return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]
+
+
+def _table_row(pair: PairExample) -> dict[str, Any]:
+    sides = {"prompt_ids": pair.prompt_ids, "chosen_ids": pair.chosen_ids, "rejected_ids": pair.rejected_ids}
+    about = {"prompt": pair.prompt, "source": pair.source, "margin": pair.margin}
+    return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
 
 
 def _my_groups(engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig) -> list[list[int]]:

@@ -65,6 +65,8 @@ def train_sft(
             if services is not None:
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
+                if engine.stumbled:
+                    services.metrics.log_table(f"skipped/step_{step:06d}", [_table_row(row) for row in batch])
                 services.progress(
                     "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
                 )
@@ -128,6 +130,10 @@ def evaluate_sft(
     engine.module.train()
     loss = (sums[0] / sums[1]).item()
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 50.0))}
+
+
+def _table_row(row: TokenSequence) -> dict[str, Any]:
+    return {"tokens": len(row), "targets": sum(row.target_mask), "input_ids": str(list(row.input_ids))}
 
 
 def _my_groups(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:

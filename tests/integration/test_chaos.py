@@ -4,16 +4,19 @@
 - nothing is left 10 s after the end
 - asked to stop, PPO and supervised fine-tuning finish the step in hand and leave a checkpoint of it
 - rollouts that were sampled before the kill are trained on, not sampled again
+- a step whose loss is not finite is skipped, its batch is kept for reading, and the run goes on
 - a run that forgets its KL coefficient is noticed
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from rlhf_core.types import StageName
 from tests.chaos.__main__ import negative_control
 from tests.chaos.harness import Case, Golden, read_passes, run_case
 
@@ -50,6 +53,17 @@ def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step
     assert len(result.kills) == 3
     passed = Counter(p.point for p in read_passes(tmp_path / "trace"))
     assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (2, 6, 5)
+
+
+@pytest.mark.parametrize(("stage", "rows"), [("sft", 32), ("reward", 32), ("ppo", 16)])
+def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_batch_is_kept(
+    golden: Golden, stage: StageName, rows: int, tmp_path: Path
+) -> None:
+    result = run_case(golden, Case(stage, ("train.backward:3:nan",)), tmp_path)
+    assert result.ended and result.commands == 1, result.why
+    assert not result.same, "nobody came by the point"
+    (table,) = (tmp_path / "home").rglob("tables/skipped/step_*.json")
+    assert len(json.loads(table.read_text())["data"]) == rows
 
 
 @pytest.mark.slow  # `make chaos` begins with it, too

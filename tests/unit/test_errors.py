@@ -1,20 +1,25 @@
 """Errors on their way from one process to another.
 
 - every class of the tree keeps itself and its message through pickle and through a record
-- what nobody foresaw is sorted where it was raised: a bug, which is not tried again, or the system's failure, which is
+- what nobody foresaw is sorted where it was raised: a bug, which is not tried again, the system's failure, which is, or
+  memory that did not suffice
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from flows.stages import NEVER_RETRIED
 from rlhf_core.errors import (
     DataError,
     InfrastructureError,
+    OutOfMemory,
     RLHFError,
     UnexpectedError,
     classified,
@@ -53,13 +58,33 @@ def test_a_bug_is_not_tried_again(bug: Exception) -> None:
     assert error.message == f"engine 0, generate: {type(bug).__name__}: {bug}"
 
 
-@pytest.mark.parametrize(
-    "fault", [OSError("x"), MemoryError("x"), ConnectionError("x"), TimeoutError("x"), RuntimeError("x")]
-)
+@pytest.mark.parametrize("fault", [OSError("x"), ConnectionError("x"), TimeoutError("x"), RuntimeError("x")])
 def test_the_systems_failure_is_tried_again(fault: Exception) -> None:
     error = classified(fault)
     assert type(error) is InfrastructureError and not isinstance(error, NEVER_RETRIED)
     assert error.message == f"{type(fault).__name__}: x"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+        ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+    ],
+)
+def test_memory_that_does_not_suffice_has_a_name(error: Exception) -> None:
+    assert type(classified(error)) is OutOfMemory
+
+
+def test_torch_says_what_is_expected_of_it() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert type(classified(caught.value)) is OutOfMemory
 
 
 def test_an_error_of_ours_stays_what_it_is() -> None:

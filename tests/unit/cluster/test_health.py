@@ -119,3 +119,15 @@ def test_random_histories_keep_every_bound() -> None:
                 break
             assert len(health.remaining()) >= floor
             assert all(health.restarts(n) <= allowed for n in names)
+
+
+def test_an_answer_makes_up_for_the_restarts_before_it() -> None:
+    health = Health(["engine 0"], max_restarts=1, floor=1)
+    for _ in range(5):
+        for event in ("died", "restart", "loaded", "synced", "answered"):
+            health.note("engine 0", event)  # type: ignore[arg-type]
+    assert health.restarts("engine 0") == 0
+    for event in ("died", "restart", "loaded", "synced"):
+        health.note("engine 0", event)  # type: ignore[arg-type]
+    with pytest.raises(WorkerDied, match="after 1 restarts"):
+        health.note("engine 0", "died")

@@ -2,7 +2,8 @@
 
 - a run with a process is left alone, whatever its state
 - a lost run is brought back only after two looks, PENDING and CANCELLING only after half a minute
-- a run is brought back a bounded number of times, then failed with a sentence
+- a run is brought back a bounded number of times in a row, then failed with a sentence; one that went on for a while
+  in between starts a new count
 - a cancelled run is never brought back
 - a server that is away, or answers half, changes nothing; one run that it refuses stands in no other's way
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from email.message import Message
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 
 from flows import reconcile
-from flows.reconcile import LOOKS, MAX_ATTEMPTS, Reconciler, Sighting, decide, flow_runs_alive
+from flows.reconcile import LOOKS, MAX_ATTEMPTS, SETTLED_SECONDS, Reconciler, Sighting, decide, flow_runs_alive, losses
 
 DAY = 24 * 3600.0
 
@@ -53,23 +54,53 @@ def test_what_is_done_with_a_run(state: str, age: float, attempts: int, missing:
     assert decide(Sighting(state, age, attempts, missing)) == action
 
 
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SHORT = ("SCHEDULED", 1.0), ("PENDING", 3.0), ("RUNNING", 60.0), ("CRASHED", 1.0)
+NEVER = ("SCHEDULED", 1.0), ("PENDING", 31.0), ("CRASHED", 1.0)
+LONG = ("SCHEDULED", 1.0), ("PENDING", 3.0), ("RUNNING", SETTLED_SECONDS), ("CRASHED", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "count"),
+    [
+        (SHORT, 1),
+        (SHORT[:-1], 1),  # lost now, and nobody has said so yet
+        ((*SHORT, *NEVER, *NEVER, *SHORT), 4),
+        ((*SHORT, *NEVER[:-1]), 2),
+        ((*SHORT, *SHORT, *LONG), 1),
+        ((*SHORT, *LONG, *SHORT, *NEVER), 3),
+        ((*SHORT, *SHORT, *LONG[:-1]), 1),
+    ],
+)
+def test_losses_in_a_row_are_counted_from_the_last_time_that_the_run_went_on(
+    states: Sequence[tuple[str, float]], count: int
+) -> None:
+    history, at = [], NOW
+    for state, seconds in states:
+        history.append((at, state))
+        at += timedelta(seconds=seconds)
+    assert losses(history[::-1], at) == count
+
+
 class Server:
-    """The two calls of Prefect's API that the reconciler makes, with its own runs."""
+    """The three calls of Prefect's API that the reconciler makes, with its own runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
         self.sets: list[tuple[str, str]] = []
         self.down = self.half = False
+        self.history: dict[str, list[dict[str, Any]]] = {}
         monkeypatch.setattr(reconcile, "post", self.post)
+        monkeypatch.setattr(reconcile, "get", lambda url: self.history[url.partition("=")[2]])
 
-    def add(self, name: str, state: str, run_count: int = 1, age: float = 60.0) -> None:
+    def add(self, name: str, state: str, age: float = 60.0) -> None:
         since = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
         self.runs[name] = {
             "id": name,
             "name": name,
-            "run_count": run_count,
             "state": {"type": state, "timestamp": since},
         }
+        self.history.setdefault(name, []).append(self.runs[name]["state"])
 
     def post(self, url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
         if self.half:
@@ -83,7 +114,7 @@ class Server:
         if name == "refused":
             raise urllib.error.HTTPError(url, 409, "Conflict", Message(), None)
         self.sets.append((name, body["state"]["name"]))
-        self.runs[name]["state"] = {"type": body["state"]["type"], "timestamp": datetime.now(UTC).isoformat()}
+        self.add(name, body["state"]["type"], age=0.0)
         return {"status": "ACCEPT"}
 
 
@@ -136,15 +167,29 @@ def test_one_look_with_a_process_starts_the_count_again(server: Server) -> None:
 
 def test_a_run_that_never_starts_is_given_up_in_the_end(server: Server) -> None:
     watcher = Reconciler("http://x/api", alive=set)
-    for _ in range(MAX_ATTEMPTS):
-        server.add("stuck", "PENDING", run_count=0)  # a worker that takes it and loses it, each time
+    for _ in range(MAX_ATTEMPTS - 1):
+        server.add("stuck", "PENDING")  # a worker that takes it and loses it, each time
         watcher.look()
         watcher.look()
-    assert server.sets.count(("stuck", "AwaitingRetry")) == MAX_ATTEMPTS
-    server.add("stuck", "PENDING", run_count=0)
+    assert server.sets.count(("stuck", "AwaitingRetry")) == MAX_ATTEMPTS - 1
+    server.add("stuck", "PENDING")
+    Reconciler("http://x/api", alive=set).look()  # a new one knows no more than the server
     watcher.look()
     watcher.look()
     assert server.sets[-1] == ("stuck", "Failed")
+
+
+def test_a_run_that_prefect_refuses_to_change_is_not_asked_for_in_every_look(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.add("refused", "RUNNING")
+    watcher = Reconciler("http://x/api", alive=set)
+    for _ in range(16):
+        watcher.look()
+    assert sum("HTTP Error 409" in record.getMessage() for record in caplog.records) == 1
+    for _ in range(3):
+        watcher.look()
+    assert sum("HTTP Error 409" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_a_server_that_is_away_changes_nothing(server: Server) -> None:

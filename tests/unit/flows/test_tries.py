@@ -1,0 +1,57 @@
+"""How often a stage is tried again.
+
+- `retries` times in a row; what it has committed in between makes up for the failures before
+- not at all after what only the user can mend, or what would come out again
+- once after memory did not suffice
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prefect.states import Failed
+
+from flows.stages import NEVER_RETRIED, Tries
+from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed
+
+KILLED = StageFailed("stage ppo was killed by SIGKILL")
+CHECKPOINT = {"event": "checkpoint", "step": 10}
+
+
+def again(tries: Tries, error: BaseException) -> bool:
+    """What Prefect is told of an attempt that failed of `error`; the user has been told the same."""
+    nothing: Any = None
+    said = tries.left(error)
+    told = tries.another(nothing, nothing, Failed(data=error))
+    assert told == (said > 0)
+    return told
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_a_stage_that_gets_nowhere_is_tried_again_so_often(retries: int) -> None:
+    tries = Tries(retries)
+    assert [again(tries, KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
+
+
+def test_a_checkpoint_makes_up_for_the_failures_before_it() -> None:
+    tries = Tries(2)
+    for _ in range(20):
+        assert again(tries, KILLED) and again(tries, KILLED)
+        tries.event({"event": "progress", "task": "ppo", "done": 3, "total": 9})
+        tries.event({"event": "resumed", "step": 10})
+        tries.event(CHECKPOINT)
+    assert [again(tries, KILLED) for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", NEVER_RETRIED)
+def test_what_would_come_out_again_is_not_tried_again(kind: type[RLHFError]) -> None:
+    tries = Tries(5)
+    tries.event(CHECKPOINT)
+    assert not again(tries, kind("no"))
+
+
+@pytest.mark.parametrize(("retries", "expected"), [(0, [False]), (1, [True, False]), (5, [True, False])])
+def test_memory_that_did_not_suffice_may_once_have_been_taken_by_others(retries: int, expected: list[bool]) -> None:
+    tries = Tries(retries)
+    assert [again(tries, OutOfMemory("CUDA out of memory")) for _ in expected] == expected
