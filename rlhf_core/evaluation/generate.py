@@ -10,6 +10,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.failpoints import failpoint
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
+from rlhf_core.watch import doing, idle
 
 
 def responses_of(
@@ -46,6 +47,7 @@ def sample_responses(
     from rlhf_core.rollout.engine import Engine
 
     seed = derive_seed(config.run.seed, "evaluate")
+    doing("start an engine", config.run.timeouts.start)
     engine = Engine(
         model, config.ppo.engine, device=device, max_model_len=config.max_sequence_tokens, seed=seed % 2**31
     )
@@ -63,7 +65,9 @@ def sample_responses(
             )
             done(len(rollouts))
     finally:
+        doing("end the engine")
         engine.shutdown()
+        idle()
     return rollouts
 
 

@@ -15,6 +15,7 @@ from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.rewards.rules import gold
 from rlhf_core.types import PromptExample, RewardInput
+from rlhf_core.watch import doing, idle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +87,7 @@ def score_reward_model(
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, whole_list
 
+    doing("load the reward model", config.run.timeouts.start)
     model = load_score_model(
         folder, dtype=config.reward.deepspeed.dtype, attention=config.model.attention, device=device
     ).eval()
@@ -121,6 +123,7 @@ def _logprobs(
     from rlhf_core.models.scoring import token_logprobs, whole_list
 
     dtype = config.ppo.policy_deepspeed.dtype
+    doing("load a policy", config.run.timeouts.start)
     model = load_policy(folder, dtype=dtype, attention=config.model.attention, device=device).eval()
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
@@ -131,6 +134,7 @@ def _logprobs(
 
 
 def _free(device: str) -> None:
+    idle()
     gc.collect()
     if device != "cpu":
         import torch

@@ -31,7 +31,7 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import StageRun, open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
-from rlhf_core.watch import Watch
+from rlhf_core.watch import Watch, idle, leave_part, take_part
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,11 @@ class _Attempt:
             journal=spec.journal,
         )
         failpoint("stage.fetched")
+        # Stages with ranks and actors name their own parts in its place.
+        take_part(self.watch.folder, spec.stage, spec.config.run.timeouts.stall)
+        idle()
         result = _stage_function(spec.stage)(spec.config, services)
+        leave_part()
         self.stage_run.flush()
         failpoint("stage.made")
         return artifacts.publish(
