@@ -37,6 +37,7 @@ from tests.postgres import postgres
 KINDS = {
     "flow": ("flow",),
     "run still pending": ("flow",),
+    "run still pending, and worker": ("worker", "flow"),
     "worker and flow": ("worker", "flow"),
     "server, worker and flow": ("prefect", "worker", "flow"),
     "MLflow server": ("mlflow",),
@@ -135,10 +136,11 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
     servers.up()
     try:
         name = servers.deploy()
-        if kind == "run still pending":
+        if kind.startswith("run still pending"):
             wait(lambda: any(value == name for _, value in carriers(ENGINE_VARIABLE)), 120)
         else:
             wait(lambda: any(p.point == "ppo.after_checkpoint" for p in read_passes(trace)), 400)
+        before = (servers.run(name) or {"state_type": "UNKNOWN"})["state_type"]
         victims = servers.pids(KINDS[kind])
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -159,6 +161,8 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
     why = (
         difference(golden.outcomes["ppo"], outcome(home, "ppo")) if ended else str(run.get("state", {}).get("message"))
     )
+    if before != ("PENDING" if "pending" in kind else "RUNNING"):
+        why = f"the run was {before} when the kill came: not what was to be tried; {why}"
     return Trial(kind, run["state_type"], ended and not why, back, finished, int(run["run_count"]), why)
 
 
