@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhf_core.config.redact import printable, scrubbed
-from rlhf_core.errors import RLHFError, StageFailed, from_record
+from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
 from rlhf_core.stages.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
@@ -44,7 +44,8 @@ def run_child(
 ) -> ArtifactRef:
     """Run the stage of `spec` and return its artifact.
 
-    Raises the error that the child sent, with its class, or `StageFailed` if it died or took over `timeout` seconds.
+    Raises the error that the child sent, with its class, `StageFailed` if it died, or `StageTimedOut` if it took over
+    `timeout` seconds.
     """
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)
@@ -59,7 +60,14 @@ def run_child(
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
-        raise StageFailed(_obituary(spec.stage, child.returncode, log_file, timeout, time.monotonic() - started))
+        words = telling_lines(log_file)
+        ends = f"; log: {log_file}" + (f"; its last words: {words}" if words else "")
+        if time.monotonic() - started >= timeout:
+            limit = f"run.stage_timeout={spec.config.run.stage_timeout:g}"
+            raise StageTimedOut(
+                f"stage {spec.stage} was stopped after {timeout:.0f} seconds, all that {limit} left it{ends}"
+            )
+        raise StageFailed(f"stage {spec.stage} {_cause(child.returncode)}{ends}")
     return outcome
 
 
@@ -160,16 +168,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait(timeout=EXIT_SECONDS)
 
 
-def _obituary(stage: str, code: int, log_file: Path, timeout: float, seconds: float) -> str:
-    if seconds >= timeout:
-        cause = f"was stopped after run.stage_timeout = {timeout:g} seconds"
-    elif (number := -code if code < 0 else code - 128) in set(signal.Signals):
+def _cause(code: int) -> str:
+    if (number := -code if code < 0 else code - 128) in set(signal.Signals):
         hint = "; the kernel may have run out of memory" if number == signal.SIGKILL else ""
-        cause = f"was killed by {signal.Signals(number).name}{hint}"
-    else:
-        cause = f"ended with exit code {code} and no result"
-    quote = telling_lines(log_file)
-    return f"stage {stage} {cause}; log: {log_file}" + (f"; its last words: {quote}" if quote else "")
+        return f"was killed by {signal.Signals(number).name}{hint}"
+    return f"ended with exit code {code} and no result"
 
 
 def telling_lines(log_file: Path, count: int = 3) -> str:

@@ -8,16 +8,19 @@ Prefect is imported, has a session of its own, is started again where it dies, a
 from __future__ import annotations
 
 import atexit
+import http.client
 import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -29,8 +32,8 @@ from rlhf_core.processes import die_with_parent
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-_PAUSE_SECONDS = 1.0
-"""Before a server that died is started again."""
+_PAUSE_SECONDS = 0.5
+"""Doubled before each start of a server that dies again and again."""
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"
 """Set where the server is gone when the command is."""
 
@@ -97,19 +100,26 @@ class EmbeddedPrefect:
 
     def _keep_running(self) -> None:
         """Its database outlives it, and Prefect's client asks again for a while: a flow need not notice a death."""
+        pause = _PAUSE_SECONDS
         while True:
+            began = time.monotonic()
             code = self._process.wait()
-            time.sleep(_PAUSE_SECONDS)
+            pause = _PAUSE_SECONDS if time.monotonic() - began > START_SECONDS else min(2 * pause, START_SECONDS)
+            time.sleep(pause)
             with self._changing:
                 if self._stopping:
                     return
                 log.warning("Prefect's embedded server ended (%s) and is started again; see %s", code, self._log_file)
-                self._process = self._start()
+                with suppress(OSError):  # no memory for another process: later, perhaps
+                    self._process = self._start()
 
     def stop(self) -> None:
         """End the server. SIGKILL loses nothing: the run's own records are in the store and in MLflow."""
-        with self._changing:
-            self._stopping = True
+        # Bounded: a server that is just being started dies with this process anyway.
+        held = self._changing.acquire(timeout=10)
+        self._stopping = True
+        if held:
+            self._changing.release()
         self._process.kill()
         self._process.wait(timeout=10)
 
@@ -135,10 +145,13 @@ def reachable(url: str, tries: int = 3) -> bool:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5.0):
                 return True
-        except urllib.error.HTTPError:
-            return True
-        except (OSError, ValueError):
-            time.sleep(attempt < tries - 1)
+        except urllib.error.HTTPError as error:
+            if error.code < 500:  # beyond that, somebody answers in its place
+                return True
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(getattr(error, "reason", None), ssl.SSLError):  # Prefect has settings of its own for that
+                return True
+        time.sleep(attempt < tries - 1)
     return False
 
 

@@ -7,10 +7,12 @@ asks the operating system instead: is there a process on this machine whose envi
     PENDING for over 30 s, no process       -> the same (such a run would block its deployment for ever)
     CRASHED (the worker saw it die)         -> scheduled again
     CANCELLING for over 30 s, no process    -> CANCELLED
-    lost `MAX_ATTEMPTS` times in a row      -> FAILED, with a sentence that says so
+    lost `MAX_ATTEMPTS` times in a row, or
+    `MOST_LOSSES` times in all              -> FAILED, with a sentence that says so
 
 A run that has gone on for ten minutes starts a new count: one of days outlives many failures. The count is read from
-the server's own history of the run, so that nothing is lost with this process.
+the server's own history of the run, so that nothing is lost with this process. How long a run went on is known only up
+to the look that missed it, so that a machine which is away after each start seems to go on; hence the second bound.
 
 Only runs with the tag `auto-recover` are touched. It holds for one machine: server, worker and flows on loopback.
 """
@@ -23,7 +25,7 @@ import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -35,6 +37,7 @@ TAG = "auto-recover"
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children."""
 MAX_ATTEMPTS = 5
+MOST_LOSSES = 50
 SETTLED_SECONDS = 600.0
 LOOKS = 2
 """A process must be missing so many times in a row: it may end between the answer of the API and the look."""
@@ -63,18 +66,24 @@ class Sighting:
     """How often in a row it was started and lost, this time included; see `losses`."""
     missing: int
     """Looks in a row in which no process had it; 0: there is one."""
+    losses: int = 0
+    """How often in all."""
 
 
-def losses(history: Sequence[tuple[datetime, str]], now: datetime) -> int:
-    """How often in a row a run was lost that is lost `now`; `history`: (since when, state type) of all its states."""
+def losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tuple[int, int]:
+    """How often in a row, and in all, a run was lost that is lost `now`; `history`: (since when, state type) of all its
+    states. One that was given up and that somebody started again begins anew."""
     states = sorted(history)
     ends = [*(since for since, _ in states[1:]), now]
-    count = 0
+    row = total = 0
     for (since, state), end in zip(states, ends, strict=True):
         if state == "RUNNING" and (end - since).total_seconds() >= SETTLED_SECONDS:
-            count = 0
-        count += state == "CRASHED"
-    return count + bool(states and states[-1][1] != "CRASHED")
+            row = 0
+        if state == "FAILED":
+            row = total = 0
+        row, total = row + (state == "CRASHED"), total + (state == "CRASHED")
+    unsaid = bool(states and states[-1][1] != "CRASHED")
+    return row + unsaid, total + unsaid
 
 
 def decide(seen: Sighting) -> Action:
@@ -89,7 +98,7 @@ def decide(seen: Sighting) -> Action:
         return "leave"
     if seen.state not in ("RUNNING", "PENDING", "CRASHED"):
         return "leave"
-    return "give up" if seen.attempts >= MAX_ATTEMPTS else "reschedule"
+    return "give up" if seen.attempts >= MAX_ATTEMPTS or seen.losses >= MOST_LOSSES else "reschedule"
 
 
 class Reconciler:
@@ -113,7 +122,7 @@ class Reconciler:
                 self._judge(run, alive)
             except _AWAY as error:  # also what Prefect refuses for this run alone: the others come next
                 log.warning("flow run %s: %s", run.get("name"), error)
-                if isinstance(error, urllib.error.HTTPError):
+                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
                     self._missing[run["id"]] = -_LOOKS_AFTER_REFUSAL
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
@@ -123,20 +132,21 @@ class Reconciler:
         if self._missing[name] < LOOKS:
             return
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
-        seen = Sighting(
-            state=run["state"]["type"],
-            age=(now - since).total_seconds(),
-            attempts=losses(self._history(name), now),
-            missing=self._missing[name],
-        )
+        seen = Sighting(run["state"]["type"], (now - since).total_seconds(), attempts=0, missing=self._missing[name])
         action = decide(seen)
         if action == "leave":
             return
+        if action == "reschedule":
+            row, total = losses(self._history(name), now)
+            seen = replace(seen, attempts=row, losses=total)
+            action = decide(seen)
         log.warning("flow run %s (%s) is %s without a process: %s", run["name"], name, seen.state, action)
         if action == "cancel":
             self._set(name, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
-            text = f"its process was lost {seen.attempts} times in a row; the logs of the last one say more"
+            text = (
+                f"its process was lost {seen.losses} times, {seen.attempts} in a row; the logs of the last one say more"
+            )
             self._set(name, "FAILED", "Failed", text)
         else:
             if seen.state != "CRASHED":

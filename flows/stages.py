@@ -19,21 +19,22 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
+from prefect.client.schemas.objects import State
 from prefect.states import Completed
-from prefect.tasks import Task
 
 from flows.child import OnEvent, run_child
 from flows.display import current_display
 from flows.environment import stage_environment
 from flows.pages import ProgressPage, publish_stage
 from flows.pipeline import Pipeline, StageRecord
+from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.errors import (
     CorruptArtifact,
     GateFailed,
     InputError,
     NonFiniteError,
     OutOfMemory,
+    StageTimedOut,
     Superseded,
     UnexpectedError,
 )
@@ -44,8 +45,9 @@ from rlhf_core.types import ArtifactRef, StageName
 
 log = logging.getLogger(__name__)
 
-NEVER_RETRIED = (InputError, Superseded, CorruptArtifact, GateFailed, NonFiniteError, UnexpectedError)
-"""Only the user can help, another attempt has taken over, the inputs of this run are gone, or the same would come out again."""
+NEVER_RETRIED = (InputError, Superseded, StageTimedOut, CorruptArtifact, GateFailed, NonFiniteError, UnexpectedError)
+"""Only the user can help, another attempt has taken over, the stage's time is up, the inputs of this run are gone, or the
+same would come out again."""
 
 MOST_RETRIES = 1000
 """What Prefect is told; `Tries` decides."""
@@ -89,19 +91,24 @@ def register(run: Pipeline, data: Ref, sft: Ref, reward: Ref, ppo: Ref, evaluati
 def _stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
     if not run.wants(stage):
         return None
-    settings = run.config.run
-    tries = Tries(settings.retries)
-    configured = execute.with_options(
-        name=stage,
-        task_run_name=stage,
-        retries=MOST_RETRIES if settings.retries else 0,
-        retry_delay_seconds=[settings.retry_delay * 2**n for n in range(settings.retries or 1)][:_DELAYS],
-        retry_condition_fn=tries.another,
-    )
+    tries = Tries(run.config.run.retries)
+    make = configured(stage, run.config.run, tries)
     # A task that returns a state, as `Skipped` is, gives the state and not its data unless the state is asked for.
-    state: State[Any] = configured(run, stage, {ref.kind: ref for ref in inputs if ref}, tries, return_state=True)
+    state: State[Any] = make(run, stage, {ref.kind: ref for ref in inputs if ref}, tries, return_state=True)
     ref: ArtifactRef = state.result()
     return ref
+
+
+def configured(stage: StageName, settings: RunConfig, tries: Tries) -> Any:
+    """The task `execute` under the name of `stage`, tried again as `tries` says."""
+    return execute.with_options(
+        name=stage,
+        task_run_name=stage,
+        retries=MOST_RETRIES,
+        retry_delay_seconds=[settings.retry_delay * 2**n for n in range(_DELAYS)],
+        # Prefect takes a plain function only, and what else it is given for a "no".
+        retry_condition_fn=lambda task, task_run, state: tries.another(state),
+    )
 
 
 class Tries:
@@ -113,24 +120,27 @@ class Tries:
     def __init__(self, retries: int) -> None:
         self._retries = retries
         self._failed = 0
+        self._starved = False
+        """Whether memory did not suffice in one of those that failed."""
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Of the stage's process: what it has committed makes up for the failures before."""
         if event["event"] == "checkpoint":
-            self._failed = 0
+            self._failed, self._starved = 0, False
 
     def left(self, error: BaseException) -> int:
         """How many more there are if the attempt at hand fails of `error`."""
         if isinstance(error, NEVER_RETRIED):
             return 0
-        most = min(1, self._retries) if isinstance(error, OutOfMemory) else self._retries
-        return max(0, most - self._failed)
+        again = self._starved and isinstance(error, OutOfMemory)
+        return 0 if again else max(0, self._retries - self._failed)
 
-    def another(self, task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    def another(self, state: State[Any]) -> bool:
         """Prefect asks this once of every failed attempt."""
         error = state.data if isinstance(state.data, BaseException) else state.result(raise_on_failure=False)
         left = self.left(error)
         self._failed += 1
+        self._starved = self._starved or isinstance(error, OutOfMemory)
         return left > 0
 
 
@@ -176,7 +186,8 @@ def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent, tri
     """Run the child; one that was killed could not end its MLflow run itself."""
     settings = run.config
     try:
-        return run_child(spec, log_file, stage_environment(settings), settings.run.stage_timeout, on_event)
+        left = settings.run.stage_timeout - (time.monotonic() - run.began[spec.stage])
+        return run_child(spec, log_file, stage_environment(settings), max(0.0, left), on_event)
     except Exception as error:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
         if left := tries.left(error):

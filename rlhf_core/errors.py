@@ -7,6 +7,7 @@
     │   └── ModelError             a model or tokenizer that cannot be used
     ├── InfrastructureError        a process, host, network or service failed; the stage is tried again
     │   ├── StageFailed            a stage's child process ended without a result
+    │   │   └── StageTimedOut      it took longer than run.stage_timeout, over all its attempts; not retried
     │   ├── WorkerDied             a Ray worker, engine or training rank is gone
     │   ├── WorkerStuck            one of them is there and does not move
     │   ├── OutOfMemory            of a device or of the host; tried again once
@@ -68,6 +69,10 @@ class StageFailed(InfrastructureError):
     """A stage's child process died or gave no result."""
 
 
+class StageTimedOut(StageFailed):
+    """A stage took longer than it may; typed again, it goes on with as much time again."""
+
+
 class WorkerDied(InfrastructureError):
     """A worker, engine or training rank is gone."""
 
@@ -115,7 +120,7 @@ class RewardError(RLHFError):
 _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
-        RLHFError, InputError, ConfigError, DataError, ModelError, InfrastructureError, StageFailed, WorkerDied,
+        RLHFError, InputError, ConfigError, DataError, ModelError, InfrastructureError, StageFailed, StageTimedOut, WorkerDied,
         WorkerStuck, OutOfMemory, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
         NonFiniteError, RewardError,
     )
@@ -129,11 +134,8 @@ _BUGS = (
 """Of the rest most are the system's: OSError, MemoryError, and RuntimeError, as which torch, gloo and CUDA fail."""
 
 
-_OUT_OF_MEMORY = (
-    "out of memory", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
-    "No available memory for the cache blocks",
-)  # fmt: skip
-"""torch and CUDA, torch on the CPU, the kernel, vLLM: none has a class of its own for it."""
+_OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory")
+"""torch and CUDA, torch on the CPU, the kernel: none has a class of its own for it."""
 
 
 def classified(error: BaseException, where: str = "") -> RLHFError:

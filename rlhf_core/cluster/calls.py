@@ -60,7 +60,7 @@ def called(limit: Literal["start", "stall", "sync"] = "stall") -> Callable[[Call
 def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
     """Results in order. Errors of actors as they were raised; a dead actor is a WorkerDied. Raises TimeoutError."""
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
     try:
         results: list[Any] = ray.get(list(references), timeout=seconds)
@@ -71,6 +71,8 @@ def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
         raise TimeoutError(str(error)) from error
     except RayActorError as error:
         raise WorkerDied(f"a process died: {_first_line(error)}") from error
+    except OutOfMemoryError as error:
+        raise WorkerDied(f"Ray killed a process for want of memory: {_first_line(error)}") from error
     except RayError as error:
         raise InfrastructureError(f"Ray: {_first_line(error)}") from error
 

@@ -29,7 +29,7 @@ from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
-from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, RLHFError, WeightSyncError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.rollout.experience import Experience, make_experience
@@ -112,21 +112,14 @@ class PPOController:
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        update: Metrics = {}
-        if self._usable(experience, step):
-            self._guard(experience, step)
-            with self._timed("training"):
-                update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
-            self._kl.update(experience.metrics["objective/kl"], len(batch.rollouts))
+        update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.done = step
-        if not update or update.get("policy/skipped_steps") or update.get("value/skipped_steps"):
-            self._log_samples(batch, experience, f"skipped/step_{step:06d}", len(batch.rollouts))
         with self._timed("sync"):
             version = self.sync()
         failpoint("ppo.after_sync")
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
-            self._log_samples(batch, experience, f"samples/step_{step:06d}")
+            self._log_samples(batch, experience, "samples", step)
         if not batch.kept:
             tokens = sum(len(r.response_ids) for r in batch.rollouts)
             self._clocked["rollout/tokens_per_s"] = tokens / self._clocked["timing/rollout"]
@@ -179,6 +172,26 @@ class PPOController:
         if ppo.dynamic_filtering is not None:
             experience.metrics["rollout/replaced_prompts"] = float(batch.replaced)
         return experience
+
+    def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
+        """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are not finite is
+        kept for reading, also where it ends the run."""
+        update: Metrics = {}
+        good = False
+        try:
+            if self._usable(experience, step):
+                self._guard(experience, step)
+                with self._timed("training"):
+                    update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
+                self._kl.update(experience.metrics["objective/kl"], len(batch.rollouts))
+                good = not any(name.endswith("/non_finite_steps") for name in update)
+        except RLHFError as error:
+            good = not isinstance(error, NonFiniteError)
+            raise
+        finally:
+            if not good:
+                self._log_samples(batch, experience, "skipped", step, len(batch.rollouts))
+        return update
 
     def _usable(self, experience: Experience, step: int) -> bool:
         """False for a step with numbers that are not finite: it is skipped and counted; the third in a row ends the run."""
@@ -247,10 +260,10 @@ class PPOController:
         }
         self._services.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
 
-    def _log_samples(self, batch: RolloutBatch, experience: Experience, name: str, most: int = 16) -> None:
+    def _log_samples(self, batch: RolloutBatch, experience: Experience, kind: str, step: int, most: int = 16) -> None:
         rows = [
             {
-                "step": self.done,
+                "step": step,
                 "prompt": p.prompt,
                 "response": self._decode(r.response_ids),
                 "score": score,
@@ -266,7 +279,7 @@ class PPOController:
                 strict=False,
             )
         ]
-        self._services.metrics.log_table(name, rows)
+        self._services.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self, score: float | None) -> None:
         """Both engines, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""

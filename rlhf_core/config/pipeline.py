@@ -43,8 +43,10 @@ class RunConfig(Section):
     retries: NonNegativeInt = Field(
         2, description="How often in a row a stage is tried again that fails before it has made another checkpoint"
     )
-    retry_delay: PositiveFloat = Field(5.0, description="Seconds before the first retry; doubles each time")
-    stage_timeout: PositiveFloat = Field(604800.0, description="Seconds after which a stage is stopped")
+    retry_delay: PositiveFloat = Field(5.0, description="Seconds before the first retry; doubles, five times at most")
+    stage_timeout: PositiveFloat = Field(
+        604800.0, description="Seconds after which a stage is stopped, all its attempts in one command counted"
+    )
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="When a process counts as stuck")
 
 

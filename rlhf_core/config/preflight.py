@@ -102,6 +102,12 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
             f"got {config.sft.deepspeed.ranks}; lower it or raise the batch"
         )
     for field, deepspeed in _trainers(config):
+        if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
+            yield ConfigError(f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1")
+        if deepspeed.ranks % deepspeed.hpz:
+            yield ConfigError(
+                f"{field}.hpz: must divide {field}.ranks ({deepspeed.ranks}); got {deepspeed.hpz}; use the ranks of one host"
+            )
         if deepspeed.offload == "optimizer" and deepspeed.zero_stage == 0:
             yield ConfigError(
                 f"{field}.offload: optimizer needs {field}.zero_stage 1, 2 or 3; got 0; set it, or offload=none"

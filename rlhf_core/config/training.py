@@ -31,6 +31,11 @@ class DeepSpeedConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0, description="ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters"
     )
+    hpz: PositiveInt = Field(
+        1,
+        description="ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy that "
+        "is sharded over so many neighbouring ranks, those of one host; 1: no such copy",
+    )
     offload: Literal["none", "optimizer"] = Field(
         "none", description="Keep optimizer state in host memory (ZeRO 1-3, GPU)"
     )

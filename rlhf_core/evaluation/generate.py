@@ -48,9 +48,13 @@ def sample_responses(
 
     seed = derive_seed(config.run.seed, "evaluate")
     doing("start an engine", config.run.timeouts.start)
-    engine = Engine(
-        model, config.ppo.engine, device=device, max_model_len=config.max_sequence_tokens, seed=seed % 2**31
-    )
+    try:
+        engine = Engine(
+            model, config.ppo.engine, device=device, max_model_len=config.max_sequence_tokens, seed=seed % 2**31
+        )
+    except BaseException:
+        idle()
+        raise
     rollouts: list[Rollout] = []
     try:
         for start in range(0, len(prompts), config.ppo.engine.max_num_seqs):

@@ -138,6 +138,8 @@ class Model:
         """Weights and optimizer state, between steps."""
         n = self.deepspeed.ranks
         weights = self._weights / (n if self.stage == 3 else 1)
+        if self.stage == 3 and self.deepspeed.hpz > 1:
+            weights += self._weights / self.deepspeed.hpz
         average = 4 * self._whole / (n if self.stage == 3 else 1) * self.average
         return Bytes(
             weights=weights,

@@ -124,6 +124,7 @@ class TrainingEngine:
                 "stage": stage,
                 "overlap_comm": False,
                 "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
+                "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
             },
             "zero_force_ds_cpu_optimizer": False,
         }

@@ -37,7 +37,8 @@ def update_policy(
     """Clipped surrogate; with the entropy bonus, the KL (`kl.place: loss`, weighted by `kl_coef`) and the pretraining
     loss on `demonstrations` where configured.
 
-    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist.
+    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist; `stumbled`,
+    of those skipped, where no loss scale explains it.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -53,7 +54,7 @@ def update_policy(
             yield ppo.ptx.coef * loss
 
     for step in steps:
-        _count(sums, engine.train_step(losses(step), ppo.policy_optimizer_steps))
+        _count(sums, engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
     return dict(sums)
 
 
@@ -105,7 +106,7 @@ def _policy_part(
 def update_critic(
     engine: TrainingEngine, samples: Sequence[TrainSample], steps: Sequence[OptimizerStep], ppo: PPOConfig, pad_id: int
 ) -> dict[str, float]:
-    """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`, `skipped`."""
+    """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`, `skipped`, `stumbled`."""
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
@@ -130,15 +131,16 @@ def update_critic(
             yield result.loss
 
     for step in steps:
-        _count(sums, engine.train_step(losses(step), ppo.critic_optimizer_steps))
+        _count(sums, engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
     return dict(sums)
 
 
-def _count(sums: defaultdict[str, float], norm: float) -> None:
+def _count(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -> None:
     if math.isfinite(norm):
         sums["grad_norm"] += norm
     else:
         sums["skipped"] += 1
+        sums["stumbled"] += engine.stumbled
 
 
 def _batch(

@@ -24,6 +24,7 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.sft import epoch_batches
+from rlhf_core.training.skipped import batch_kept
 from rlhf_core.types import PairExample, Services
 from rlhf_core.watch import doing
 
@@ -77,7 +78,8 @@ def train_reward(
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            metrics = train_step(engine, batch, config, total, pad_id)
+            with batch_kept(engine, services, step + 1, batch, _table_row):
+                metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("reward.step")
             step += 1
             tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
@@ -88,8 +90,6 @@ def train_reward(
                     metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
-                if engine.stumbled:
-                    services.metrics.log_table(f"skipped/step_{step:06d}", [_table_row(pair) for pair in batch])
                 shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
                 services.progress("reward", step, total, "steps", **shown)
             checkpointing.after_step(

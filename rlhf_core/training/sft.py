@@ -23,6 +23,7 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
+from rlhf_core.training.skipped import batch_kept
 from rlhf_core.types import Services
 from rlhf_core.watch import doing
 
@@ -55,7 +56,8 @@ def train_sft(
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            metrics = train_step(engine, batch, config, total, pad_id)
+            with batch_kept(engine, services, step + 1, batch, _table_row):
+                metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("sft.step")
             step += 1
             tokens += sum(map(len, batch))
@@ -65,8 +67,6 @@ def train_sft(
             if services is not None:
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
-                if engine.stumbled:
-                    services.metrics.log_table(f"skipped/step_{step:06d}", [_table_row(row) for row in batch])
                 services.progress(
                     "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
                 )

@@ -3,7 +3,7 @@
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
 a moving average of the weights), `value` (clipped squared error); with `lora` adapters only are trained, and with
-`resumed` another engine takes the second step, from a checkpoint. `nan` takes the policy through three steps of which
+`resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy. `nan` takes the policy through three steps of which
 the second has a gradient that is not finite.
 """
 
@@ -43,6 +43,7 @@ SETTINGS = [
 ] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
 SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(("policy-lora", "value-lora"), range(4))]
 SETTINGS += [(kind, stage, 60, True) for kind, stage in (("policy-lora-resumed", 2), ("value-lora-resumed", 3))]
+SETTINGS += [(kind, 3, 60, True) for kind in ("policy-hpz", "policy-hpz-resumed")]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
 
 _SHAPE = {
@@ -94,15 +95,32 @@ def samples() -> list[TrainSample]:
     return made
 
 
+class _NothingPersists(TrainingEngine):
+    """ZeRO-3 keeps parameters as small as these whole on every rank, if it is let."""
+
+    def _ds_config(self, *arguments: Any) -> dict[str, Any]:
+        ds = super()._ds_config(*arguments)
+        ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return ds
+
+
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
-    deepspeed = DeepSpeedConfig.model_validate({"zero_stage": stage})
+    hpz = 2 if "hpz" in kind and rank.world_size > 1 else 1
+    deepspeed = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size, "hpz": hpz})
     ema_decay = 0.5 if kind.startswith("policy") else None
-    return TrainingEngine(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
+    return _NothingPersists(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
 
 
 def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Path) -> dict[str, torch.Tensor]:
     engine = new_engine(rank, kind, stage)
+    copies: list[bool] = []
+    # They exist from a forward pass to the step after it.
+    engine.module.register_forward_hook(
+        lambda module, *_: copies.append(
+            any(getattr(p, "ds_secondary_tensor", None) is not None for p in module.parameters())
+        )
+    )
     data = samples()
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in data]
     if kind == "sft":
@@ -118,6 +136,7 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
             engine = new_engine(rank, kind, stage)
             engine.load_checkpoint(checkpoint, checkpoint / "converted")
         policy_step(engine, kind, data, sequences, budget, pack)
+    assert any(copies) == ("hpz" in kind and rank.world_size > 1)
     streams = {"": engine.weights(), "adapter.": engine.adapter()}
     if kind.startswith("policy"):
         streams["average."] = engine.weights(average=True)

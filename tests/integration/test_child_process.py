@@ -22,7 +22,7 @@ import pytest
 import flows.child as child_module
 from flows.child import run_child, telling_lines
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import DataError, InfrastructureError, StageFailed, Superseded, UnexpectedError
+from rlhf_core.errors import DataError, InfrastructureError, StageFailed, StageTimedOut, Superseded, UnexpectedError
 from rlhf_core.processes import ProcessId, wait_gone
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
@@ -146,7 +146,7 @@ def test_any_exit_code_has_an_obituary_with_the_log(toy: Any, spec: StageSpec, t
 
 def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
-    with pytest.raises(StageFailed, match=r"stopped after run\.stage_timeout = 4 seconds"):
+    with pytest.raises(StageTimedOut, match=r"stopped after 4 seconds, all that run\.stage_timeout=604800 left it"):
         run(spec, tmp_path, environment, timeout=4.0)
     assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
 

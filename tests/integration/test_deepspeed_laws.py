@@ -3,7 +3,8 @@
 - two optimizer steps give the same parameters on 1 and 2 ranks, under ZeRO 0 to 3, with one or several micro-batches,
   padded and packed, for 9 sequences of uneven length: token loss, clipped surrogate with entropy, KL and pretraining
   loss, clipped value loss
-- so does the moving average of the weights, sharded or not
+- so does the moving average of the weights, sharded or not, and ZeRO-3 with a second copy of the parameters (hpZ), also
+  from a checkpoint
 - the same holds for adapters on a frozen model, trained head included; another engine that goes on from the checkpoint
   of the first step, which leaves the frozen weights out, ends in the same bits
 - a step whose gradient is not finite changes no parameter and no moment: the steps around it end as if it had not been
@@ -36,6 +37,15 @@ def test_neither_ranks_nor_zero_nor_micro_batches_nor_packing_change_a_step(
     for name in same:
         difference, parameter = largest_difference(results[name], reference)
         assert difference <= TOLERANCE, f"{name}: {parameter} differs by {difference:.2g}"
+
+
+def test_a_second_copy_of_the_parameters_changes_no_bit(results: dict[str, dict[str, torch.Tensor]]) -> None:
+    for ranks in (1, 2):
+        plain, copied, resumed = (
+            results[label(ranks, kind, 3, 60, True)] for kind in ("policy", "policy-hpz", "policy-hpz-resumed")
+        )
+        for weights in (copied, resumed):
+            assert all(torch.equal(weights[name], tensor) for name, tensor in plain.items())
 
 
 @pytest.mark.parametrize("kind", ["policy-lora", "value-lora"])

@@ -74,7 +74,6 @@ def test_the_systems_failure_is_tried_again(fault: Exception) -> None:
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
         ),
-        ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
     ],
 )
 def test_memory_that_does_not_suffice_has_a_name(error: Exception) -> None:

@@ -86,11 +86,13 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
 ) -> None:
     shown: list[dict[str, float]] = []
     logged: list[dict[str, float]] = []
+    kept: list[tuple[Any, ...]] = []
     bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
-    monkeypatch.setattr(controller, "collect", lambda: SimpleNamespace(rollouts=[], prompts=[], kept=True))
+    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, kept=True)
+    monkeypatch.setattr(controller, "collect", lambda: batch)
     monkeypatch.setattr(controller, "score", lambda batch: bad)
     monkeypatch.setattr(controller, "sync", lambda: 1)
-    monkeypatch.setattr(controller, "_log_samples", lambda *arguments: None)
+    monkeypatch.setattr(controller, "_log_samples", lambda *arguments: kept.append(arguments[2:]))
     tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
     report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
     monkeypatch.setattr(controller, "_services", report)
@@ -99,6 +101,10 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     assert logged[0]["ppo/skipped_steps"] == 1.0
     assert "objective/kl" not in logged[0]
     assert controller.done == 1
+    controller._log(controller.iterate())
+    with pytest.raises(NonFiniteError):
+        controller.iterate()
+    assert [entry for entry in kept if entry[0] == "skipped"] == [("skipped", step, 40) for step in (1, 2, 3)]
 
 
 def test_a_step_without_any_score_is_skipped(controller: Any) -> None:

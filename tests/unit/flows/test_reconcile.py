@@ -24,7 +24,17 @@ from typing import Any
 import pytest
 
 from flows import reconcile
-from flows.reconcile import LOOKS, MAX_ATTEMPTS, SETTLED_SECONDS, Reconciler, Sighting, decide, flow_runs_alive, losses
+from flows.reconcile import (
+    LOOKS,
+    MAX_ATTEMPTS,
+    MOST_LOSSES,
+    SETTLED_SECONDS,
+    Reconciler,
+    Sighting,
+    decide,
+    flow_runs_alive,
+    losses,
+)
 
 DAY = 24 * 3600.0
 
@@ -70,6 +80,7 @@ LONG = ("SCHEDULED", 1.0), ("PENDING", 3.0), ("RUNNING", SETTLED_SECONDS), ("CRA
         ((*SHORT, *SHORT, *LONG), 1),
         ((*SHORT, *LONG, *SHORT, *NEVER), 3),
         ((*SHORT, *SHORT, *LONG[:-1]), 1),
+        ((*SHORT, *SHORT, ("FAILED", 1.0), *SHORT), 1),  # given up, and started again by somebody
     ],
 )
 def test_losses_in_a_row_are_counted_from_the_last_time_that_the_run_went_on(
@@ -79,7 +90,17 @@ def test_losses_in_a_row_are_counted_from_the_last_time_that_the_run_went_on(
     for state, seconds in states:
         history.append((at, state))
         at += timedelta(seconds=seconds)
-    assert losses(history[::-1], at) == count
+    assert losses(history[::-1], at)[0] == count
+
+
+def test_one_that_seems_to_go_on_each_time_is_given_up_as_well() -> None:
+    turns = (("RUNNING", 0), ("CRASHED", 30))
+    history = [(NOW + timedelta(hours=n, minutes=m), state) for n in range(MOST_LOSSES) for state, m in turns]
+    for lost in (MOST_LOSSES - 1, MOST_LOSSES):
+        row, total = losses(history[: 2 * lost], NOW + timedelta(days=9))
+        assert (row, total) == (1, lost)
+        seen = Sighting("CRASHED", 1.0, 1, LOOKS, losses=total)
+        assert decide(seen) == ("reschedule" if lost < MOST_LOSSES else "give up")
 
 
 class Server:

@@ -3,6 +3,7 @@
 - `retries` times in a row; what it has committed in between makes up for the failures before
 - not at all after what only the user can mend, or what would come out again
 - once after memory did not suffice
+- Prefect's own engine takes it from there
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
+from prefect.task_engine import SyncTaskRunEngine
 
-from flows.stages import NEVER_RETRIED, Tries
+from flows.stages import NEVER_RETRIED, Tries, configured
+from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed
 
 KILLED = StageFailed("stage ppo was killed by SIGKILL")
@@ -21,9 +25,8 @@ CHECKPOINT = {"event": "checkpoint", "step": 10}
 
 def again(tries: Tries, error: BaseException) -> bool:
     """What Prefect is told of an attempt that failed of `error`; the user has been told the same."""
-    nothing: Any = None
     said = tries.left(error)
-    told = tries.another(nothing, nothing, Failed(data=error))
+    told = tries.another(Failed(data=error))
     assert told == (said > 0)
     return told
 
@@ -55,3 +58,20 @@ def test_what_would_come_out_again_is_not_tried_again(kind: type[RLHFError]) -> 
 def test_memory_that_did_not_suffice_may_once_have_been_taken_by_others(retries: int, expected: list[bool]) -> None:
     tries = Tries(retries)
     assert [again(tries, OutOfMemory("CUDA out of memory")) for _ in expected] == expected
+
+
+def test_memory_counts_apart_from_what_else_fails() -> None:
+    tries = Tries(3)
+    assert [again(tries, error) for error in (KILLED, OutOfMemory("x"), KILLED, OutOfMemory("x"))] == [True] * 3 + [
+        False
+    ]
+    tries = Tries(3)
+    assert [again(tries, error) for error in (OutOfMemory("x"), OutOfMemory("x"))] == [True, False]
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_prefect_asks_and_obeys(retries: int) -> None:
+    settings = PipelineConfig.model_validate({"run": {"retries": retries}}).run
+    engine: SyncTaskRunEngine[Any] = SyncTaskRunEngine(task=configured("sft", settings, Tries(retries)))
+    engine.task_run = TaskRun(task_key="sft", dynamic_key="0")
+    assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
