@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_core.config.redact import ScrubbingFormatter, printable, scrubbed
-from rlhf_core.errors import InputError, RLHFError
+from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
 from rlhf_core.types import STAGES
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"error: {error.message}")
         return error.exit_code
     except RLHFError as error:
-        _complain(f"failed: {error.message}\n{CONTINUE}")
+        _complain(f"failed: {error.message}\n{_what_next(error)}")
         return error.exit_code
     except KeyboardInterrupt:
         _complain(f"interrupted; {CONTINUE}")
@@ -307,6 +307,16 @@ def _set_up_logging(home: Path) -> Console:
         logger.addHandler(file)
         logger.addHandler(terminal)
     return console
+
+
+def _what_next(error: RLHFError) -> str:
+    if isinstance(error, GateFailed | NonFiniteError):
+        return "the same configuration would end here again: change it first"
+    if isinstance(error, UnexpectedError):
+        return "this is a bug, here or in code that was given: the log has its traceback"
+    if isinstance(error, Superseded):
+        return "another run goes on with this stage: let it finish"
+    return CONTINUE
 
 
 def _complain(text: str) -> None:

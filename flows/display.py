@@ -45,6 +45,8 @@ class Lines:
     def event(self, stage: str, event: dict[str, Any]) -> None:
         if event["event"] == "resumed":
             log.info("%s: continues after step %d", stage, event["step"])
+        if event["event"] == "warning":
+            log.warning("%s: %s", stage, event["message"])
         if event["event"] != "progress":
             return
         now = time.monotonic()
@@ -93,6 +95,8 @@ class Bars:
     def event(self, stage: str, event: dict[str, Any]) -> None:
         if event["event"] == "resumed":
             self._console.print(f"{stage:<9} continues after step {event['step']}", markup=False, highlight=False)
+        if event["event"] == "warning":
+            self._console.print(f"{stage:<9} {event['message']}", markup=False, highlight=False)
         if self._progress is None or event["event"] != "progress":
             return
         name, unit = event["task"], event["unit"]

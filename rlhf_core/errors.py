@@ -4,7 +4,8 @@
     ├── InputError                 exit code 2: the user's configuration, data or model is wrong; not retried
     │   ├── ConfigError            a field of the YAML or an override
     │   ├── DataError              a data source or a row of it
-    │   └── ModelError             a model or tokenizer that cannot be used
+    │   ├── ModelError             a model or tokenizer that cannot be used
+    │   └── StageHeld              another process of this machine is making the stage
     ├── InfrastructureError        a process, host, network or service failed; the stage is tried again
     │   ├── StageFailed            a stage's child process ended without a result
     │   │   └── StageTimedOut      it took longer than run.stage_timeout, over all its attempts; not retried
@@ -59,6 +60,10 @@ class DataError(InputError):
 
 class ModelError(InputError):
     """A model, tokenizer or chat template that cannot be used."""
+
+
+class StageHeld(InputError):
+    """Two runs want to make the same stage: the second one must wait or be ended by whoever started it."""
 
 
 class InfrastructureError(RLHFError):
@@ -120,7 +125,7 @@ class RewardError(RLHFError):
 _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
-        RLHFError, InputError, ConfigError, DataError, ModelError, InfrastructureError, StageFailed, StageTimedOut, WorkerDied,
+        RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError, StageFailed, StageTimedOut, WorkerDied,
         WorkerStuck, OutOfMemory, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
         NonFiniteError, RewardError,
     )

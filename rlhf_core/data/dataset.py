@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.config.rewards import AnswerReward, AnyReward
 from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
@@ -54,6 +55,18 @@ def require_margins(pairs: Sequence[PairExample]) -> None:
             f"have none (the first: source {without[0].source!r}, prompt {without[0].prompt[:60]!r}); add it, `rename` "
             "another field to it, or use none or constant"
         )
+
+
+def require_answers(prompts: Sequence[PromptExample], rewards: Sequence[AnyReward]) -> None:
+    """DataError unless every prompt has the answers that `rewards` look for."""
+    for field in [source.field for source in rewards if isinstance(source, AnswerReward)]:
+        without = [prompt for prompt in prompts if prompt.meta.get(field) is None]
+        if without:
+            raise DataError(
+                f"ppo.rewards: type answer needs the field {field!r} in every prompt row; {len(without)} of {len(prompts)} have "
+                f"none (the first: {without[0].prompt[:60]!r}, whose fields are "
+                f"{', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that holds the answer"
+            )
 
 
 def load_prompts(folder: Path, split: Split) -> list[PromptExample]:

@@ -27,14 +27,14 @@ from rlhf_core.data.collect import (
     load_set,
     split_position,
 )
-from rlhf_core.data.dataset import Split, require_margins, write
+from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
 from rlhf_core.data.sources import source_digests
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.failpoints import failpoint
-from rlhf_core.types import PairExample
+from rlhf_core.types import PairExample, PromptExample
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,16 @@ def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], No
         quarantine.close()
     if config.reward.enabled and config.reward.margin == "field":
         require_margins([item.example for item in made["preference"] if isinstance(item.example, PairExample)])
+    prompts = [item.example for item in made["prompts"] if isinstance(item.example, PromptExample)]
+    require_answers(prompts, config.ppo.rewards)
     failpoint("data.encoded")
     splits = _split(config, made, counts)
+    if 0 < (count := len(splits["prompts"]["train"])) < config.ppo.prompts_per_step:
+        log.warning(
+            "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them several times",
+            count,
+            config.ppo.prompts_per_step,
+        )
     for name in SETS:
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rlhf_core.config.redact import ScrubbingFormatter, scrubbed
 from rlhf_core.errors import RLHFError, to_record
-from rlhf_core.stages.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events
+from rlhf_core.stages.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events, Warnings
 from rlhf_core.stages.guard import go_on_under_guard
 from rlhf_core.stopping import EXIT_STOPPED, StopRequest
 
@@ -33,6 +33,7 @@ def main() -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ScrubbingFormatter(_LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("rlhf_core").addHandler(Warnings(events))
     stop = StopRequest()
     signal.signal(signal.SIGTERM, stop.on_signal)
     signal.signal(signal.SIGINT, stop.on_signal)
@@ -52,7 +53,7 @@ def main() -> int:
         return RLHFError.exit_code
     except BaseException:
         # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
-        log.warning("stopped by a signal")
+        log.info("stopped by a signal")
         return EXIT_STOPPED
     events.send("result", artifact=ref.to_json())
     return 0

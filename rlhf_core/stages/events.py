@@ -4,6 +4,7 @@
     {"event": "resumed", "step": 30}                        it goes on from a checkpoint
     {"event": "checkpoint", "step": 40}                     one is committed: from here another attempt would go on
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
+    {"event": "warning", "message": "..."}                  what its log has as a warning or an error, for the user as well
     {"event": "result", "artifact": {...}}         the last line of a child that succeeded
     {"event": "error", "type": "...", "message": "..."}     the last line of one that failed on purpose
 
@@ -13,12 +14,15 @@ The reader must take a missing last line for a death, whatever the exit code say
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from rlhf_core.config.redact import printable, scrubbed
 
 FD_VARIABLE = "RLHF_EVENTS_FD"
 PARENT_VARIABLE = "RLHF_PARENT_PID"
@@ -68,6 +72,26 @@ class Events:
             return
         self._sent[task] = now
         self.send("progress", task=task, done=done, total=total, unit=unit, metrics=_finite(metrics))
+
+
+class Warnings(logging.Handler):
+    """Sends the log's warnings and errors, each once and the first `most` of them."""
+
+    def __init__(self, events: Events, most: int = 20) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+        self._left = most
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Not what has a traceback, or is critical: such a record comes with the error that ends the stage."""
+        if record.exc_info or record.levelno >= logging.CRITICAL or not self._left:
+            return
+        message = printable(scrubbed(record.getMessage()))[:1000]
+        if message not in self._said:
+            self._said.add(message)
+            self._left -= 1
+            self._events.send("warning", message=message)
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     """Start the fleet, run the controller, save the policy."""
     from rlhf_core.cluster.controller import PPOController
     from rlhf_core.cluster.fleet import Fleet
-    from rlhf_core.data.dataset import load_prompts, load_sft
+    from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.rewards.compose import RewardComposer
     from rlhf_core.storage.digests import weights_sha256
@@ -26,6 +26,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     device = resolve_device(config.run.device)
     decoder = load_decoder(data)
     prompts = load_prompts(data, "train")
+    require_answers(prompts, config.ppo.rewards)
     placement = plan(ppo)
     services.progress("ppo start", 0, placement.processes, "processes")
     with (

@@ -26,7 +26,7 @@ from rlhf_core.stages.spec import StageSpec
 from rlhf_core.stopping import StopRequest
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import Fence, claim
+from rlhf_core.storage.fencing import Fence, await_holder, claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import StageRun, open_tracking
@@ -45,6 +45,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     """
     settings = spec.config.store
     store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
+    await_holder(store, spec.key, spec.stage)
     fence = claim(store, spec.key)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
@@ -104,7 +105,7 @@ def _what_needs_less(spec: StageSpec) -> str:
 
 def _give_up(error: InfrastructureError, watch: Watch, events: Events) -> NoReturn:
     """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing running."""
-    log.error("%s: %s", type(error).__name__, error.message)
+    log.critical("%s: %s", type(error).__name__, error.message)
     events.send("error", **to_record(error))
     watch.kill()
     logging.shutdown()

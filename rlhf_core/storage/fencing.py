@@ -3,6 +3,9 @@
 Attempts are numbered by create-only objects, `{store}/checkpoints/{stage key}/attempts/%06d.json`. A checkpoint or an
 artifact is committed only by the highest attempt, so a run wrongly thought dead cannot overwrite its successor.
 
+On one machine the second of two runs waits for the first, and is then refused (`await_holder`); a holder on another
+machine cannot be asked whether it lives, and is overtaken.
+
 Between the last look at the attempts and the manifest lies one request: who is overtaken just there may still add a
 whole bundle that nobody else has committed. It changes nothing that is there, because manifests are created only once,
 and it was made for the same stage key: the same configuration, inputs and code.
@@ -11,15 +14,22 @@ and it was made for the same stage key: the same configuration, inputs and code.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.errors import StageHeld, StoreError, Superseded
+from rlhf_core.processes import ProcessId
 from rlhf_core.storage.store import Store
 
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 60.0
+"""A stage whose flow was killed may take 20 s to stop, and its guard some more."""
 _TRIES = 1000
 
 
@@ -42,11 +52,32 @@ class Fence:
             )
 
 
+def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> None:
+    """Wait while a process of this machine holds the key of stage `name`: it may be about to end. Raises StageHeld if it
+    does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    said = False
+    while (holder := _living_holder(store, stage_key)) is not None:
+        where = (
+            f"process {holder.pid} of this machine, running since {datetime.fromtimestamp(holder.started):%d %b %H:%M}"
+        )
+        if time.monotonic() > deadline:
+            raise StageHeld(
+                f"stage {name} of this configuration is being made by {where}; wait until it is done, or end it (kill {holder.pid}) and type "
+                "the command again"
+            )
+        if not said:
+            log.warning("stage %s is held by %s, which is waited for, %g s at most", name, where, seconds)
+            said = True
+        time.sleep(0.5)
+
+
 def claim(store: Store, stage_key: str) -> Fence:
     """Become the newest attempt at `stage_key`; all earlier ones can no longer commit."""
     content = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "started": own.started if (own := ProcessId.of(os.getpid())) else 0.0,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         # Two claims must never look alike: that is how a store tells which of them won.
         "token": uuid.uuid4().hex,
@@ -70,6 +101,17 @@ def _key(stage_key: str, attempt: int) -> str:
 def _latest(store: Store, stage_key: str) -> int:
     names = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in store.list(_folder(stage_key)))
     return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
+    attempt = _latest(store, stage_key)
+    try:
+        content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
+        holder = ProcessId(int(content["pid"]), float(content["started"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+    here = content.get("host") == socket.gethostname() and holder.pid != os.getpid()
+    return holder if here and holder.alive() else None
 
 
 def _holder(store: Store, stage_key: str, attempt: int) -> str:

@@ -6,13 +6,15 @@ Locked here:
 - duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
 - too many bad rows, or too few usable ones, stop the run with a message that says what to do;
 - the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the same bytes;
-- a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once;
+- a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once, as do
+  prompts without the answer that a reward looks for; fewer prompts than a step takes are told;
 - the stage logs its card; the card shows text that cannot become markup.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -406,3 +408,22 @@ def test_a_reward_model_with_margins_of_rows_needs_one_in_every_row(tmp_path: Pa
     del rows[7]["margin"]
     with pytest.raises(DataError, match=r"reward.margin: field needs .* 1 of 20 have none .*question 7"):
         prepared(files(tmp_path, rows, reward={"margin": "field"}), tmp_path / "one without")
+
+
+def test_an_answer_that_a_reward_looks_for_must_be_in_every_prompt(tmp_path: Path) -> None:
+    def config(rows: list[dict[str, Any]]) -> PipelineConfig:
+        rewards = {"rewards": [{"type": "answer", "field": "answer"}]}
+        return files(tmp_path, rows).model_copy(update={"ppo": configure(ppo=rewards).ppo})
+
+    rows = pairs(20)
+    prepared(config(rows), tmp_path / "all")
+    rows[7]["result"] = rows[7].pop("answer")
+    with pytest.raises(
+        DataError, match=r"type answer needs the field 'answer' .* 1 of 20 have none .*question 7.* fields are result"
+    ):
+        prepared(config(rows), tmp_path / "one without")
+
+
+def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepared(files(tmp_path, pairs(20)), tmp_path / "out")
+    assert re.search(r"there are \d+ prompts to train on, fewer than ppo.prompts_per_step=", caplog.text)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.display import Bars
+from flows.display import Bars, Lines
 
 
 def _progress(task: str, done: int, total: int) -> dict[str, Any]:
@@ -45,3 +45,11 @@ def test_a_checkpoint_that_it_continues_from_is_told() -> None:
     file = io.StringIO()
     Bars(Console(file=file)).event("ppo", {"event": "resumed", "step": 10})
     assert file.getvalue().split() == ["ppo", "continues", "after", "step", "10"]
+
+
+@pytest.mark.parametrize("display", ["bars", "lines"])
+def test_what_a_stage_warns_of_is_shown(display: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = io.StringIO()
+    event = {"event": "warning", "message": "step 3: [20 %] of the responses are empty"}
+    (Bars(Console(file=file)) if display == "bars" else Lines()).event("ppo", event)
+    assert "[20 %] of the responses are empty" in file.getvalue() + caplog.text
