@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.config.training import LoraConfig
@@ -16,6 +18,10 @@ from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.quantized import loading_options, save_pretrained
+
+HEAD_CHUNK = 1 << 27
+"""Logits that are alive at a time, in elements: 256 MiB of bfloat16. What is more is made in parts, and made again in the
+backward pass, so that memory does not grow with vocabulary x tokens."""
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,7 +38,8 @@ class TokenOutputs(NamedTuple):
 class Policy(nn.Module):
     """Wraps a causal LM so that one `forward`, through DeepSpeed's hooks too, gives log-probabilities.
 
-    The language-model head runs on the selected positions only: prompts and padding cost no logits.
+    The language-model head runs on the selected positions only: prompts and padding cost no logits. Nor do many
+    positions cost many logits: see `HEAD_CHUNK`.
     """
 
     lora: LoraConfig | None = None
@@ -46,9 +53,40 @@ class Policy(nn.Module):
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
+        rows = max(1, HEAD_CHUNK // self.lm.config.get_text_config().vocab_size)
+        parts = self._parts(len(hidden_NH), rows)
+        if parts <= 1:
+            return self._of_labels(hidden_NH, batch.labels_N, temperature, with_entropy)
+        outputs = [
+            checkpoint(
+                self._of_labels,
+                hidden_NH[part * rows : (part + 1) * rows],
+                batch.labels_N[part * rows : (part + 1) * rows],
+                temperature,
+                with_entropy,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for part in range(parts)
+        ]
+        entropy = torch.cat([output.entropy_N for output in outputs]) if with_entropy else None
+        return TokenOutputs(torch.cat([output.logprobs_N for output in outputs]), entropy)
+
+    def _of_labels(
+        self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, temperature: float, with_entropy: bool
+    ) -> TokenOutputs:
         logits_NV = self.lm.lm_head(hidden_NH)
         entropy = token_entropy(logits_NV, temperature) if with_entropy else None
-        return TokenOutputs(token_logprobs(logits_NV, batch.labels_N, temperature), entropy)
+        return TokenOutputs(token_logprobs(logits_NV, labels_N, temperature), entropy)
+
+    def _parts(self, tokens: int, rows: int) -> int:
+        """How often the head is called: where ZeRO-3 gathers its weight for each call, as often on every rank."""
+        parts = -(-tokens // rows)
+        if not hasattr(self.lm.lm_head.weight, "ds_id") or not dist.is_initialized():
+            return parts
+        most = torch.tensor(parts, device=self.lm.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `self.lm`."""

@@ -36,6 +36,8 @@ GRAPHS = 1.0 * GIB
 """CUDA graphs of an engine."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a parameter of a quantized linear layer: 4 bits, a byte of scale for 64 of them, a float for 256 scales."""
+HEAD_CHUNK = 1 << 27
+"""Logits that are alive at a time, of those of a micro-batch (`models.policy`)."""
 LOSS_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 19}
 """Logits that `algo.logprobs` works on at a time, in float32."""
 
@@ -233,7 +235,7 @@ class Model:
         return self.deepspeed.gradient_checkpointing
 
     def _logits(self, batch: ForwardPass) -> float:
-        return 0.0 if self.scores else self.size * batch.tokens * self.shape.vocabulary
+        return 0.0 if self.scores else self.size * min(batch.tokens * self.shape.vocabulary, HEAD_CHUNK)
 
     def _chunks(self, logits: float, copies: int) -> float:
         return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self.size)

@@ -3,7 +3,7 @@
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
 a moving average of the weights), `value` (clipped squared error); with `lora` adapters only are trained, and with
-`resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy. `nan` takes the policy through three steps of which
+`resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy; with `parts` the head sees seven tokens at a time. `nan` takes the policy through three steps of which
 the second has a gradient that is not finite.
 """
 
@@ -23,6 +23,7 @@ import torch
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
+from rlhf_core.models import policy
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence
@@ -43,6 +44,7 @@ SETTINGS = [
 ] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
 SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(("policy-lora", "value-lora"), range(4))]
 SETTINGS += [(kind, stage, 60, True) for kind, stage in (("policy-lora-resumed", 2), ("value-lora-resumed", 3))]
+SETTINGS += [("policy-parts", stage, 1000, True) for stage in (0, 2, 3)]
 SETTINGS += [(kind, 3, 60, True) for kind in ("policy-hpz", "policy-hpz-resumed")]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
 
@@ -113,6 +115,7 @@ def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
 
 
 def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Path) -> dict[str, torch.Tensor]:
+    policy.HEAD_CHUNK = 7 * _SHAPE["vocab_size"] if "parts" in kind else 1 << 27
     engine = new_engine(rank, kind, stage)
     copies: list[bool] = []
     # They exist from a forward pass to the step after it.
