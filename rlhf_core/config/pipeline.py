@@ -66,6 +66,9 @@ class StoreConfig(Section):
     retry_seconds: PositiveFloat = Field(
         60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"
     )
+    allow_other_code: bool = Field(
+        False, description="Continue from a checkpoint that other code or other versions wrote; else that is an error"
+    )
     allow_fresh_start: bool = Field(
         False,
         description="Train a stage from its beginning where all its checkpoints are damaged; else that is an error",

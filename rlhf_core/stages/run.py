@@ -140,6 +140,7 @@ class _Attempt:
             keep_best=settings.keep_best,
             outbox=outbox,
             allow_fresh_start=settings.allow_fresh_start,
+            allow_other_code=settings.allow_other_code,
             tell=lambda event, step: self.events.send(event, step=step),
         )
         ref = artifacts.deliver(spec.stage, spec.key, self.fence)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.errors import CorruptArtifact
+from rlhf_core.errors import ConfigError, CorruptArtifact
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import MANIFEST, Manifest, checksum_of
 from rlhf_core.storage.fencing import Fence
@@ -40,6 +40,8 @@ LAST_SECONDS = 10.0
 _ANY = re.compile(r"/step-(\d{8,})/")
 _COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
+_NOT_CODE = {"threads", "ray", "datasets", "mlflow", "prefect"}
+"""Of what a checkpoint was made with: what decides about no bit, and the threads, which the user sets."""
 
 
 class CheckpointStore:
@@ -56,12 +58,13 @@ class CheckpointStore:
         keep_best: int = 0,
         outbox: Outbox | None = None,
         allow_fresh_start: bool = False,
+        allow_other_code: bool = False,
         tell: Callable[[Literal["resumed", "checkpoint"], int], None] = lambda event, step: None,
     ) -> None:
         """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1. `keep_best`: of
         the others, those with the highest scores. `fence`: None only in tests and tools, where nobody else writes.
         `outbox`: given, uploads go on behind the training. `allow_fresh_start`: train from the beginning where only
-        damage is left. `tell` hears the step of a checkpoint that is used, and of each that is committed."""
+        damage is left. `allow_other_code`: go on from what other code or versions wrote. `tell` hears the step of a checkpoint that is used, and of each that is committed."""
         self._store = store
         self._root = f"checkpoints/{stage_key}"
         self._work = work
@@ -70,6 +73,7 @@ class CheckpointStore:
         self._fence = fence
         self._outbox = outbox
         self._allow_fresh_start = allow_fresh_start
+        self._allow_other_code = allow_other_code
         self._tell = tell
         self._upload: _Upload | None = None
         self._earlier = 0.0
@@ -83,7 +87,8 @@ class CheckpointStore:
     def latest(self) -> tuple[int, Path] | None:
         """(step, verified local folder) of the newest whole checkpoint; None when none was ever committed.
 
-        A damaged one is set aside, said loudly, and the one before it is used. Raises CorruptArtifact if none is left.
+        A damaged one is set aside, said loudly, and the one before it is used. Raises CorruptArtifact if none is left,
+        ConfigError if other code wrote it and that is not allowed.
         """
         self._deliver_waiting()
         steps, newest = self._steps(), self._newest()
@@ -104,8 +109,8 @@ class CheckpointStore:
                     continue
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
-                folder = bundles.fetch(self._store, manifest, self._work)
                 self._compare(step, manifest.body)
+                folder = bundles.fetch(self._store, manifest, self._work)
                 self._earlier = float(manifest.body.get("seconds", 0.0))
                 self._tell("resumed", step)
                 return step, folder
@@ -118,12 +123,19 @@ class CheckpointStore:
             self._start_anew(newest)
         return None
 
-    @staticmethod
-    def _compare(step: int, body: Mapping[str, Any]) -> None:
-        """Say what is another software by now: the stage goes on, but perhaps not in the same bits."""
+    def _compare(self, step: int, body: Mapping[str, Any]) -> None:
+        """Refuse what other code wrote, or only say so: the stage would go on, but perhaps not in the same bits."""
         then, now = body.get("made_with") or {}, _made_with()
-        if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
-            log.warning("The checkpoint of step %d was made with other versions (%s).", step, ", ".join(changed))
+        changed = [name for name in then if then[name] != now.get(name)]
+        if not changed:
+            return
+        told = ", ".join(f"{name} {then[name]} -> {now.get(name)}" for name in changed)
+        if not self._allow_other_code and not set(changed) <= _NOT_CODE:
+            raise ConfigError(
+                f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other code ({told}); "
+                "go back to that, or set it to true to go on, perhaps not in the same bits"
+            )
+        log.warning("The checkpoint of step %d was made with other versions (%s).", step, told)
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
         """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size` bytes free."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.integration.deepspeed_step import largest_difference, reference_label, run_all
+from tests.integration.deepspeed_step import BY_MODE, largest_difference, reference_label, run_all
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     table = Table(title="Largest difference of a parameter, float32")
     for column in ("loss", "settings", "largest difference", "setting", "parameter"):
         table.add_column(column)
-    for kind in ("sft", "policy", "value", "policy-lora", "value-lora"):
+    for kind in ("sft", "policy", "value", "reward", "policy-lora", "value-lora", *BY_MODE):
         reference = results[reference_label(kind)]
         found = {
             name: largest_difference(weights, reference)

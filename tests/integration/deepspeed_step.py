@@ -2,7 +2,8 @@
 `test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on two.
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
-a moving average of the weights), `value` (clipped squared error); with `lora` adapters only are trained, and with
+a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry); with `@` and an aggregation
+that one; with `lora` adapters only are trained, and with
 `resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy; with `parts` the head sees seven tokens at a time. `nan` takes the policy through three steps of which
 the second has a gradient that is not finite.
 """
@@ -22,7 +23,7 @@ import torch
 
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, SFTConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.models import policy
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
@@ -34,16 +35,22 @@ from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.ppo import update_critic, update_policy
 from rlhf_core.training.records import OptimizerStep, TrainSample
+from rlhf_core.training.reward import train_step as reward_step
 from rlhf_core.training.sft import train_step as sft_step
+from rlhf_core.types import PairExample
 
 CUTS = ((1000, False), (60, False), (60, True), (30, True))
 """(tokens per micro-batch, packed): one, two or three, and more micro-batches."""
 SETTINGS = [
     (kind, stage, budget, pack)
-    for kind, stage, (budget, pack) in itertools.product(("sft", "policy", "value"), (0, 2, 3), CUTS)
+    for kind, stage, (budget, pack) in itertools.product(("sft", "policy", "value", "reward"), (0, 2, 3), CUTS)
 ] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
 SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(("policy-lora", "value-lora"), range(4))]
 SETTINGS += [(kind, stage, 60, True) for kind, stage in (("policy-lora-resumed", 2), ("value-lora-resumed", 3))]
+MODES = ("token-mean", "seq-mean-token-sum", "token-sum")
+"""Besides `seq-mean-token-mean`, which the other settings have."""
+BY_MODE = [f"{kind}@{mode}" for kind in ("policy", "value") for mode in MODES]
+SETTINGS += [(kind, *setting) for kind in BY_MODE for setting in ((0, 1000, False), (3, 30, True))]
 SETTINGS += [("policy-parts", stage, 1000, True) for stage in (0, 2, 3)]
 SETTINGS += [(kind, 3, 60, True) for kind in ("policy-hpz", "policy-hpz-resumed")]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
@@ -64,7 +71,7 @@ def model(kind: str) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(**_SHAPE, attn_implementation=implementation("sdpa"))
     lora = LoraConfig(r=4, alpha=8) if "lora" in kind else None
-    if not kind.startswith("value"):
+    if not kind.startswith(("value", "reward")):
         return add_adapter(Policy(LlamaForCausalLM(config)), lora)
     config.num_labels = 1
     return add_adapter(ScoreModel(LlamaForSequenceClassification(config)), lora)
@@ -95,6 +102,14 @@ def samples() -> list[TrainSample]:
             )
         )
     return made
+
+
+def pairs(data: Sequence[TrainSample]) -> list[PairExample]:
+    """Each response against the next one's."""
+    return [
+        PairExample("", "", a.prompt_ids, a.response_ids, b.response_ids)
+        for a, b in zip(data, [*data[1:], data[0]], strict=True)
+    ]
 
 
 class _NothingPersists(TrainingEngine):
@@ -130,6 +145,10 @@ def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Pa
         config = SFTConfig(batch_size=9, micro_batch_tokens=budget, pack=pack)
         for _ in range(2):
             sft_step(engine, sequences, config, 2, 0)
+    elif kind == "reward":
+        pair_config = RewardConfig(batch_size=9, micro_batch_tokens=2 * budget, pack=pack, center=0.01)
+        for _ in range(2):
+            reward_step(engine, pairs(data), pair_config, 2, 0)
     else:
         policy_step(engine, kind, data, sequences, budget, pack)
         if kind.endswith("resumed"):
@@ -164,7 +183,7 @@ def policy_step(
             "entropy_coef": 0.01,
             "kl": {"place": "loss"},
             "ptx": {"coef": 0.3},
-            "aggregation": "seq-mean-token-mean",
+            "aggregation": kind.partition("@")[2] or "seq-mean-token-mean",
         }
     )
     lengths = [len(sequence) for sequence in sequences]

@@ -59,10 +59,12 @@ def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step
 def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_batch_is_kept(
     golden: Golden, stage: StageName, rows: int, tmp_path: Path
 ) -> None:
+    # MLflow's experiment, copied with the home, still has its files where the golden run made it.
+    before = set(golden.folder.rglob("tables/skipped/*.json"))
     result = run_case(golden, Case(stage, ("train.backward:3:nan",)), tmp_path)
     assert result.ended and result.commands == 1, result.why
     assert not result.same, "nobody came by the point"
-    (table,) = (tmp_path / "home").rglob("tables/skipped/step_*.json")
+    (table,) = set(golden.folder.rglob("tables/skipped/*.json")) - before
     assert len(json.loads(table.read_text())["data"]) == rows
 
 

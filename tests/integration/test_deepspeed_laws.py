@@ -2,7 +2,7 @@
 
 - two optimizer steps give the same parameters on 1 and 2 ranks, under ZeRO 0 to 3, with one or several micro-batches,
   padded and packed, for 9 sequences of uneven length: token loss, clipped surrogate with entropy, KL and pretraining
-  loss, clipped value loss
+  loss, clipped value loss, pairs of the reward model; policy and value under each aggregation
 - so do logits that are made a few tokens at a time, of which the ranks have different numbers
 - so does the moving average of the weights, sharded or not, and ZeRO-3 with a second copy of the parameters (hpZ), also
   from a checkpoint
@@ -16,7 +16,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.integration.deepspeed_step import SETTINGS, label, largest_difference, model, reference_label, run_all
+from tests.integration.deepspeed_step import (
+    BY_MODE,
+    SETTINGS,
+    label,
+    largest_difference,
+    model,
+    reference_label,
+    run_all,
+)
 
 TOLERANCE = 2e-6
 
@@ -26,12 +34,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tor
     return run_all(tmp_path_factory.mktemp("laws"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "policy", "value", "policy-lora", "value-lora"])
+@pytest.mark.parametrize("kind", ["sft", "policy", "value", "reward", "policy-lora", "value-lora", *BY_MODE])
 def test_neither_ranks_nor_zero_nor_micro_batches_nor_packing_change_a_step(
     results: dict[str, dict[str, torch.Tensor]], kind: str
 ) -> None:
     reference = results[reference_label(kind)]
-    start = dict(model(kind.removesuffix("-lora")).lm.named_parameters())
+    start = dict(model(kind.partition("@")[0].removesuffix("-lora")).lm.named_parameters())
     assert largest_difference(reference, {name: p.detach() for name, p in start.items()})[0] > 1e-3
     kinds = (kind, f"{kind}-parts")
     same = [name for name in results if name.startswith(tuple(f"{kind}-ranks" for kind in kinds))]

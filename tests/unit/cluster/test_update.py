@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,37 +25,20 @@ from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.fleet import WorkerGroup
 from rlhf_core.cluster.update import Updater, train_samples
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import Group
 from rlhf_core.rollout.experience import Experience
 from rlhf_core.training.records import OptimizerStep, TrainSample
 from rlhf_core.types import Rollout, SFTExample
 
-LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-"""Of the responses: 52 tokens."""
-EVERYTHING = list(range(12))
-UNSCORED = (2, 5)
-"""4 + 9 tokens."""
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
+UNSCORED = (2, 5)  # 4 + 9 tokens
+# The first prompt token of each is its number.
+ROLLOUTS = [Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(n)), (), True, 0) for i, n in enumerate(LENGTHS)]
 DEMONSTRATIONS = [SFTExample((i,) * (3 + i % 5), (0,) * (1 + i % 2) + (1,) * (2 + i % 5 - i % 2)) for i in range(14)]
 FIELDS = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "weights")
 
-WAYS = pytest.mark.parametrize(
-    ("ranks", "cut"),
-    [
-        (1, {}),
-        (2, {"pack": True, "micro_batch_tokens": 12}),
-        (2, {"pack": False, "micro_batch_tokens": 16}),
-        (3, {"pack": True, "micro_batch_tokens": 11}),
-        (3, {"pack": False, "micro_batch_tokens": 11}),
-    ],
-)
-"""(ranks, how their shares are cut)"""
-
-
-def rollouts() -> list[Rollout]:
-    """The first prompt token of each is its number."""
-    return [
-        Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(length)), (), True, 0) for i, length in enumerate(LENGTHS)
-    ]
+PACKED: dict[str, Any] = {"pack": True, "micro_batch_tokens": 11}
+PADDED: dict[str, Any] = {"pack": False, "micro_batch_tokens": 11}
+WAYS = pytest.mark.parametrize(("ranks", "cut"), [(1, {}), (2, PACKED), (2, PADDED), (3, PACKED), (3, PADDED)])
 
 
 def row(field: int, response: int, length: int) -> list[float]:
@@ -70,59 +55,52 @@ def experience(unscored: Sequence[int] = ()) -> Experience:
         for field in range(len(FIELDS))
     ]
     none_B = torch.zeros(len(LENGTHS))
-    return Experience(mask_BT, *rows, kl_B=none_B, scores_B=none_B, metrics={})
+    arguments: Any = (mask_BT, *rows, none_B, none_B, {})
+    return Experience(*arguments)
 
 
 class _Rank:
-    """Keeps what it was asked last, and answers with `sums`."""
+    """Of a policy or a critic: keeps what it was asked last, and answers with `sums`."""
 
-    def __init__(self, sums: dict[str, float]) -> None:
-        self.sums = sums
+    samples: list[TrainSample]
+    steps: list[OptimizerStep]
+    rest: tuple[Any, ...]
+    """A policy's KL coefficient and rows of demonstrations; a critic is told no more."""
+
+    def __init__(self, role: str) -> None:
+        self.sums: dict[str, float] = {}
         self.asked = 0
-        self.samples: list[TrainSample] = []
-        self.steps: list[OptimizerStep] = []
-        self.update_policy = SimpleNamespace(remote=self._policy)
-        self.update_critic = SimpleNamespace(remote=self._critic)
+        setattr(self, f"update_{role}", SimpleNamespace(remote=self._update))
 
-    def _policy(self, samples: Any, steps: Any, kl_coef: float, rows: list[Any]) -> dict[str, float]:
-        self.kl_coef, self.rows = kl_coef, rows
-        return self._critic(samples, steps)
-
-    def _critic(self, samples: list[TrainSample], steps: list[OptimizerStep]) -> dict[str, float]:
-        self.samples, self.steps = samples, steps
+    def _update(self, samples: list[TrainSample], steps: list[OptimizerStep], *rest: Any) -> dict[str, float]:
+        self.samples, self.steps, self.rest = samples, steps, rest
+        self.rows: list[Any] = rest[1] if rest else []
         self.asked += 1
         return self.sums
-
-    def of(self, step: int) -> list[int]:
-        """Numbers of its responses in an optimizer step."""
-        return [self.samples[k].prompt_ids[0] for micro in self.steps[step].micro_batches for k in micro]
-
-    def demonstrations_of(self, step: int) -> list[int]:
-        return [self.rows[k][0][0] for micro in self.steps[step].ptx_micro_batches for k in micro]
 
 
 class _Made:
     """An updater over scripted ranks of policy and critic."""
 
-    def __init__(self, ranks: int = 2, *, seed: int = 7, demonstrations: bool = True, **ppo: Any) -> None:
+    def __init__(self, ranks: int = 2, *, seed: int = 7, **ppo: Any) -> None:
         tree = {"steps": 9, "prompts_per_step": 12, "minibatches": 3, "epochs": 2, **ppo}
-        self.policy, self.critic = ([_Rank({}) for _ in range(ranks)] for _ in range(2))
-        groups = {
-            "policy": WorkerGroup(Group(("policy",), ranks), tuple(self.policy)),
-            "critic": WorkerGroup(Group(("critic",), ranks), tuple(self.critic)),
-        }
+        self.policy, self.critic = ([_Rank(role) for _ in range(ranks)] for role in ("policy", "critic"))
+        group: Any = None
+        groups = {"policy": WorkerGroup(group, tuple(self.policy)), "critic": WorkerGroup(group, tuple(self.critic))}
         fleet: Any = SimpleNamespace(groups=groups, wait=lambda references, what: references)
-        config = config_from_tree({"ppo": tree}, "test").ppo
-        self._updater = Updater(config, fleet, seed, DEMONSTRATIONS if demonstrations else ())
+        self._updater = Updater(config_from_tree({"ppo": tree}, "test").ppo, fleet, seed, DEMONSTRATIONS)
 
     def update(self, step: int = 1, unscored: Sequence[int] = ()) -> dict[str, float]:
-        return self._updater.update(rollouts(), experience(unscored), step, 0.125)
+        return self._updater.update(ROLLOUTS, experience(unscored), step, 0.125)
 
 
 def minibatches(ranks: Sequence[_Rank]) -> list[list[int]]:
     """Numbers of the responses of each optimizer step, over all ranks."""
     (count,) = {len(rank.steps) for rank in ranks}
-    return [sorted(i for rank in ranks for i in rank.of(step)) for step in range(count)]
+    return [
+        sorted(rank.samples[k].prompt_ids[0] for rank in ranks for k in chain(*rank.steps[step].micro_batches))
+        for step in range(count)
+    ]
 
 
 # -- samples and steps ------------------------------------------------------------------------------------------------
@@ -135,7 +113,7 @@ def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(ranks
     made.update(unscored=UNSCORED)
     full = minibatches(whole.policy)
     assert [len(batch) for batch in full] == [4] * 6
-    assert sorted(sum(full[:3], [])) == sorted(sum(full[3:], [])) == EVERYTHING
+    assert sorted(chain(*full[:3])) == sorted(chain(*full[3:])) == list(range(12))
     for group in (made.policy, made.critic):
         assert minibatches(group) == [[i for i in batch if i not in UNSCORED] for batch in full]
 
@@ -148,7 +126,7 @@ def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(ranks
         for step in range(6):
             assert len({len(rank.steps[step].micro_batches) for rank in group}) == 1
         for rank in group:
-            indices = [k for step in rank.steps for micro in step.micro_batches for k in micro]
+            indices = [k for step in rank.steps for k in chain(*step.micro_batches)]
             assert sorted(indices) == list(range(len(rank.samples)))
             for sample in rank.samples:
                 assert sample.advantages.tolist() == row(3, sample.prompt_ids[0], len(sample.response_ids))
@@ -157,16 +135,9 @@ def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(ranks
 # 52 tokens of 12 responses, without those that have no score 39 of 10.
 @pytest.mark.parametrize(
     ("aggregation", "whole", "scored"),
-    [
-        ("token-mean", 52.0, 39.0),
-        ("seq-mean-token-mean", 12.0, 10.0),
-        ("seq-mean-token-sum", 12.0, 10.0),
-        ("token-sum", 1.0, 1.0),
-    ],
+    [("token-mean", 52, 39), ("seq-mean-token-mean", 12, 10), ("seq-mean-token-sum", 12, 10), ("token-sum", 1, 1)],
 )
-def test_the_denominator_counts_the_scored_part_of_the_whole_step(
-    aggregation: Any, whole: float, scored: float
-) -> None:
+def test_the_denominator_counts_what_is_scored_in_the_whole_step(aggregation: Any, whole: int, scored: int) -> None:
     for unscored, expected in (((), whole), (UNSCORED, scored)):
         made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, micro_batch_tokens=16)
         made.update(unscored=unscored)
@@ -174,8 +145,8 @@ def test_the_denominator_counts_the_scored_part_of_the_whole_step(
     parts = _Made(2, aggregation=aggregation)
     parts.update(unscored=UNSCORED)
     for step, batch in enumerate(minibatches(parts.policy)):
-        expected = step_denominator(aggregation, sum(LENGTHS[i] for i in batch), len(batch))
-        assert [rank.steps[step].denominator for rank in parts.policy + parts.critic] == [expected] * 4
+        of_batch = step_denominator(aggregation, sum(LENGTHS[i] for i in batch), len(batch))
+        assert [rank.steps[step].denominator for rank in parts.policy + parts.critic] == [of_batch] * 4
 
 
 def test_a_minibatch_without_any_score_is_an_empty_step_of_all_ranks() -> None:
@@ -190,9 +161,8 @@ def test_a_minibatch_without_any_score_is_an_empty_step_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (1, 4), (3, 2)])
-@pytest.mark.parametrize("cut", [{}, {"micro_batch_tokens": 12}])
-def test_epochs_times_minibatches_are_the_optimizer_steps(epochs: int, parts: int, cut: dict[str, Any]) -> None:
-    made = _Made(2, epochs=epochs, minibatches=parts, **cut)
+def test_epochs_times_minibatches_are_the_optimizer_steps(epochs: int, parts: int) -> None:
+    made = _Made(2, epochs=epochs, minibatches=parts, **PACKED)
     made.update(unscored=UNSCORED)
     assert [len(rank.steps) for rank in made.policy + made.critic] == [epochs * parts] * 4
 
@@ -224,20 +194,20 @@ def test_without_a_critic_only_the_policy_is_asked() -> None:
     made = _Made(2, algorithm="reinforce_pp")
     metrics = made.update()
     assert [rank.asked for rank in made.policy + made.critic] == [1, 1, 0, 0]
-    assert [rank.kl_coef for rank in made.policy] == [0.125] * 2
+    assert [rank.rest for rank in made.policy] == [(0.125, [])] * 2
     assert "loss/value" not in metrics
 
 
 # -- pretraining loss -------------------------------------------------------------------------------------------------
 
 
-def drawn(made: _Made, steps: Sequence[int]) -> list[list[int]]:
-    """Numbers of the demonstrations of each optimizer step of these PPO steps, over all ranks."""
-    found = []
-    for step in steps:
-        made.update(step)
-        found += [sorted(i for rank in made.policy for i in rank.demonstrations_of(n)) for n in range(6)]
-    return found
+def drawn(made: _Made, step: int) -> list[list[int]]:
+    """Numbers of the demonstrations of each optimizer step, over all ranks."""
+    made.update(step)
+    return [
+        sorted(rank.rows[k][0][0] for rank in made.policy for k in chain(*rank.steps[n].ptx_micro_batches))
+        for n in range(6)
+    ]
 
 
 @WAYS
@@ -245,47 +215,42 @@ def drawn(made: _Made, steps: Sequence[int]) -> list[list[int]]:
 def test_each_pass_over_the_demonstrations_uses_each_once_as_far_as_they_fill_batches(
     ranks: int, cut: dict[str, Any], size: int, each: int, per_pass: int
 ) -> None:
-    batches = drawn(_Made(ranks, ptx={"coef": 1.0, "batch_size": size}, **cut), (1, 2))
+    made, alone = (_Made(n, ptx={"coef": 1.0, "batch_size": size}, **how) for n, how in ((ranks, cut), (1, {})))
+    batches = drawn(made, 1) + drawn(made, 2)
     assert [len(batch) for batch in batches] == [each] * 12
-    passes = [sum(batches[i : i + per_pass], []) for i in range(0, 12, per_pass)]
+    passes = [list(chain(*batches[i : i + per_pass])) for i in range(0, 12, per_pass)]
     assert all(len(set(used)) == each * per_pass for used in passes)
-    assert batches == drawn(_Made(1, ptx={"coef": 1.0, "batch_size": size}), (1, 2))
+    assert batches == drawn(alone, 1) + drawn(alone, 2)
     assert per_pass == 1 or batches[:per_pass] != batches[per_pass : 2 * per_pass], "every pass has an order of its own"
 
 
 @WAYS
 def test_the_demonstrations_of_a_step_join_its_samples(ranks: int, cut: dict[str, Any]) -> None:
     made, plain = _Made(ranks, ptx={"coef": 1.0, "batch_size": 4}, **cut), _Made(ranks, **cut)
-    batches = drawn(made, (3,))
+    batches = drawn(made, 3)
     plain.update(3)
     for number, batch in enumerate(batches):
         steps = [rank.steps[number] for rank in made.policy]
         assert len({len(step.ptx_micro_batches) for step in steps}) == 1
         # The masks count 2 + i % 5 - i % 2 targets.
         assert [step.ptx_targets for step in steps] == [sum(2 + i % 5 - i % 2 for i in batch)] * ranks
-    for rank, other in zip(made.policy + made.critic, plain.policy + plain.critic, strict=True):
-        assert [(s.micro_batches, s.denominator) for s in rank.steps] == [
-            (s.micro_batches, s.denominator) for s in other.steps
-        ]
-    for rank in made.policy:
-        indices = [k for step in rank.steps for micro in step.ptx_micro_batches for k in micro]
+    assert [rank.steps for rank in made.critic] == [rank.steps for rank in plain.critic]
+    for rank, other in zip(made.policy, plain.policy, strict=True):
+        assert [replace(step, ptx_micro_batches=[], ptx_targets=0) for step in rank.steps] == other.steps
+        indices = [k for step in rank.steps for k in chain(*step.ptx_micro_batches)]
         assert sorted(indices) == list(range(len(rank.rows)))
-        assert all(
-            (DEMONSTRATIONS[ids[0]].input_ids, DEMONSTRATIONS[ids[0]].loss_mask) == (ids, m) for ids, m in rank.rows
-        )
-    assert not any(step.ptx_micro_batches or step.ptx_targets for rank in made.critic for step in rank.steps)
+        assert set(rank.rows) <= {(d.input_ids, d.loss_mask) for d in DEMONSTRATIONS}
 
 
 def test_the_demonstrations_follow_from_seed_and_step_and_are_none_without_a_pretraining_loss() -> None:
     ptx = {"coef": 1.0, "batch_size": 4}
     used = _Made(ptx=ptx)
-    first, later = drawn(used, (1,)), drawn(used, (2,))
-    assert drawn(_Made(ptx=ptx), (2,)) == later == drawn(used, (2,)) != first
-    assert drawn(_Made(ptx=ptx, seed=8), (2,)) != later
+    first, later = drawn(used, 1), drawn(used, 2)
+    assert drawn(_Made(ptx=ptx), 2) == later == drawn(used, 2) != first
+    assert drawn(_Made(ptx=ptx, seed=8), 2) != later
     without = _Made()
-    without.update()
-    assert all(rank.rows == [] for rank in without.policy)
-    assert not any(step.ptx_micro_batches or step.ptx_targets for rank in without.policy for step in rank.steps)
+    assert drawn(without, 2) == [[]] * 6
+    assert not any(rank.rows or rank.steps[n].ptx_targets for rank in without.policy for n in range(6))
 
 
 # -- metrics and rows -------------------------------------------------------------------------------------------------
@@ -329,8 +294,8 @@ def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_stumb
 
 
 def test_each_row_of_a_sample_ends_with_its_response() -> None:
-    samples = train_samples(rollouts(), experience(UNSCORED))
-    assert [(s.prompt_ids, s.response_ids) for s in samples] == [(r.prompt_ids, r.response_ids) for r in rollouts()]
+    samples = train_samples(ROLLOUTS, experience(UNSCORED))
+    assert [(s.prompt_ids, s.response_ids) for s in samples] == [(r.prompt_ids, r.response_ids) for r in ROLLOUTS]
     for i, sample in enumerate(samples):
         for number, name in enumerate(FIELDS):
             values = getattr(sample, name)

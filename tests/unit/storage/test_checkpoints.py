@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import CorruptArtifact, RLHFError, Superseded
+from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
+from rlhf_core.storage import checkpoints as module
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
@@ -75,7 +77,24 @@ def test_the_seconds_of_the_work_go_on_over_attempts_without_what_was_lost(
     assert second.seconds == pytest.approx(42)
 
 
-def test_a_checkpoint_of_other_versions_or_threads_is_used_and_that_is_said(
+def test_a_checkpoint_of_other_code_is_refused_unless_that_is_allowed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints(store, tmp_path).save(1, state(tmp_path, "1"))
+    made = module._made_with()
+    monkeypatch.setattr(module, "_made_with", lambda: {**made, "mlflow": "99.0"})
+    assert checkpoints(store, tmp_path).latest() is not None, "it decides about no bit"
+    monkeypatch.setattr(module, "_made_with", lambda: {**made, "torch": "99.0"})
+    with pytest.raises(
+        ConfigError, match=rf"store\.allow_other_code: .* step 1 .*\(torch {re.escape(made['torch'])} -> 99\.0\)"
+    ):
+        checkpoints(store, tmp_path).latest()
+    allowed = CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), allow_other_code=True)
+    assert allowed.latest() is not None
+    assert "was made with other versions (torch" in caplog.text
+
+
+def test_a_checkpoint_of_other_threads_is_used_and_that_is_said(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
