@@ -138,8 +138,8 @@ def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(ranks
     [("token-mean", 52, 39), ("seq-mean-token-mean", 12, 10), ("seq-mean-token-sum", 12, 10), ("token-sum", 1, 1)],
 )
 def test_the_denominator_counts_what_is_scored_in_the_whole_step(aggregation: Any, whole: int, scored: int) -> None:
+    made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, **PACKED)
     for unscored, expected in (((), whole), (UNSCORED, scored)):
-        made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, micro_batch_tokens=16)
         made.update(unscored=unscored)
         assert [rank.steps[0].denominator for rank in made.policy + made.critic] == [expected] * 4
     parts = _Made(2, aggregation=aggregation)
@@ -152,9 +152,7 @@ def test_the_denominator_counts_what_is_scored_in_the_whole_step(aggregation: An
 def test_a_minibatch_without_any_score_is_an_empty_step_of_all_ranks() -> None:
     made = _Made(2)
     made.update()
-    lost = minibatches(made.policy)[1]
-    made.update(unscored=lost)
-    assert minibatches(made.critic)[1] == []
+    made.update(unscored=minibatches(made.policy)[1])
     assert [len(batch) for batch in minibatches(made.policy)][:3] == [4, 0, 4]
     for rank in made.policy + made.critic:
         assert rank.steps[1].micro_batches == [[]] and rank.steps[1].denominator == 1.0
@@ -298,6 +296,5 @@ def test_each_row_of_a_sample_ends_with_its_response() -> None:
     assert [(s.prompt_ids, s.response_ids) for s in samples] == [(r.prompt_ids, r.response_ids) for r in ROLLOUTS]
     for i, sample in enumerate(samples):
         for number, name in enumerate(FIELDS):
-            values = getattr(sample, name)
-            assert values.dtype == np.float32
-            assert values.tolist() == row(number, i, LENGTHS[i]), name
+            assert getattr(sample, name).dtype == np.float32
+            assert getattr(sample, name).tolist() == row(number, i, LENGTHS[i]), name
