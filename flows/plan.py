@@ -64,6 +64,8 @@ class Plan:
 def make_plan(config_path: str, overrides: Sequence[str], gpus: str | None, model_config: str | None) -> Plan:
     """`gpus`: such as `8xA100-80G`; None: those of this machine, or its CPU. Raises ConfigError or ModelError."""
     config = load_config(config_path, overrides)
+    if gpus is not None and config.run.device == "auto":
+        config = load_config(config_path, [*overrides, "run.device=cuda"])  # what is usual there
     hardware = _hardware(config, gpus)
     shape = shape_of(config, Path(model_config) if model_config else None)
     verdict = judge(config, shape, hardware)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from rlhf_core.config.devices import visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.problems import Place, dotted, sentences, unknown
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
@@ -63,7 +64,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
                 "give them by environment variables or a role"
             )
     try:
-        config = PipelineConfig.model_validate_json(json.dumps(_with_defaults(tree)))
+        config = PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_precision(tree))))
     except ValidationError as error:
         problems.extend(sentences(error, place))
     if problems:
@@ -89,6 +90,32 @@ def _named(override: str) -> str:
     key, equals, value = override.partition("=")
     text = f"{key}={HIDDEN}" if is_secret(key, value) else f"{key}{equals}{value}"
     return f"override {text}" if len(text) <= 80 and text.isprintable() else f"override {shown(text, limit=80)}"
+
+
+def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
+    """Where nothing is said: bfloat16 on GPUs, and the policy's precision for the engines."""
+    run = tree.get("run")
+    device = run.get("device", "auto") if isinstance(run, dict) else "auto"
+    usual = "bfloat16" if device == "cuda" or (device == "auto" and visible_gpus()) else "float32"
+    for path in (
+        ("sft", "deepspeed"),
+        ("reward", "deepspeed"),
+        ("ppo", "policy_deepspeed"),
+        ("ppo", "critic_deepspeed"),
+    ):
+        _fill(tree, path, "dtype", usual)
+    policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None
+    _fill(tree, ("ppo", "engine"), "dtype", policy.get("dtype", usual) if isinstance(policy, dict) else usual)
+    return tree
+
+
+def _fill(tree: dict[str, Any], path: Keys, name: str, value: Any) -> None:
+    """`value` for the field `name` of the section at `path`, if that is one and does not have it."""
+    section: Any = tree
+    for key in path:
+        section = section.setdefault(key, {}) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section.setdefault(name, value)
 
 
 def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:

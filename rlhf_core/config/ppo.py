@@ -66,7 +66,9 @@ class EngineConfig(Section):
 
     count: PositiveInt = Field(1, description="Engines; each is a process with a copy of the policy")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Precision of the engines")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Precision of the engines; the policy's where nothing is said"
+    )
     gpu_memory_utilization: Fraction = Field(
         0.85, description="Share of GPU memory for weights and KV cache; lower it when colocated"
     )

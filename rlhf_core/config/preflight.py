@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.config.checkadapters import check_adapters
@@ -108,14 +108,21 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
             yield ConfigError(
                 f"{field}.hpz: must divide {field}.ranks ({deepspeed.ranks}); got {deepspeed.hpz}; use the ranks of one host"
             )
-        if deepspeed.offload == "optimizer" and deepspeed.zero_stage == 0:
+        offloads = {"optimizer": (1, 2, 3), "all": (3,)}.get(deepspeed.offload)
+        if offloads is not None and deepspeed.zero_stage not in offloads:
             yield ConfigError(
-                f"{field}.offload: optimizer needs {field}.zero_stage 1, 2 or 3; got 0; set it, or offload=none"
+                f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {_either(offloads)}; got "
+                f"{deepspeed.zero_stage}; set it, or offload=none"
             )
         if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
             yield ConfigError(
                 f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
             )
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
@@ -165,8 +172,10 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
     for field, deepspeed in _trainers(config):
-        if deepspeed.offload == "optimizer":
-            yield ConfigError(f"{field}.offload: optimizer needs a GPU to offload from; got 0 visible; use none")
+        if deepspeed.offload != "none":
+            yield ConfigError(
+                f"{field}.offload: {deepspeed.offload} needs a GPU to offload from; got 0 visible; use none"
+            )
         if deepspeed.dtype == "float16":
             yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
     if plan.busy > cores:

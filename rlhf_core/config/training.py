@@ -36,12 +36,13 @@ class DeepSpeedConfig(Section):
         description="ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy that "
         "is sharded over so many neighbouring ranks, those of one host; 1: no such copy",
     )
-    offload: Literal["none", "optimizer"] = Field(
-        "none", description="Keep optimizer state in host memory (ZeRO 1-3, GPU)"
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well (ZeRO 3)",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Compute precision; bfloat16 and float16 keep float32 master weights, float16 (GPU, ZeRO 1-3) scales "
+        description="Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32 master weights, float16 (GPU, ZeRO 1-3) scales "
         "the loss, at first by 65536 and by half of that after each gradient that overflows",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")

@@ -90,7 +90,8 @@ def _how(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
     parts = [f"ZeRO-{deepspeed.zero_stage}", deepspeed.dtype]
     parts += [f"a second copy over {deepspeed.hpz} ranks (hpZ)"] if deepspeed.hpz > 1 else []
     parts += ["gradient checkpointing"] if deepspeed.gradient_checkpointing else []
-    parts += ["optimizer state in host memory"] if deepspeed.offload == "optimizer" else []
+    kept = {"optimizer": "optimizer state", "all": "optimizer state and parameters"}.get(deepspeed.offload)
+    parts += [f"{kept} in host memory"] if kept else []
     return ", ".join([*parts, "all parameters" if lora is None else f"LoRA of rank {lora.r}"])
 
 

@@ -248,3 +248,5 @@ def _trainer(field: str, deepspeed: DeepSpeedConfig) -> Iterator[tuple[str, str,
         yield f"{field}.dtype", "bfloat16", 1.0
     if deepspeed.offload == "none" and deepspeed.zero_stage > 0:
         yield f"{field}.offload", "optimizer", 4.0
+    elif deepspeed.offload == "optimizer" and deepspeed.zero_stage == 3:
+        yield f"{field}.offload", "all", 4.0

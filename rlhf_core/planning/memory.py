@@ -131,7 +131,12 @@ class Model:
 
     @property
     def offloaded(self) -> bool:
-        return self.deepspeed.offload == "optimizer" and self.stage > 0
+        return self.deepspeed.offload != "none" and self.stage > 0
+
+    @property
+    def away(self) -> bool:
+        """Whether the weights lie in host memory, too."""
+        return self.deepspeed.offload == "all" and self.stage == 3
 
     # -- at rest ------------------------------------------------------------------------------------------------
 
@@ -140,6 +145,7 @@ class Model:
         """Weights and optimizer state, between steps."""
         n = self.deepspeed.ranks
         weights = self._weights / (n if self.stage == 3 else 1)
+        weights *= not self.away
         if self.stage == 3 and self.deepspeed.hpz > 1:
             weights += self._weights / self.deepspeed.hpz
         average = 4 * self._whole / (n if self.stage == 3 else 1) * self.average
@@ -168,8 +174,11 @@ class Model:
 
     @property
     def host(self) -> float:
-        """Bytes of a rank in host memory: offloaded optimizer state, a float32 gradient and a copy of the weights."""
-        return (self._optimizer + (4 + self.size) * self.trainable / self.deepspeed.ranks) * self.offloaded
+        """Bytes of a rank in host memory: offloaded optimizer state, a float32 gradient and a copy of the weights; and
+        those that are not trained, where the weights are offloaded."""
+        n = self.deepspeed.ranks
+        optimizer = (self._optimizer + (4 + self.size) * self.trainable / n) * self.offloaded
+        return optimizer + self.away * self.size * (self.parameters - self.trainable) / n
 
     @property
     def loading(self) -> Bytes:

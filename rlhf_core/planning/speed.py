@@ -67,12 +67,14 @@ def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, 
     # The backward pass costs two forward passes, one of them for the gradients of weights, which adapters do not need.
     passes = (3.0 if model.lora is None else 2.0) + deepspeed.gradient_checkpointing
     seconds = passes * _seconds(_forward(model.shape, sequences, length), n, device, TRAINING_MFU)
+    micro_batches = math.ceil(sequences * length / n / budget)
     if n > 1:
-        micro_batches = math.ceil(sequences * length / n / budget)
         # Reduced after every micro-batch; ZeRO-1 and 2 then gather the weights that each rank has updated.
         reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches + (deepspeed.zero_stage in (1, 2))
         seconds += reduced * model.size * model.trainable * (n - 1) / n / (device.link * LINK)
         seconds += 2 * _gathering(model, sequences * length, budget, device)
+    # Weights in host memory come over for each pass forward and backward; gradients go and new weights come once.
+    seconds += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES * model.away
     return seconds + 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES * model.offloaded
 
 

@@ -128,8 +128,10 @@ class TrainingEngine:
             },
             "zero_force_ds_cpu_optimizer": False,
         }
-        if config.offload == "optimizer" and stage > 0:
+        if config.offload != "none" and stage > 0:
             ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if config.offload == "all" and stage == 3:
+            ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
         if config.dtype != "float32":
             ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
         return ds

@@ -4,7 +4,8 @@
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
 a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry); with `@` and an aggregation
 that one; with `lora` adapters only are trained, and with
-`resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy; with `parts` the head sees seven tokens at a time. `nan` takes the policy through three steps of which
+`resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy; with
+`offload` optimizer and parameters are where a GPU would put them into host memory; with `parts` the head sees seven tokens at a time. `nan` takes the policy through three steps of which
 the second has a gradient that is not finite.
 """
 
@@ -52,7 +53,9 @@ MODES = ("token-mean", "seq-mean-token-sum", "token-sum")
 BY_MODE = [f"{kind}@{mode}" for kind in ("policy", "value") for mode in MODES]
 SETTINGS += [(kind, *setting) for kind in BY_MODE for setting in ((0, 1000, False), (3, 30, True))]
 SETTINGS += [("policy-parts", stage, 1000, True) for stage in (0, 2, 3)]
-SETTINGS += [(kind, 3, 60, True) for kind in ("policy-hpz", "policy-hpz-resumed")]
+VARIANTS = ("policy-offload", "policy-offload-resumed", "policy-hpz", "policy-hpz-resumed")
+"""That end in the bits of `policy`. Those with a second copy come last: DeepSpeed keeps its groups for all that follows."""
+SETTINGS += [(kind, 3, 60, True) for kind in VARIANTS]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
 
 _SHAPE = {
@@ -124,7 +127,10 @@ class _NothingPersists(TrainingEngine):
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
     hpz = 2 if "hpz" in kind and rank.world_size > 1 else 1
-    deepspeed = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size, "hpz": hpz})
+    offload = "all" if "offload" in kind else "none"
+    deepspeed = DeepSpeedConfig.model_validate(
+        {"zero_stage": stage, "ranks": rank.world_size, "hpz": hpz, "offload": offload}
+    )
     ema_decay = 0.5 if kind.startswith("policy") else None
     return _NothingPersists(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
 

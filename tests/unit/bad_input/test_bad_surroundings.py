@@ -117,6 +117,13 @@ SETTINGS = {
         ("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none"),
     ),
     "offload without ZeRO": (("ppo.policy_deepspeed.offload=optimizer",), ("ppo.policy_deepspeed.zero_stage", "got 0")),
+    "parameters offloaded without ZeRO-3": (
+        ("sft.deepspeed.offload=all", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.zero_stage 3", "got 2"),
+    ),
+    "a second copy without ZeRO-3": (("sft.deepspeed.hpz=2", "sft.deepspeed.ranks=2"), ("sft.deepspeed.hpz", "zero_stage=3")),
+    "a second copy over ranks that do not divide": (
+        ("sft.deepspeed.hpz=2", "sft.deepspeed.zero_stage=3"), ("sft.deepspeed.hpz", "must divide", "got 2"),
+    ),
     "float16 without ZeRO": (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
     "float16 without a GPU": (
         ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),

@@ -209,7 +209,7 @@ def drawn(made: _Made, step: int) -> list[list[int]]:
 
 
 @WAYS
-@pytest.mark.parametrize(("size", "each", "per_pass"), [(7, 7, 2), (4, 4, 3), (50, 14, 1)])
+@pytest.mark.parametrize(("size", "each", "per_pass"), [(7, 7, 2), (3, 3, 4), (50, 14, 1)])
 def test_each_pass_over_the_demonstrations_uses_each_once_as_far_as_they_fill_batches(
     ranks: int, cut: dict[str, Any], size: int, each: int, per_pass: int
 ) -> None:

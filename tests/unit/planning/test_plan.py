@@ -28,8 +28,9 @@ from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import advise, check_memory, judge
 from rlhf_core.planning.hardware import GIB, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import device_loads
+from rlhf_core.planning.memory import Model
 from rlhf_core.planning.shape import ModelShape, shape_of
-from rlhf_core.planning.speed import step_time
+from rlhf_core.planning.speed import optimizer_step_time, step_time
 
 CONFIGS = Path(__file__).resolve().parents[3] / "deployments" / "configs"
 LLAMA_8B, MISTRAL_7B = CONFIGS / "shapes" / "llama-3-8b.json", CONFIGS / "shapes" / "mistral-7b.json"
@@ -113,6 +114,30 @@ def test_without_knowing_the_data_steps_are_told_for_a_thousand_examples() -> No
 )
 def test_what_saves_memory_is_seen_to(better: dict[str, Any]) -> None:
     assert peak(config(sft=better), "sft") < peak(config(), "sft") - 0.5 * GIB
+
+
+def test_weights_in_host_memory_leave_the_device_and_cost_time() -> None:
+    def sft(offload: str, **more: Any) -> PipelineConfig:
+        return config(sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "offload": offload, **BFLOAT16, **more}})
+
+    assert peak(sft("optimizer"), "sft", phase="step") - peak(sft("all"), "sft", phase="step") == pytest.approx(
+        1.05 * 2 * eight_b().parameters / 4
+    )
+    device = parse_gpus("A100-80G").device
+    optimizer, everything = (
+        optimizer_step_time(Model(eight_b(), sft(offload).sft.deepspeed), 64, 1024, 8192, device)
+        for offload in ("optimizer", "all")
+    )
+    assert everything > optimizer
+
+
+def test_a_second_copy_of_the_weights_is_counted() -> None:
+    def sft(hpz: int) -> float:
+        return peak(
+            config(sft={"deepspeed": {"ranks": 8, "zero_stage": 3, "hpz": hpz, **BFLOAT16}}), "sft", phase="step"
+        )
+
+    assert sft(4) - sft(1) == pytest.approx(1.05 * 2 * eight_b().parameters / 4)
 
 
 def test_each_zero_stage_and_checkpointing_need_less() -> None:

@@ -1,0 +1,50 @@
+"""Which precision a configuration that says nothing has.
+
+- bfloat16 where it runs on GPUs, float32 on CPUs; what is said stays
+- engines follow the policy, unless they have a precision of their own
+- `rlhf plan` for GPUs counts with what is usual there, on whatever machine it runs
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.plan import make_plan
+from rlhf_core.config import load
+from rlhf_core.config.load import config_from_tree
+
+TRAINED = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed", "ppo.engine")
+
+
+def precisions(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[str]:
+    monkeypatch.setattr(load, "visible_gpus", lambda: gpus)
+    dump = config_from_tree(tree, "test").model_dump()
+    return [str(dump[section][field]["dtype"]) for section, field in (path.split(".") for path in TRAINED)]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "expected"),
+    [("auto", 0, "float32"), ("auto", 2, "bfloat16"), ("cpu", 2, "float32"), ("cuda", 0, "bfloat16")],
+)
+def test_what_is_usual_depends_on_the_device(
+    device: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert precisions({"run": {"device": device}}, monkeypatch, gpus) == [expected] * 5
+
+
+def test_what_is_said_stays_and_engines_follow_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Any] = {"ppo": {"policy_deepspeed": {"dtype": "float16", "zero_stage": 2}}}
+    assert precisions(said, monkeypatch, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
+    said["ppo"]["engine"] = {"dtype": "float32"}
+    assert precisions(said, monkeypatch, 1)[-1] == "float32"
+    assert precisions(said, monkeypatch, 0) == ["float32", "float32", "float16", "float32", "float32"]
+
+
+def test_a_plan_for_gpus_counts_with_what_is_usual_there(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("run: {name: x}\n")
+    assert make_plan(str(file), (), None, None).config.sft.deepspeed.dtype == "float32"
+    assert make_plan(str(file), (), "1xH100", None).config.sft.deepspeed.dtype == "bfloat16"
