@@ -76,7 +76,7 @@ class Collector:
             return batch
         batch.rewards = self.rewards(batch)
         for round_ in range(1, filtering.max_rounds + 1):
-            uniform = uniform_groups(shaped_scores(batch.rollouts, batch.rewards.total, ppo), ppo.samples_per_prompt)
+            uniform = uniform_groups(shaped_scores(batch.rollouts, batch.rewards.total, ppo), ppo)
             if not uniform:
                 break
             fresh = self.sample(self._prompts_of(step, round_, len(uniform)), step, round_, version)
@@ -144,7 +144,8 @@ class Collector:
             here, there = slice(group * n, (group + 1) * n), slice(place * n, (place + 1) * n)
             batch.rollouts[here] = fresh.rollouts[there]
             batch.prompts[here] = fresh.prompts[there]
-            batch.rewards.total[here] = fresh.rewards.total[there]
             for name, values in batch.rewards.by_source.items():
                 values[here] = fresh.rewards.by_source[name][there]
+        # Where a source is normalised over the batch, all scores have changed.
+        batch.rewards.total[:] = self._composer.total(batch.rewards.by_source, len(batch.rollouts))
         batch.replaced += len(groups)

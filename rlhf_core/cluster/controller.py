@@ -124,6 +124,7 @@ class PPOController:
             tokens = sum(len(r.response_ids) for r in batch.rollouts)
             self._clocked["rollout/tokens_per_s"] = tokens / self._clocked["timing/rollout"]
         self._clocked["timing/step"] = time.monotonic() - started
+        self._clocked["sync/share"] = self._clocked["timing/sync"] / self._clocked["timing/step"]
         return {
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
             **update,
@@ -242,7 +243,11 @@ class PPOController:
     def sync(self) -> int:
         """Weights of `done` into all engines; the version that they acknowledged."""
         report = self._fleet.sync(self.done)
-        self._clocked |= {"sync/seconds": report.seconds, "sync/gb_per_s": report.bytes / 1e9 / report.seconds}
+        self._clocked |= {
+            "sync/bytes": float(report.bytes),
+            "sync/seconds": report.seconds,
+            "sync/gb_per_s": report.bytes / 1e9 / report.seconds,
+        }
         return report.version
 
     # -- log, checkpoint ----------------------------------------------------------------------------------------

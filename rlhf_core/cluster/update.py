@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,8 @@ class Updater:
         for name in ("kl_loss", "ptx_loss"):
             if name in sums:
                 metrics[f"loss/{name.removesuffix('_loss')}"] = sums[name] / steps
-        return metrics
+        # The loss of a step that was skipped is none.
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _start_policy(
         self, samples: list[TrainSample], batches: list[list[int]], step: int, kl_coef: float
@@ -118,7 +120,7 @@ class Updater:
         joined: list[list[OptimizerStep]] = [[] for _ in steps]
         for number in range(per_iteration):
             batch = self._demonstrations_at((step - 1) * per_iteration + number, size)
-            targets = sum(sum(d.loss_mask) for d in batch)
+            targets = sum(sum(d.loss_mask[1:]) for d in batch)  # nothing predicts the first token
             plan = plan_ranks([len(d.input_ids) for d in batch], len(steps), ppo.micro_batch_tokens, pack=ppo.pack)
             for rank, micros in enumerate(plan):
                 old = steps[rank][number]

@@ -37,6 +37,11 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def targets(self) -> int:
+        """How many; the first token has nothing before it, whatever the mask says."""
+        return sum(self.target_mask[1:])
+
 
 @dataclass(frozen=True)
 class TokenBatch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -77,14 +77,17 @@ class RewardComposer:
         A score of the reward model that is not finite is masked (NaN), and said. Raises `RewardError` for missing model
         scores, what `on_error` does not mask, or a rule's value that is not finite.
         """
-        total = [0.0] * len(batch)
-        by_source: dict[str, list[float]] = {}
+        by_source = {source_name(source): self._raw(source, batch, model_scores) for source in self._sources}
+        return RewardBatch(self.total(by_source, len(batch)), by_source)
+
+    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
+        """(n,) weighted sum of raw values, each source normalised over these `count` responses where it says so."""
+        total = [0.0] * count
         for source in self._sources:
-            raw = self._raw(source, batch, model_scores)
-            by_source[source_name(source)] = raw
+            raw = by_source[source_name(source)]
             values = normalize(raw) if source.normalize == "batch" else raw
             total = [sum_ + source.weight * value for sum_, value in zip(total, values, strict=True)]
-        return RewardBatch(total, by_source)
+        return total
 
     def close(self) -> None:
         """Ends processes and connections; a second call does nothing."""

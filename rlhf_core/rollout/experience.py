@@ -59,9 +59,10 @@ def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPO
     return scores_B
 
 
-def uniform_groups(scores_B: torch.Tensor, samples_per_prompt: int) -> list[int]:
-    """Groups (of consecutive samples of one prompt) whose scores do not differ; scores that are NaN do not count."""
-    groups = scores_B.reshape(-1, samples_per_prompt)
+def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
+    """Groups (of consecutive samples of one prompt) whose clipped scores do not differ, so that nothing is learned from
+    them; scores that are NaN do not count."""
+    groups = _clipped(scores_B, ppo).reshape(-1, ppo.samples_per_prompt)
     low = torch.where(groups.isnan(), torch.inf, groups).amin(1)
     high = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     uniform: list[int] = torch.nonzero(low >= high).flatten().tolist()
@@ -120,7 +121,7 @@ def make_experience(
         metrics["value/mean"] = masked_mean(values_BT, mask_BT).item()
         metrics["value/explained_variance"] = _explained(values_BT, returns_BT, mask_BT)
     if ppo.samples_per_prompt > 1:
-        uniform = uniform_groups(scores_B, ppo.samples_per_prompt)
+        uniform = uniform_groups(scores_B, ppo)
         metrics["rollout/zero_variance_groups"] = len(uniform) * ppo.samples_per_prompt / len(rollouts)
     if ppo.whitens:
         advantages_BT = masked_whiten(advantages_BT, mask_BT)
@@ -143,10 +144,13 @@ def _group_advantages(
     scores_B: torch.Tensor, kl_only_BT: torch.Tensor, mask_BT: torch.Tensor, ppo: PPOConfig
 ) -> torch.Tensor:
     """(B, T): a response's advantage over its siblings on each of its tokens, less the KL still to be paid."""
-    clipped_B = scores_B if ppo.score_clip is None else scores_B.clamp(-ppo.score_clip, ppo.score_clip)
     groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
-    advantages_B = group_advantages(clipped_B, groups_B, cast(GroupKind, ppo.algorithm))
+    advantages_B = group_advantages(_clipped(scores_B, ppo), groups_B, cast(GroupKind, ppo.algorithm))
     return select(advantages_B.unsqueeze(1) + returns_to_go(kl_only_BT, mask_BT, ppo.gamma), mask_BT)
+
+
+def _clipped(scores_B: torch.Tensor, ppo: PPOConfig) -> torch.Tensor:
+    return scores_B if ppo.score_clip is None else scores_B.clamp(-ppo.score_clip, ppo.score_clip)
 
 
 def _mean(values_B: torch.Tensor) -> float:

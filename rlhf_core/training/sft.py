@@ -92,7 +92,7 @@ def train_step(
 
     A step whose gradient is not finite is skipped and counted, and tells no loss.
     """
-    targets = sum(sum(sequence.target_mask) for sequence in batch)
+    targets = sum(sequence.targets for sequence in batch)
     loss_sum = torch.zeros((), device=engine.rank.torch_device)
 
     def losses() -> Iterator[torch.Tensor]:
@@ -133,7 +133,7 @@ def evaluate_sft(
 
 
 def _table_row(row: TokenSequence) -> dict[str, Any]:
-    return {"tokens": len(row), "targets": sum(row.target_mask), "input_ids": str(list(row.input_ids))}
+    return {"tokens": len(row), "targets": row.targets, "input_ids": str(list(row.input_ids))}
 
 
 def _my_groups(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:

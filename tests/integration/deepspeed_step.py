@@ -2,11 +2,13 @@
 `test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on two.
 
 Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
-a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry); with `@` and an aggregation
-that one; with `lora` adapters only are trained, and with
-`resumed` another engine takes the second step, from a checkpoint; with `hpz` the ranks share a second copy; with
-`offload` optimizer and parameters are where a GPU would put them into host memory; with `parts` the head sees seven tokens at a time. `nan` takes the policy through three steps of which
-the second has a gradient that is not finite.
+a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry). What else a name may have:
+
+    @token-mean    that aggregation                       resumed    another engine takes the second step, from a checkpoint
+    lora           adapters only are trained              hpz        the ranks share a second copy of the parameters
+    parts          the head sees seven tokens at a time   offload    optimizer and parameters as if there were a GPU to spare
+
+`nan` takes the policy through three steps of which the second has a gradient that is not finite.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 - one that is killed is started again at the same address, with what it knew
 - it is gone when the command is, however that ended
-- one of the user's that only asks for a key is taken to be there
+- one of the user's that only asks for a key is taken to be there; one that is gone for good in the middle costs nothing
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from flows.embedded import answers, reachable
 from flows.reconcile import post
 from rlhf_core.processes import ProcessId
+from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
 
 COMMAND = """
@@ -73,3 +74,30 @@ with http.server.HTTPServer(("127.0.0.1", 0), Closed) as server:
         port = int(process.stdout.readline())
         assert reachable(f"http://127.0.0.1:{port}/api", tries=1)
         process.kill()
+
+
+def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path / "server")], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[1]
+        environment = {**os.environ, "PREFECT_API_URL": url, "PREFECT_CLIENT_MAX_RETRIES": "1", TRACE: str(trace)}
+        line = [
+            sys.executable,
+            "-m",
+            "flows.cli",
+            "run",
+            str(CONFIG),
+            f"run.home={tmp_path / 'home'}",
+            "--until",
+            "data",
+        ]
+        with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            assert wait(lambda: any(p.point == "flow.made" for p in read_passes(trace)), 120)
+            server.kill()
+            out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    assert out.splitlines()[-1].startswith("summary: ")

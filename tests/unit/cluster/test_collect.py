@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlhf_core.cluster.fleet import Fleet, WorkerGroup
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
 from rlhf_core.rollout.dispatch import prompts_of_step
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 
@@ -74,7 +75,7 @@ def mark(response_ids: Sequence[int]) -> float:
 
 
 class _Rewards:
-    """Two sources: the response's mark and its double; the total is the mark, but `values` by round, place and sample."""
+    """Three sources: the response's mark, its double, and what counts: the mark, but `values` by round, place and sample."""
 
     def __init__(self, *values: Mapping[int, Sequence[float]]) -> None:
         self._values = values
@@ -87,7 +88,11 @@ class _Rewards:
         self.model_scores = model_scores
         marks = [mark(sample.response_ids) for sample in batch]
         total = [values[i // SAMPLES][i % SAMPLES] if i // SAMPLES in values else m for i, m in enumerate(marks)]
-        return RewardBatch(total, {"mark": marks, "double": [2 * m for m in marks]})
+        return RewardBatch(list(total), {"mark": marks, "double": [2 * m for m in marks], "value": total})
+
+    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
+        assert len(by_source["value"]) == count
+        return list(by_source["value"])
 
 
 def alike(*places: int) -> dict[int, Sequence[float]]:
@@ -101,7 +106,12 @@ def collector(
     prompts = changed.pop("prompts", PROMPTS)
     composer: Any = rewards or _Rewards()
     tree: dict[str, Any] = {"algorithm": "grpo", "prompts_per_step": PLACES, "samples_per_prompt": SAMPLES}
-    tree |= {"minibatches": 1, "dynamic_filtering": {"max_rounds": rounds} if rounds else None, **changed}
+    tree |= {
+        "minibatches": 1,
+        "score_clip": None,
+        "dynamic_filtering": {"max_rounds": rounds} if rounds else None,
+        **changed,
+    }
     config = config_from_tree({"ppo": tree}, "test")
     fleet: Any = Fleet(config, plan(config.ppo), "cpu", {}, 0)
     fleet.engines = engines
@@ -163,7 +173,7 @@ def test_groups_that_score_alike_are_replaced_in_their_places_with_all_that_belo
     assert [p.input_ids for p in batch.prompts] == [r.prompt_ids for r in batch.rollouts]
     marks = [mark(r.response_ids) for r in batch.rollouts]
     assert batch.rewards.total == marks
-    assert batch.rewards.by_source == {"mark": marks, "double": [2 * m for m in marks]}
+    assert batch.rewards.by_source == {"mark": marks, "double": [2 * m for m in marks], "value": marks}
     assert batch.replaced == 3
 
 
@@ -297,3 +307,21 @@ def test_the_reward_models_scores_come_in_the_order_of_the_rollouts_and_are_aske
     made.rewards(batch, [0.0] * len(batch.rollouts))
     assert rewards.model_scores == [0.0] * len(batch.rollouts)
     assert [rank.calls for rank in ranks] == [2, 2], "scores that are given are not asked for"
+
+
+def test_scores_that_are_normalised_over_the_batch_are_so_after_a_replacement() -> None:
+    source = {"type": "token_share", "below": 50, "normalize": "batch"}
+    rewards: Any = RewardComposer(config_from_tree({"ppo": {"rewards": [source]}}, "test").ppo.rewards)
+    shares = [[0.0, 1.0, 0.5, 0.5, 0.2, 0.9, 0.1, 0.8], [0.50, 0.51]]
+
+    class Engines(_Engines):
+        def _answer(self, *asked: Any) -> list[Rollout]:
+            wanted = shares[len(self.calls) - 1]
+            return [
+                replace(r, response_ids=(10,) * round(100 * share) + (60,) * round(100 - 100 * share))
+                for r, share in zip(super()._answer(*asked), wanted, strict=True)
+            ]
+
+    batch = collector(Engines(), rewards, rounds=1, max_new_tokens=100).collect(1, VERSION)
+    assert batch.rewards.by_source["token_share"] == [0.0, 1.0, 0.50, 0.51, 0.2, 0.9, 0.1, 0.8]
+    assert batch.rewards.total == normalize(batch.rewards.by_source["token_share"])

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -33,7 +34,7 @@ LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
 UNSCORED = (2, 5)  # 4 + 9 tokens
 # The first prompt token of each is its number.
 ROLLOUTS = [Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(n)), (), True, 0) for i, n in enumerate(LENGTHS)]
-DEMONSTRATIONS = [SFTExample((i,) * (3 + i % 5), (0,) * (1 + i % 2) + (1,) * (2 + i % 5 - i % 2)) for i in range(14)]
+DEMONSTRATIONS = [SFTExample((i,) * (3 + i % 5), (0,) * (i % 3) + (1,) * (3 + i % 5 - i % 3)) for i in range(14)]
 FIELDS = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "weights")
 
 PACKED: dict[str, Any] = {"pack": True, "micro_batch_tokens": 11}
@@ -231,7 +232,7 @@ def test_the_demonstrations_of_a_step_join_its_samples(ranks: int, cut: dict[str
         steps = [rank.steps[number] for rank in made.policy]
         assert len({len(step.ptx_micro_batches) for step in steps}) == 1
         # The masks count 2 + i % 5 - i % 2 targets.
-        assert [step.ptx_targets for step in steps] == [sum(2 + i % 5 - i % 2 for i in batch)] * ranks
+        assert [step.ptx_targets for step in steps] == [sum(3 + i % 5 - max(1, i % 3) for i in batch)] * ranks
     assert [rank.steps for rank in made.critic] == [rank.steps for rank in plain.critic]
     for rank, other in zip(made.policy, plain.policy, strict=True):
         assert [replace(step, ptx_micro_batches=[], ptx_targets=0) for step in rank.steps] == other.steps
@@ -298,3 +299,12 @@ def test_each_row_of_a_sample_ends_with_its_response() -> None:
         for number, name in enumerate(FIELDS):
             assert getattr(sample, name).dtype == np.float32
             assert getattr(sample, name).tolist() == row(number, i, LENGTHS[i]), name
+
+
+def test_the_loss_of_a_skipped_step_is_none() -> None:
+    made = _Made(2)
+    for rank in made.policy:
+        rank.sums = {"loss": math.nan, "skipped": 1.0, "stumbled": 1.0, "grad_norm": 5.0}
+    metrics = made.update()
+    assert "loss/policy" not in metrics and metrics["policy/non_finite_steps"] == 1.0
+    assert all(map(math.isfinite, metrics.values()))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.rollout.experience import make_experience, uniform_groups
 from rlhf_core.types import Rollout
 
@@ -166,4 +167,10 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_is_full_at_the_limit() -
 
 def test_groups_that_score_alike_are_found_whatever_float_they_hold() -> None:
     scores = torch.tensor([0.7, 0.7, 0.7, 0.1, 0.1, 0.2, float("nan"), 0.3, 0.3])
-    assert uniform_groups(scores, 3) == [0, 2]
+    by_three = PPOConfig.model_validate({"samples_per_prompt": 3, "score_clip": None})
+    assert uniform_groups(scores, by_three) == [0, 2]
+
+
+def test_groups_whose_clipped_scores_are_alike_teach_nothing_and_count() -> None:
+    ppo = PPOConfig.model_validate({"samples_per_prompt": 2, "score_clip": 5.0})
+    assert uniform_groups(torch.tensor([6.0, 8.0, -9.0, 8.0, 4.0, 5.0]), ppo) == [0]
