@@ -47,6 +47,8 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
     await_holder(store, spec.key, spec.stage)
     fence = claim(store, spec.key)
+    for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
+        store.forget_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
     stage_run = tracking.stage_run(

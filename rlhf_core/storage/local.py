@@ -74,6 +74,9 @@ class LocalFiles:
             with self._errors("delete", key):
                 (self._root / key).unlink(missing_ok=True)
 
+    def forget_uploads(self, prefix: str) -> None:
+        """There are none: a file is written beside its place, and moved."""
+
     def delete_prefix(self, prefix: str) -> None:
         path = self._root / prefix
         with self._errors("delete", prefix), contextlib.suppress(FileNotFoundError):

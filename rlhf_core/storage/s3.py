@@ -162,6 +162,24 @@ class S3Objects:
     def delete_prefix(self, prefix: str) -> None:
         self.delete(sorted(self.sizes(prefix)))
 
+    def forget_uploads(self, prefix: str) -> None:
+        bucket, _, _ = self._root.partition("/")
+        start = self._path(prefix).removeprefix(f"{bucket}/") + "/"
+
+        def abort() -> int:
+            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=start).get("Uploads") or []
+            for upload in found:
+                self._fs.call_s3(
+                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+            return len(found)
+
+        try:
+            if count := self._call("clean up", prefix, abort):
+                log.info("dropped what %d interrupted uploads had left below %s", count, self.uri(prefix))
+        except (StoreError, FileNotFoundError) as error:
+            log.info("what interrupted uploads may have left below %s stays: %s", self.uri(prefix), error)
+
     def uri(self, key: str) -> str:
         return f"s3://{self._path(key)}"
 

@@ -37,6 +37,7 @@ class Backend(Protocol):
     def sizes(self, prefix: str) -> Mapping[str, int]: ...
     def delete(self, keys: Sequence[str]) -> None: ...
     def delete_prefix(self, prefix: str) -> None: ...
+    def forget_uploads(self, prefix: str) -> None: ...
     def uri(self, key: str) -> str: ...
     def local_path(self, key: str) -> Path | None: ...
 
@@ -113,6 +114,11 @@ class Store:
     def delete_prefix(self, prefix: str) -> None:
         """Delete everything at or below the folder `prefix`, unfinished writes as well."""
         self._backend.delete_prefix(check_key(prefix))
+
+    def forget_uploads(self, prefix: str) -> None:
+        """Drop the parts of uploads below the folder `prefix` that were killed: a bucket keeps them, and no listing shows
+        them. Only for who alone writes there. A bucket that does not allow it is left as it is, and that is said."""
+        self._backend.forget_uploads(check_key(prefix))
 
     def uri(self, key: str) -> str:
         """Full address for people and for lineage: an absolute path or `s3://...`."""

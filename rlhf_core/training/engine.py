@@ -156,7 +156,7 @@ class TrainingEngine:
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         for loss in micro_losses:
             doing(f"optimizer step {self.steps_done + 1}")
-            if failpoint("train.backward") == "nan":
+            if failpoint("train.backward", "nan") == "nan":
                 loss = loss * math.nan
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)

@@ -96,7 +96,7 @@ class WeightSender:
             tensor = tensor.to(spec.dtype)
             if self._client is not None:
                 self._checksums[name] = tensor_checksum(tensor)
-                if failpoint("weight_sync.send") == "alter":
+                if failpoint("weight_sync.send", "alter") == "alter":
                     tensor = tensor.clone()
                     tensor.view(-1)[0] += 1
             yield name, tensor

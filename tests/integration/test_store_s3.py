@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -87,6 +88,26 @@ def test_a_file_of_many_parts_comes_back_bit_by_bit(store: Store, tmp_path: Path
     store.put_file(tmp_path / "big", "big")
     store.get_file("big", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == data
+
+
+def test_what_a_killed_upload_left_is_dropped_below_its_folder_alone(store: Store, s3_server: Any) -> None:
+    def begin(key: str) -> None:
+        bucket, _, path = store.uri(key).removeprefix("s3://").partition("/")
+        upload = {"Bucket": bucket, "Key": path}
+        made = objects.call_s3("create_multipart_upload", **upload)
+        objects.call_s3("upload_part", **upload, UploadId=made["UploadId"], PartNumber=1, Body=b"x" * 2**20)
+
+    def unfinished() -> list[str]:
+        bucket = store.uri("x").removeprefix("s3://").partition("/")[0]
+        return [upload["Key"].rpartition("/x/")[2] for upload in objects.list_multipart_uploads(bucket)]
+
+    objects = s3fs.S3FileSystem(endpoint_url=s3_server.endpoint)
+    for key in ("checkpoints/k/step-1/shard", "checkpoints/k2/step-1/shard"):
+        begin(key)
+    store.forget_uploads("checkpoints/k")
+    assert unfinished() == ["checkpoints/k2/step-1/shard"]
+    store.forget_uploads("checkpoints/k2")
+    assert unfinished() == []
 
 
 def test_of_racing_creators_exactly_one_wins(store: Store) -> None:
