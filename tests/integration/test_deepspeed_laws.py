@@ -1,4 +1,5 @@
-"""Split invariance through the real DeepSpeed and the real loops (float32, tolerance 2e-6 on the parameters).
+"""Split invariance through the real DeepSpeed and the real loops (float32, tolerance 2e-6 on the parameters, 5e-6 for
+pairs).
 
 - two optimizer steps give the same parameters on 1 and 2 ranks, under ZeRO 0 to 3, with one or several micro-batches,
   padded and packed, for 9 sequences of uneven length: token loss, clipped surrogate with entropy, KL and pretraining
@@ -28,6 +29,9 @@ from tests.integration.deepspeed_step import (
 )
 
 TOLERANCE = 2e-6
+OF_PAIRS = 5e-6
+"""A pair's gradient is the difference of two sequences' gradients: more of it cancels, and Adam divides what is left of the
+rounding by its eps of 1e-4. One micro-batch that counts 1 % too much makes a difference of 0.02."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,8 @@ def test_neither_ranks_nor_zero_nor_micro_batches_nor_packing_change_a_step(
     assert len(same) == 2 * sum(setting[0] in kinds for setting in SETTINGS)
     for name in same:
         difference, parameter = largest_difference(results[name], reference)
-        assert difference <= TOLERANCE, f"{name}: {parameter} differs by {difference:.2g}"
+        limit = OF_PAIRS if kind == "reward" else TOLERANCE
+        assert difference <= limit, f"{name}: {parameter} differs by {difference:.2g}"
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
