@@ -55,7 +55,9 @@ def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step
     assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (2, 6, 5)
 
 
-@pytest.mark.parametrize(("stage", "rows"), [("sft", 32), ("reward", 32), ("ppo", 16)])
+@pytest.mark.parametrize(
+    ("stage", "rows"), [("sft", 32), pytest.param("reward", 32, marks=pytest.mark.slow), ("ppo", 16)]
+)
 def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_batch_is_kept(
     golden: Golden, stage: StageName, rows: int, tmp_path: Path
 ) -> None:

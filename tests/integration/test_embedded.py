@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flows.embedded import answers, reachable
 from flows.reconcile import post
 from rlhf_core.processes import ProcessId
@@ -76,6 +78,7 @@ with http.server.HTTPServer(("127.0.0.1", 0), Closed) as server:
         process.kill()
 
 
+@pytest.mark.slow  # Prefect's client asks for a while
 def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     trace.mkdir()
