@@ -25,7 +25,7 @@ from rlhf_core.types import STAGES
 if TYPE_CHECKING:
     from rich.console import Console
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("flows.cli")  # also where this file is run as a script
 
 CONTINUE = "type the same command again to continue from there"
 
@@ -192,6 +192,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> int:
     from flows.display import Bars, show_with
+    from flows.pipeline import finished
     from flows.report import result_table, stage_table
     from flows.rlhf import rlhf
 
@@ -205,6 +206,11 @@ def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> in
             start=arguments.start,
             until=arguments.until,
         )
+    except Exception as error:
+        if isinstance(error, RLHFError) or (done := finished()) is None:
+            raise
+        log.warning("all stages are done, but Prefect's server did not take that (%s)", type(error).__name__)
+        summary = done.summary()
     finally:
         if bars is not None:
             bars.close()

@@ -223,6 +223,14 @@ class Pipeline:
         return self.folder / "summary.json"
 
 
+_finished: list[Pipeline] = []
+
+
+def finished() -> Pipeline | None:
+    """What this process has brought to its end, also where Prefect could not be told."""
+    return _finished[-1] if _finished else None
+
+
 @contextmanager
 def open_pipeline(
     config: str, overrides: Sequence[str], start: StageName, until: StageName, tags: Mapping[str, str]
@@ -251,6 +259,7 @@ def open_pipeline(
         run.tracking.log_results(run.key, run.results())
         # MLflow shows this tag as the run's description.
         run.tracking.set_tags(run.parent_run_id, {"mlflow.note.content": run_markdown(summary)})
+        _finished.append(run)
     except Exception as error:
         state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
         raise
