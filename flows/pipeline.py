@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.embedded import EMBEDDED
-from flows.files import write_json
+from flows.files import read_json, write_json
 from flows.parameters import check_range
 from flows.report import run_markdown, summarize
 from flows.settings import checked_config
@@ -31,7 +31,7 @@ from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, sta
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import pinned, source_digests
-from rlhf_core.errors import InputError, StoreError
+from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
 from rlhf_core.processes import ProcessId
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -173,7 +173,10 @@ class Pipeline:
         self.save_state("running")
 
     def save_state(self, state: str, error: str = "") -> None:
-        """Write `run.json`: what `rlhf status` shows."""
+        """Write `run.json`, what `rlhf status` shows, unless another process that lives has written it."""
+        known = read_json(self.folder / "run.json")
+        if known is not None and known.get("state") == "running" and _lives_elsewhere(known.get("process")):
+            return
         stages = {
             name: {"seconds": round(record.seconds, 2), "reused": record.reused, "key": record.ref.key}
             for name, record in self.records.items()
@@ -231,6 +234,14 @@ def finished() -> Pipeline | None:
     return _finished[-1] if _finished else None
 
 
+def _lives_elsewhere(process: Any) -> bool:
+    try:
+        pid, started, host = process
+        return host == socket.gethostname() and pid != os.getpid() and ProcessId(int(pid), float(started)).alive()
+    except (TypeError, ValueError):
+        return False
+
+
 @contextmanager
 def open_pipeline(
     config: str, overrides: Sequence[str], start: StageName, until: StageName, tags: Mapping[str, str]
@@ -250,6 +261,8 @@ def open_pipeline(
     state: str = "stopped"
     status: Status = "KILLED"
     failure = ""
+    followed = False
+    """Whether another process goes on with this run."""
     try:
         yield run
         state, status = "finished", "FINISHED"
@@ -262,10 +275,12 @@ def open_pipeline(
         _finished.append(run)
     except Exception as error:
         state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
+        followed = isinstance(error, StageHeld | Superseded)
         raise
     finally:
         run.save_state(state, failure)
-        run.tracking.finish(run.parent_run_id, status)
+        if not followed:
+            run.tracking.finish(run.parent_run_id, status)
 
 
 def warm_up(config: PipelineConfig) -> None:

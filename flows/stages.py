@@ -34,6 +34,7 @@ from rlhf_core.errors import (
     InputError,
     NonFiniteError,
     OutOfMemory,
+    StageHeld,
     StageTimedOut,
     Superseded,
     UnexpectedError,
@@ -188,6 +189,8 @@ def _make(run: Pipeline, spec: StageSpec, log_file: Path, on_event: OnEvent, tri
     try:
         left = settings.run.stage_timeout - (time.monotonic() - run.began[spec.stage])
         return run_child(spec, log_file, stage_environment(settings), max(0.0, left), on_event)
+    except (StageHeld, Superseded):
+        raise  # what there is in MLflow is the other attempt's
     except Exception as error:
         run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
         if left := tries.left(error):

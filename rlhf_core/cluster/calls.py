@@ -18,7 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.records import PartSpec
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.errors import InfrastructureError, WorkerDied, classified
+from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied, classified
 from rlhf_core.watch import Watch, doing, idle, take_part
 
 LOOK_SECONDS = 1.0
@@ -72,7 +72,7 @@ def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
     except RayActorError as error:
         raise WorkerDied(f"a process died: {_first_line(error)}") from error
     except OutOfMemoryError as error:
-        raise WorkerDied(f"Ray killed a process for want of memory: {_first_line(error)}") from error
+        raise OutOfMemory(f"Ray killed a process for want of memory: {_first_line(error)}") from error
     except RayError as error:
         raise InfrastructureError(f"Ray: {_first_line(error)}") from error
 
@@ -87,7 +87,7 @@ def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
     for actor, call in zip(actors, calls, strict=True):
         try:
             fetch([call] if call in ready else [], seconds)
-        except WorkerDied:
+        except (WorkerDied, OutOfMemory):
             found.append(actor)
     return found
 
@@ -114,6 +114,8 @@ class Calls:
                     patience = max(self.timeouts.start, self.timeouts.stall)
                     if self.watch.late() or time.monotonic() - began > patience:
                         raise self.watch.blame(what, self._limits()) from None
+                except OutOfMemory:
+                    raise  # it says more than who is gone
                 except InfrastructureError as error:
                     # A broken connection is what others see of a process that died or is halted.
                     if not self.watch.lost():

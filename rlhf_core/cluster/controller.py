@@ -29,7 +29,7 @@ from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
-from rlhf_core.errors import GateFailed, NonFiniteError, RLHFError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.rollout.experience import Experience, make_experience
@@ -178,19 +178,21 @@ class PPOController:
         """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are not finite is
         kept for reading, also where it ends the run."""
         update: Metrics = {}
-        good = False
+        bad = False
         try:
             if self._usable(experience, step):
                 self._guard(experience, step)
                 with self._timed("training"):
                     update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
                 self._kl.update(experience.metrics["objective/kl"], len(batch.rollouts))
-                good = not any(name.endswith("/non_finite_steps") for name in update)
-        except RLHFError as error:
-            good = not isinstance(error, NonFiniteError)
+                bad = any(name.endswith("/non_finite_steps") for name in update)
+            else:
+                bad = True
+        except NonFiniteError:
+            bad = True
             raise
         finally:
-            if not good:
+            if bad:
                 self._log_samples(batch, experience, "skipped", step, len(batch.rollouts))
         return update
 

@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_core.cluster.calls import LOOK_SECONDS, Calls, fetch, gone
 from rlhf_core.cluster.health import Health
 from rlhf_core.config.ppo import EngineConfig
-from rlhf_core.errors import InfrastructureError, WorkerDied
+from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Engines:
                 try:
                     (answers[index],) = fetch([calls.pop(index)], LOOK_SECONDS)
                     self.health.note(self._names[index], "answered")
-                except WorkerDied as error:
+                except (WorkerDied, OutOfMemory) as error:
                     self._bury(index, f"while {what} was waited for: {error.message}")
             if ready or self._calls.watch.busy():
                 moved = time.monotonic()

@@ -10,6 +10,7 @@ learning rate stays that of `ppo.policy`, not that of optimizers in general.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,13 +18,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.config.devices import visible_gpus
+from rlhf_core.config.devices import gpu_names, visible_gpus
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.problems import Place, dotted, sentences, unknown
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
 from rlhf_core.config.schema import Keys, kinds, locate
 from rlhf_core.config.yamlfile import Document, parse, parse_value, read
 from rlhf_core.errors import ConfigError
+
+_BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
+"""Names of GPUs without bfloat16."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
@@ -93,10 +97,11 @@ def _named(override: str) -> str:
 
 
 def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
-    """Where nothing is said: bfloat16 on GPUs, and the policy's precision for the engines."""
+    """Where nothing is said: bfloat16 on GPUs that know it, and the policy's precision for the engines."""
     run = tree.get("run")
     device = run.get("device", "auto") if isinstance(run, dict) else "auto"
-    usual = "bfloat16" if device == "cuda" or (device == "auto" and visible_gpus()) else "float32"
+    on_gpus = device == "cuda" or (device == "auto" and visible_gpus() > 0)
+    usual = "bfloat16" if on_gpus and not any(map(_BEFORE_AMPERE.search, gpu_names())) else "float32"
     for path in (
         ("sft", "deepspeed"),
         ("reward", "deepspeed"),
@@ -105,7 +110,8 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     ):
         _fill(tree, path, "dtype", usual)
     policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None
-    _fill(tree, ("ppo", "engine"), "dtype", policy.get("dtype", usual) if isinstance(policy, dict) else usual)
+    wanted = policy.get("dtype") if isinstance(policy, dict) else None
+    _fill(tree, ("ppo", "engine"), "dtype", wanted if wanted in ("float32", "bfloat16", "float16") else usual)
     return tree
 
 

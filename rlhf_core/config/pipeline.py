@@ -29,7 +29,7 @@ class TimeoutsConfig(Section):
 
 
 class RunConfig(Section):
-    """The run itself. Nothing here but the seed changes a result."""
+    """The run itself. Nothing here but the seed and the device changes a result."""
 
     name: Name = Field("rlhf", description="Name of the pipeline: MLflow experiment, flow run names, log folders")
     seed: NonNegativeInt = Field(0, description="Every random choice derives from it")

@@ -101,13 +101,14 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
             f"sft.deepspeed.ranks: must be at most sft.batch_size ({config.sft.batch_size}); "
             f"got {config.sft.deepspeed.ranks}; lower it or raise the batch"
         )
+    if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
+        yield ConfigError(
+            f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both share processes "
+            f"(ppo.colocate=all); got {ppo.critic_deepspeed.hpz}"
+        )
     for field, deepspeed in _trainers(config):
         if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
             yield ConfigError(f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1")
-        if deepspeed.ranks % deepspeed.hpz:
-            yield ConfigError(
-                f"{field}.hpz: must divide {field}.ranks ({deepspeed.ranks}); got {deepspeed.hpz}; use the ranks of one host"
-            )
         offloads = {"optimizer": (1, 2, 3), "all": (3,)}.get(deepspeed.offload)
         if offloads is not None and deepspeed.zero_stage not in offloads:
             yield ConfigError(

@@ -52,6 +52,12 @@ class DeepSpeedConfig(Section):
         "rounding; else that is an error",
     )
 
+    @model_validator(mode="after")
+    def _hosts(self) -> Self:
+        if self.ranks % self.hpz:
+            raise ValueError(f"hpz must divide ranks ({self.ranks}); got {self.hpz}; use the ranks of one host")
+        return self
+
 
 class LoraConfig(Section):
     """Low-rank adapters on a frozen model (Hu et al. 2021): each adapted layer adds `alpha / r * B A x`."""

@@ -145,9 +145,9 @@ class Model:
         """Weights and optimizer state, between steps."""
         n = self.deepspeed.ranks
         weights = self._weights / (n if self.stage == 3 else 1)
-        weights *= not self.away
         if self.stage == 3 and self.deepspeed.hpz > 1:
             weights += self._weights / self.deepspeed.hpz
+        weights *= not self.away
         average = 4 * self._whole / (n if self.stage == 3 else 1) * self.average
         return Bytes(
             weights=weights,
@@ -202,10 +202,13 @@ class Model:
         held = self.gradients if self.stage < 3 else 0.0
         common = Bytes(gradients=held, buffers=self._gathered)
         reducing = Bytes(buffers=self._bucket if self.stage in (1, 2) else 0.0)
-        loss = Bytes(activations=kept, logits=2 * logits, buffers=self._chunks(logits, 3 if self.size == 2 else 2))
+        # In parts, the head's gradients are added up: the sum so far, the next one, and both together.
+        sums = new * shape.vocabulary * (2 if batch.tokens * shape.vocabulary > HEAD_CHUNK else 0)
+        chunks = self._chunks(logits, 3 if self.size == 2 else 2)
+        loss = Bytes(activations=kept, logits=2 * logits, buffers=chunks + sums / 2)
         if self.stage == 1:
             loss = loss + reducing
-        head = Bytes(activations=kept, logits=logits, buffers=new * shape.vocabulary) + reducing
+        head = Bytes(activations=kept, logits=logits, buffers=new * shape.vocabulary + sums) + reducing
         last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
         if self.scores:  # the last norm's gradients, in float32
             loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing

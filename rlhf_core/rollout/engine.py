@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.ppo import EngineConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import InfrastructureError, ModelError
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.watch import doing
 
@@ -55,22 +55,30 @@ class Engine:
             options["distributed_executor_backend"] = "uni"
         if device == "cuda":
             options["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        self.llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            dtype=engine.dtype,
-            tensor_parallel_size=engine.tensor_parallel,
-            enforce_eager=engine.enforce_eager,
-            max_model_len=max_model_len,
-            max_num_seqs=engine.max_num_seqs,
-            seed=seed & 0x7FFFFFFF,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            trust_remote_code=False,
-            **options,
-        )
+        try:
+            self.llm = LLM(
+                model=str(model),
+                skip_tokenizer_init=True,
+                dtype=engine.dtype,
+                tensor_parallel_size=engine.tensor_parallel,
+                enforce_eager=engine.enforce_eager,
+                max_model_len=max_model_len,
+                max_num_seqs=engine.max_num_seqs,
+                seed=seed & 0x7FFFFFFF,
+                enable_prefix_caching=False,
+                disable_log_stats=True,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                trust_remote_code=False,
+                **options,
+            )
+        except ValueError as error:
+            if not any(words in str(error) for words in _NO_CACHE):
+                raise
+            raise InfrastructureError(
+                f"an engine has too little memory for its KV cache ({' '.join(str(error).split())[:200]}); raise "
+                "ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter sequences"
+            ) from error
 
         self.llm.llm_engine.step = _moving(self.llm.llm_engine.step)
 
@@ -137,6 +145,10 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+_NO_CACHE = ("available memory for the cache blocks", "To serve at least one request")
+"""vLLM's words for it: a ValueError, but of the device and not of the code."""
 
 
 def _moving(step: Callable[[], Any]) -> Callable[[], Any]:

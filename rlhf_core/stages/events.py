@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ class Events:
 
 
 class Warnings(logging.Handler):
-    """Sends the log's warnings and errors, each once and the first `most` of them."""
+    """Sends the log's errors, and its warnings: of each kind one (they differ by numbers), and the first `most`."""
 
     def __init__(self, events: Events, most: int = 20) -> None:
         super().__init__(logging.WARNING)
@@ -85,13 +86,21 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Not what has a traceback, or is critical: such a record comes with the error that ends the stage."""
-        if record.exc_info or record.levelno >= logging.CRITICAL or not self._left:
+        if record.exc_info or record.levelno >= logging.CRITICAL:
             return
-        message = printable(scrubbed(record.getMessage()))[:1000]
-        if message not in self._said:
-            self._said.add(message)
-            self._left -= 1
-            self._events.send("warning", message=message)
+        try:
+            message = printable(scrubbed(record.getMessage()))[:1000]
+        except Exception:  # a wrong format is the log's own to tell
+            self.handleError(record)
+            return
+        kind = re.sub(r"\d+", "#", message)
+        if kind in self._said or (record.levelno < logging.ERROR and not self._left):
+            return
+        self._said.add(kind)
+        counts = record.levelno < logging.ERROR
+        self._left -= counts
+        last = "; further warnings are in the log" if counts and not self._left else ""
+        self._events.send("warning", message=message + last)
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -40,8 +40,9 @@ LAST_SECONDS = 10.0
 _ANY = re.compile(r"/step-(\d{8,})/")
 _COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
-_NOT_CODE = {"threads", "ray", "datasets", "mlflow", "prefect"}
-"""Of what a checkpoint was made with: what decides about no bit, and the threads, which the user sets."""
+_NOT_CODE = {"threads", "git", "ray", "datasets", "mlflow", "prefect"}
+"""Of what a checkpoint was made with: what decides about no bit (`code` is a digest of the sources), and the threads, which
+the user sets."""
 
 
 class CheckpointStore:

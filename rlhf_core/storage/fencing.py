@@ -13,6 +13,7 @@ and it was made for the same stage key: the same configuration, inputs and code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,8 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.processes import ProcessId
@@ -63,8 +66,8 @@ def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_
         )
         if time.monotonic() > deadline:
             raise StageHeld(
-                f"stage {name} of this configuration is being made by {where}; wait until it is done, or end it (kill {holder.pid}) and type "
-                "the command again"
+                f"stage {name} of this configuration is being made by {where}; wait until it is done, or end "
+                f"its run (kill {_run_of(holder)}) and type the command again"
             )
         if not said:
             log.warning("stage %s is held by %s, which is waited for, %g s at most", name, where, seconds)
@@ -112,6 +115,15 @@ def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
         return None
     here = content.get("host") == socket.gethostname() and holder.pid != os.getpid()
     return holder if here and holder.alive() else None
+
+
+def _run_of(holder: ProcessId) -> int:
+    """The process that started the stage, and would start it again: stage, its guard, then the flow."""
+    with contextlib.suppress(psutil.Error):
+        guard = psutil.Process(holder.pid).parent()
+        if guard is not None and "rlhf_core.stages" in guard.cmdline() and (flow := guard.parent()) is not None:
+            return int(flow.pid)
+    return holder.pid
 
 
 def _holder(store: Store, stage_key: str, attempt: int) -> str:

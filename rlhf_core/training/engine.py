@@ -79,6 +79,7 @@ class TrainingEngine:
         self.steps_done = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
+        self._stumbled = False
         if deepspeed_config.gradient_checkpointing and optimizer is not None:
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
@@ -154,6 +155,7 @@ class TrainingEngine:
         """
         assert self.optimizer_config is not None
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
+        self._stumbled = False
         for loss in micro_losses:
             doing(f"optimizer step {self.steps_done + 1}")
             if failpoint("train.backward", "nan") == "nan":
@@ -168,7 +170,8 @@ class TrainingEngine:
             norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
         else:
             norm = math.nan
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + (scale <= _LARGE_SCALE)
+        self._stumbled = not math.isfinite(norm) and scale <= _LARGE_SCALE
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + self._stumbled
         if math.isfinite(norm) and self._average is not None:
             self._average.update()
         if not math.isfinite(norm):
@@ -183,8 +186,8 @@ class TrainingEngine:
 
     @property
     def stumbled(self) -> bool:
-        """Whether the last step was skipped for a gradient that no loss scale explains."""
-        return self._skipped_in_a_row > 0
+        """Whether the step at hand, or the last one, was skipped for a gradient that no loss scale explains."""
+        return self._stumbled
 
     def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         assert self.optimizer_config is not None

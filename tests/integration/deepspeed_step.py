@@ -59,6 +59,7 @@ VARIANTS = ("policy-offload", "policy-offload-resumed", "policy-hpz", "policy-hp
 """That end in the bits of `policy`. Those with a second copy come last: DeepSpeed keeps its groups for all that follows."""
 SETTINGS += [(kind, 3, 60, True) for kind in VARIANTS]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
+OF_FOUR_RANKS = [(kind, 3, 60, True) for kind in ("policy", "policy-hpz", "policy-hpz-resumed")]
 
 _SHAPE = {
     "hidden_size": 32,
@@ -219,7 +220,7 @@ def _broken(sample: TrainSample) -> TrainSample:
 def main() -> None:
     rank = Rank.from_environment("cpu")
     join(rank)
-    for setting in SETTINGS:
+    for setting in SETTINGS if rank.world_size < 4 else OF_FOUR_RANKS:
         weights = train(rank, *setting, Path(sys.argv[1]))
         if rank.rank == 0:
             torch.save(weights, Path(sys.argv[1]) / f"{label(rank.world_size, *setting)}.pt")
@@ -246,9 +247,9 @@ def reference_label(kind: str) -> str:
 
 
 def run_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Every setting on one rank and on two; parameters by label."""
+    """Every setting on one rank and on two, and two pairs of ranks with a copy each; parameters by label."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path.cwd())}
-    for ranks in ("1", "2"):
+    for ranks in ("1", "2", "4"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         done = subprocess.run(
             [*command, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=300, check=False

@@ -103,5 +103,4 @@ def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
             server.kill()
             out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
-    assert "all stages are done, but Prefect's server did not take that" in err
     assert out.splitlines()[-1].startswith("summary: ")

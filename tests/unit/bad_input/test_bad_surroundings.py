@@ -122,7 +122,7 @@ SETTINGS = {
     ),
     "a second copy without ZeRO-3": (("sft.deepspeed.hpz=2", "sft.deepspeed.ranks=2"), ("sft.deepspeed.hpz", "zero_stage=3")),
     "a second copy over ranks that do not divide": (
-        ("sft.deepspeed.hpz=2", "sft.deepspeed.zero_stage=3"), ("sft.deepspeed.hpz", "must divide", "got 2"),
+        ("sft.deepspeed.hpz=2", "sft.deepspeed.zero_stage=3"), ("sft.deepspeed", "hpz must divide ranks (1)", "got 2"),
     ),
     "float16 without ZeRO": (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
     "float16 without a GPU": (

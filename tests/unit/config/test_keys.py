@@ -41,7 +41,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
         ({"sft": {"micro_batch_tokens": 9}, "ppo": {"micro_batch_tokens": 9, "engine": {"max_num_seqs": 9}}}, set()),
-        ({"ppo": {"policy_deepspeed": {"gradient_checkpointing": True, "hpz": 2}}}, set()),
+        ({"ppo": {"policy_deepspeed": {"gradient_checkpointing": True, "ranks": 2, "hpz": 2}}}, set()),
         ({"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}}, set()),
         ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
         ({"run": {"retries": 7}}, set()),

@@ -35,6 +35,26 @@ def test_what_is_usual_depends_on_the_device(
     assert precisions({"run": {"device": device}}, monkeypatch, gpus) == [expected] * 5
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Tesla T4", "float32"),
+        ("Tesla V100-SXM2-16GB", "float32"),
+        ("NVIDIA GeForce RTX 2080 Ti", "float32"),
+        ("Quadro RTX 6000", "float32"),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16"),
+        ("NVIDIA GeForce RTX 4090", "bfloat16"),
+        ("NVIDIA RTX A6000", "bfloat16"),
+        ("NVIDIA H100 80GB HBM3", "bfloat16"),
+        ("NVIDIA RTX 6000 Ada Generation", "bfloat16"),
+        ("NVIDIA L40S", "bfloat16"),
+    ],
+)
+def test_gpus_that_do_not_know_bfloat16_have_float32(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "gpu_names", lambda: [name])
+    assert precisions({}, monkeypatch, 1) == [expected] * 5
+
+
 def test_what_is_said_stays_and_engines_follow_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {"ppo": {"policy_deepspeed": {"dtype": "float16", "zero_stage": 2}}}
     assert precisions(said, monkeypatch, 1) == ["bfloat16", "bfloat16", "float16", "bfloat16", "float16"]
