@@ -34,7 +34,7 @@ from rlhf_core.types import STAGES, StageName
 
 CONFIG = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 TRACE = "RLHF_FAIL_TRACE"
-MEASURED_IN_SECONDS = ("seconds", "per_s", "timing/", "cpu/", "system/", "sync/gb", "stage/")
+MEASURED_IN_SECONDS = ("seconds", "per_s", "timing/", "cpu/", "system/", "sync/gb", "sync/share", "stage/")
 COMMANDS = 12
 """How often the command is typed at most."""
 PROBLEMS_END_WITH = (3, 130, 143, -signal.SIGKILL)

@@ -1,0 +1,76 @@
+"""Whole PPO iterations under settings that must not matter: Ray, vLLM and DeepSpeed for real, float32.
+
+- padded or packed, in one pass or many, on one policy rank or two under ZeRO-3, with one engine or two, with models in
+  processes of their own or shared: the same rollouts, and the same loss, KL, scores and gradient norm of every step
+- a merged adapter in the engines, or the adapter alone: the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
+
+pytestmark = pytest.mark.slow  # a start of a fleet for each
+
+STEPS = 2
+COMPARED = (
+    "loss/policy", "loss/value", "objective/kl", "objective/scores", "objective/rlhf_reward", "policy/grad_norm",
+    "value/grad_norm", "policy/entropy", "rollout/length",
+)  # fmt: skip
+PLAIN: dict[str, Any] = {"prompts_per_step": 12, "max_new_tokens": 10, "minibatches": 2, "micro_batch_tokens": 4096}
+OTHERS: dict[str, dict[str, Any]] = {
+    "padded, many passes": {"pack": False, "micro_batch_tokens": 64},
+    "packed, many passes, two engines": {"micro_batch_tokens": 64, "engine": {"count": 2}},
+    "two ranks of ZeRO-3": {"policy_deepspeed": {"ranks": 2, "zero_stage": 3}, "micro_batch_tokens": 64},
+    "processes of their own, ZeRO-2": {"colocate": "none", "critic_deepspeed": {"zero_stage": 2}},
+}
+LORA: dict[str, Any] = {**PLAIN, "lora": {"r": 4, "alpha": 8}}
+
+
+def steps(model: Path, folder: Path, ppo: Mapping[str, Any], patch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """What is logged of each."""
+    patch.setenv("DS_ACCELERATOR", "cpu")
+    config = small_config(model, {**PLAIN, **ppo})
+    with small_ppo(config, model, folder, small_prompts()) as controller:
+        return [controller.iterate() for _ in range(STEPS)]
+
+
+def assert_same(made: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, (mine, wanted) in enumerate(zip(made, expected, strict=True), start=1):
+        for name in COMPARED:
+            assert mine[name] == pytest.approx(wanted[name], rel=1e-4, abs=2e-6), f"step {step}: {name}"
+        assert abs(wanted["policy/grad_norm"]) > 1e-3, "something is learned"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        return steps(model, tmp_path_factory.mktemp("plain"), {}, patch)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_how_it_is_run_does_not_matter(
+    name: str, plain: list[dict[str, float]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same(steps(model, tmp_path, OTHERS[name], monkeypatch), plain)
+
+
+def test_nor_do_engines_care_whether_the_adapter_is_merged(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged, alone = (
+        steps(model, tmp_path / sync, {**LORA, "weight_sync": {"lora": sync}}, monkeypatch)
+        for sync in ("merged", "adapter")
+        if not (tmp_path / sync).mkdir()  # type: ignore[func-returns-value]
+    )
+    assert_same(alone, merged)
