@@ -98,8 +98,10 @@ def test_what_a_killed_upload_left_is_dropped_below_its_folder_alone(store: Stor
         objects.call_s3("upload_part", **upload, UploadId=made["UploadId"], PartNumber=1, Body=b"x" * 2**20)
 
     def unfinished() -> list[str]:
-        bucket = store.uri("x").removeprefix("s3://").partition("/")[0]
-        return [upload["Key"].rpartition("/x/")[2] for upload in objects.list_multipart_uploads(bucket)]
+        bucket, _, end = store.uri("end").removeprefix("s3://").partition("/")
+        mine = end.removesuffix("end")  # other tests leave theirs in the same bucket
+        keys = [upload["Key"] for upload in objects.list_multipart_uploads(bucket)]
+        return [key.removeprefix(mine) for key in keys if key.startswith(mine)]
 
     objects = s3fs.S3FileSystem(endpoint_url=s3_server.endpoint)
     for key in ("checkpoints/k/step-1/shard", "checkpoints/k2/step-1/shard"):
