@@ -191,6 +191,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> int:
+    import httpx
+
     from flows.display import Bars, show_with
     from flows.pipeline import finished
     from flows.report import result_table, stage_table
@@ -206,8 +208,8 @@ def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> in
             start=arguments.start,
             until=arguments.until,
         )
-    except Exception as error:
-        if isinstance(error, RLHFError) or (done := finished()) is None:
+    except httpx.HTTPError as error:  # of Prefect's client
+        if (done := finished()) is None:
             raise
         log.warning("all stages are done, but Prefect's server did not take that (%s)", type(error).__name__)
         summary = done.summary()

@@ -32,7 +32,7 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import pinned, source_digests
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
-from rlhf_core.processes import ProcessId
+from rlhf_core.processes import ProcessId, lives
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -237,7 +237,7 @@ def finished() -> Pipeline | None:
 def _lives_elsewhere(process: Any) -> bool:
     try:
         pid, started, host = process
-        return host == socket.gethostname() and pid != os.getpid() and ProcessId(int(pid), float(started)).alive()
+        return pid != os.getpid() and lives(int(pid), float(started), host) is True
     except (TypeError, ValueError):
         return False
 

@@ -37,8 +37,11 @@ TAG = "auto-recover"
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children."""
 MAX_ATTEMPTS = 5
+"""Losses in a row after which a run is given up."""
 MOST_LOSSES = 50
+"""Losses in all after which it is."""
 SETTLED_SECONDS = 600.0
+"""A run that went on for so long starts a new row."""
 LOOKS = 2
 """A process must be missing so many times in a row: it may end between the answer of the API and the look."""
 _LOOKS_AFTER_REFUSAL = 15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from flows.reconcile import post
 from flows.report import duration
 from flows.servers import supervisor_of
 from rlhf_core.config.redact import printable
-from rlhf_core.processes import ProcessId
+from rlhf_core.processes import lives
 
 _SHOWN = 5
 
@@ -64,7 +63,7 @@ def _runs(home: Path) -> list[str]:
             continue
         since = duration(time.time() - run["updated"])
         state, making, error = run["state"], run.get("making"), run.get("error")
-        if state == "running" and _is_gone(*run.get("process", ())):
+        if state == "running" and lives(*run.get("process", (0, 0.0, ""))) is False:
             state = "killed; the same command continues it"
         lines.append(f"  {path.parent.name}: {state}, {since} ago, config {run['config']}")
         stages = [f"{name} {'reused' if s['reused'] else duration(s['seconds'])}" for name, s in run["stages"].items()]
@@ -74,11 +73,6 @@ def _runs(home: Path) -> list[str]:
         if error:
             lines.append(f"    {printable(error)[:300]}")
     return lines if len(lines) > 1 else ["pipeline runs: none yet"]
-
-
-def _is_gone(pid: int = 0, started: float = 0.0, host: str = "") -> bool:
-    """Whether a process of this host has ended; of others nothing is known."""
-    return host == socket.gethostname() and not ProcessId(pid, started).alive()
 
 
 def _places(home: Path) -> list[str]:

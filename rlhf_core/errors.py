@@ -125,8 +125,8 @@ class RewardError(RLHFError):
 _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
-        RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError, StageFailed, StageTimedOut, WorkerDied,
-        WorkerStuck, OutOfMemory, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
+        RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError, StageFailed,
+        StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
         NonFiniteError, RewardError,
     )
 }  # fmt: skip

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class ProcessId:
         if self.alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
+
+
+def lives(pid: int, started: float, host: str) -> bool | None:
+    """Whether the process that noted these of itself still runs; None where that was on another host."""
+    return ProcessId(pid, started).alive() if host == socket.gethostname() else None
 
 
 def listens(process: ProcessId, port: int) -> bool:

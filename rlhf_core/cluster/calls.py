@@ -86,7 +86,8 @@ def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
     found = []
     for actor, call in zip(actors, calls, strict=True):
         try:
-            fetch([call] if call in ready else [], seconds)
+            if call in ready:
+                fetch([call], seconds)
         except (WorkerDied, OutOfMemory):
             found.append(actor)
     return found

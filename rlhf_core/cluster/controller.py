@@ -178,22 +178,18 @@ class PPOController:
         """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are not finite is
         kept for reading, also where it ends the run."""
         update: Metrics = {}
-        bad = False
+        everything = len(batch.rollouts)
         try:
             if self._usable(experience, step):
                 self._guard(experience, step)
                 with self._timed("training"):
                     update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
-                self._kl.update(experience.metrics["objective/kl"], len(batch.rollouts))
-                bad = any(name.endswith("/non_finite_steps") for name in update)
-            else:
-                bad = True
+                self._kl.update(experience.metrics["objective/kl"], everything)
         except NonFiniteError:
-            bad = True
+            self._log_samples(batch, experience, "skipped", step, everything)
             raise
-        finally:
-            if bad:
-                self._log_samples(batch, experience, "skipped", step, len(batch.rollouts))
+        if not update or any(name.endswith("/non_finite_steps") for name in update):
+            self._log_samples(batch, experience, "skipped", step, everything)
         return update
 
     def _usable(self, experience: Experience, step: int) -> bool:

@@ -65,7 +65,8 @@ class CheckpointStore:
         """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1. `keep_best`: of
         the others, those with the highest scores. `fence`: None only in tests and tools, where nobody else writes.
         `outbox`: given, uploads go on behind the training. `allow_fresh_start`: train from the beginning where only
-        damage is left. `allow_other_code`: go on from what other code or versions wrote. `tell` hears the step of a checkpoint that is used, and of each that is committed."""
+        damage is left. `allow_other_code`: go on from what other code or versions wrote. `tell` hears the step
+        of a checkpoint that is used, and of each that is committed."""
         self._store = store
         self._root = f"checkpoints/{stage_key}"
         self._work = work

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
-from rlhf_core.processes import ProcessId
+from rlhf_core.processes import ProcessId, lives
 from rlhf_core.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
         holder = ProcessId(int(content["pid"]), float(content["started"]))
     except (ValueError, KeyError, TypeError):
         return None
-    here = content.get("host") == socket.gethostname() and holder.pid != os.getpid()
-    return holder if here and holder.alive() else None
+    other = holder.pid != os.getpid()
+    return holder if other and lives(holder.pid, holder.started, content.get("host", "")) else None
 
 
 def _run_of(holder: ProcessId) -> int:

@@ -68,9 +68,10 @@ def test_how_it_is_run_does_not_matter(
 def test_nor_do_engines_care_whether_the_adapter_is_merged(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merged, alone = (
-        steps(model, tmp_path / sync, {**LORA, "weight_sync": {"lora": sync}}, monkeypatch)
-        for sync in ("merged", "adapter")
-        if not (tmp_path / sync).mkdir()  # type: ignore[func-returns-value]
-    )
+    made = []
+    for sync in ("merged", "adapter"):
+        folder = tmp_path / sync
+        folder.mkdir()
+        made.append(steps(model, folder, {**LORA, "weight_sync": {"lora": sync}}, monkeypatch))
+    merged, alone = made
     assert_same(alone, merged)

@@ -123,11 +123,12 @@ def test_random_histories_keep_every_bound() -> None:
 
 def test_an_answer_makes_up_for_the_restarts_before_it() -> None:
     health = Health(["engine 0"], max_restarts=1, floor=1)
+    again: tuple[Event, ...] = ("died", "restart", "loaded", "synced")
     for _ in range(5):
-        for event in ("died", "restart", "loaded", "synced", "answered"):
-            health.note("engine 0", event)  # type: ignore[arg-type]
+        for event in (*again, "answered"):
+            health.note("engine 0", event)
     assert health.restarts("engine 0") == 0
-    for event in ("died", "restart", "loaded", "synced"):
-        health.note("engine 0", event)  # type: ignore[arg-type]
+    for event in again:
+        health.note("engine 0", event)
     with pytest.raises(WorkerDied, match="after 1 restarts"):
         health.note("engine 0", "died")
