@@ -164,7 +164,8 @@ def execute(
         with ProgressPage(stage) as page:
 
             def on_event(event: dict[str, Any]) -> None:
-                nonlocal continued
+                nonlocal reused, continued
+                reused = reused or event["event"] == "reused"
                 continued = continued or event["event"] == "resumed"
                 tries.event(event)
                 display.event(stage, event)
@@ -172,7 +173,7 @@ def execute(
 
             ref = _make(run, spec, log_file, on_event, tries)
         failpoint("flow.made")
-    else:
+    if reused:
         check_gate(run.config, stage, ref.metrics)
         run.tidy(spec)
         run.tracking.link_reused(run.parent_run_id, stage, ref)

@@ -1,6 +1,7 @@
 """What a stage's child process tells the flow: JSON lines over an inherited pipe.
 
     {"event": "started", "attempt": 2, "mlflow_run_id": "..."}
+    {"event": "reused"}                                     another run has made it in the meantime
     {"event": "resumed", "step": 30}                        it goes on from a checkpoint
     {"event": "checkpoint", "step": 40}                     one is committed: from here another attempt would go on
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}

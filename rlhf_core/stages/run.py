@@ -45,8 +45,11 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     """
     settings = spec.config.store
     store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
-    await_holder(store, spec.key, spec.stage)
+    waited = await_holder(store, spec.key, spec.stage)
     fence = claim(store, spec.key)
+    if waited and (made := ArtifactStore(store, spec.home / "cache").find(spec.stage, spec.key)) is not None:
+        events.send("reused")
+        return made
     for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
         store.forget_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)

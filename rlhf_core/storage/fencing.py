@@ -55,9 +55,9 @@ class Fence:
             )
 
 
-def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> None:
-    """Wait while a process of this machine holds the key of stage `name`: it may be about to end. Raises StageHeld if it
-    does not within `seconds`."""
+def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> bool:
+    """Wait while a process of this machine holds the key of stage `name`, and say whether there was one: it may have made
+    what is wanted. Raises StageHeld if it does not end within `seconds`."""
     deadline = time.monotonic() + seconds
     said = False
     while (holder := _living_holder(store, stage_key)) is not None:
@@ -73,6 +73,7 @@ def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_
             log.warning("stage %s is held by %s, which is waited for, %g s at most", name, where, seconds)
             said = True
         time.sleep(0.5)
+    return said
 
 
 def claim(store: Store, stage_key: str) -> Fence:

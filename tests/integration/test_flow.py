@@ -2,6 +2,7 @@
 
 - a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its summary
 - typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
+- of two of the same command at once, the second waits for the first and reuses what it made
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
 - its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130
 - a secret in the words of a failing stage is in no log and no database afterwards
@@ -65,7 +66,10 @@ def run(stage, config, services):
                 raise OSError(f"403: {os.environ['HF_TOKEN']} may not read http://me:{os.environ['HF_TOKEN']}@host/x")
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)
+            if what == "halt":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "hang":
+                time.sleep(600)
         services.metrics.log_metrics({"loss": 1.0 / (step + 1)}, step)
         services.progress(stage, step + 1, config.ppo.steps, "steps")
         checkpoint = services.work / str(step)
@@ -194,6 +198,27 @@ def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command
         ("sft/loss", 0.5),
         ("sft/start", 2.0),
     ]
+    assert nothing_left(tmp_path)
+
+
+def test_of_two_at_once_the_second_waits_and_reuses(command: Command, home: Path, tmp_path: Path) -> None:
+    first = command("data:2:halt", until="data")
+    stage = wait_for(tmp_path / "halt", first)
+    second = command(until="data")
+    assert second.stderr is not None
+    waits = next(line for line in second.stderr if "is held by" in line)
+    assert f"stage data is held by process {stage.pid} of this machine" in waits
+    stage.send(signal.SIGCONT)
+    (out, making), (_, waiting) = finish(first), finish(second)
+    assert "data: done" in making and "data: reused" in waiting
+    run = summary_of(out)["mlflow_run_id"]
+    with sqlite3.connect(home / "mlflow.db") as database:
+        same_pipeline = "select run_uuid from tags where key = 'mlflow.parentRunId' and value = ?"
+        states = database.execute(
+            f"select status from runs where run_uuid = ? or run_uuid in ({same_pipeline})",
+            (run, run),
+        )
+        assert list(states) == [("FINISHED",)] * 2
     assert nothing_left(tmp_path)
 
 

@@ -51,8 +51,10 @@ def id_of(pid: int) -> ProcessId:
 
 def waited(store: Store) -> float:
     began = time.monotonic()
-    await_holder(store, KEY, "ppo", 20.0)
-    return time.monotonic() - began
+    there_was_one = await_holder(store, KEY, "ppo", 20.0)
+    seconds = time.monotonic() - began
+    assert there_was_one == (seconds > 0.4)
+    return seconds
 
 
 def test_a_living_holder_refuses_the_second(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
