@@ -12,6 +12,8 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.cluster.calls import Actor, called
 from rlhf_core.cluster.records import (
     FloatArray,
@@ -104,11 +106,13 @@ class ModelWorker(Actor):
         """Of each response token, in float32, at the sampling temperature."""
         from rlhf_core.models.scoring import token_logprobs
 
-        failpoint(f"{role}.logprobs")
+        bad = failpoint(f"{role}.logprobs", "nan")
         logprobs, entropy = token_logprobs(
             self._models[role], self._batches(sequences, micro_batches), self._config.ppo.temperature, with_entropy
         )
         arrays = [values.numpy() for values in logprobs]
+        if bad == "nan":
+            arrays[0][-1] = np.nan
         return LogprobResult(arrays, None if entropy is None else [values.numpy() for values in entropy])
 
     @called()
@@ -116,20 +120,22 @@ class ModelWorker(Actor):
         """The critic's value before each response token, (T,) each."""
         from rlhf_core.models.scoring import token_values
 
-        failpoint("critic.values")
-        return [
-            values.numpy() for values in token_values(self._models["critic"], self._batches(sequences, micro_batches))
-        ]
+        bad = failpoint("critic.values", "nan")
+        values = token_values(self._models["critic"], self._batches(sequences, micro_batches))
+        if bad == "nan":
+            values[0][-1] = np.nan
+        return [tensor.numpy() for tensor in values]
 
     @called()
     def scores(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[float]:
         """The reward model's score of each response, normalised by its stored statistics."""
         from rlhf_core.models.scoring import sequence_scores
 
-        failpoint("reward.scores")
+        bad = failpoint("reward.scores", "nan")
         model = self._models["reward"]
         statistics = getattr(model, "module", model).statistics
-        return sequence_scores(model, statistics, self._batches(sequences, micro_batches))
+        scores = sequence_scores(model, statistics, self._batches(sequences, micro_batches))
+        return [np.nan] * len(scores) if bad == "nan" else scores
 
     def _batches(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> Any:
         from rlhf_core.models.scoring import Batches

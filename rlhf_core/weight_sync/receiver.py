@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from rlhf_core.failpoints import failpoint
 from rlhf_core.weight_sync.buckets import TensorSpec, cut, unpack
 from rlhf_core.weight_sync.checksum import tensor_checksum
 from rlhf_core.weight_sync.gloo import GlooGroup
@@ -121,6 +122,8 @@ class _Inbox:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         def hashed() -> Iterable[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
+                if failpoint("weight_sync.load", "drop") == "drop":
+                    continue
                 self.checksums[name] = tensor_checksum(tensor)
                 yield name, tensor
 

@@ -4,7 +4,7 @@
 - nothing is left 10 s after the end
 - asked to stop, PPO and supervised fine-tuning finish the step in hand and leave a checkpoint of it
 - rollouts that were sampled before the kill are trained on, not sampled again
-- a step whose loss is not finite is skipped, its batch is kept for reading, and the run goes on
+- a step with numbers that are not finite, wherever they come from, is skipped, its batch is kept, and the run goes on
 - a run that forgets its KL coefficient is noticed
 """
 
@@ -56,18 +56,24 @@ def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step
 
 
 @pytest.mark.parametrize(
-    ("stage", "rows"), [("sft", 32), pytest.param("reward", 32, marks=pytest.mark.slow), ("ppo", 16)]
+    ("stage", "points", "rows"),
+    [
+        ("sft", ("train.backward:3",), 32),
+        pytest.param("reward", ("train.backward:3",), 32, marks=pytest.mark.slow),
+        pytest.param("ppo", ("train.backward:3",), 16, marks=pytest.mark.slow),
+        ("ppo", ("policy.logprobs:1", "critic.values:2", "reward.scores:4"), 16),
+    ],
 )
-def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_batch_is_kept(
-    golden: Golden, stage: StageName, rows: int, tmp_path: Path
+def test_a_step_with_numbers_that_are_not_finite_is_skipped_and_its_batch_is_kept(
+    golden: Golden, stage: StageName, points: tuple[str, ...], rows: int, tmp_path: Path
 ) -> None:
     # MLflow's experiment, copied with the home, still has its files where the golden run made it.
     before = set(golden.folder.rglob("tables/skipped/*.json"))
-    result = run_case(golden, Case(stage, ("train.backward:3:nan",)), tmp_path)
+    result = run_case(golden, Case(stage, tuple(f"{point}:nan" for point in points)), tmp_path)
     assert result.ended and result.commands == 1, result.why
     assert not result.same, "nobody came by the point"
-    (table,) = set(golden.folder.rglob("tables/skipped/*.json")) - before
-    assert len(json.loads(table.read_text())["data"]) == rows
+    tables = set(golden.folder.rglob("tables/skipped/*.json")) - before
+    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [rows] * len(points)
 
 
 @pytest.mark.slow  # `make chaos` begins with it, too

@@ -67,8 +67,9 @@ def _gap(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 def test_engines_trainer_and_the_saved_adapter_agree(
     model: Path, tmp_path: Path, sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken.
-    monkeypatch.setenv("RLHF_FAIL", f"weight_sync.send:{2 * TENSORS[sync] + 5}:alter")
+    # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken, or gets lost.
+    fault = {"merged": ("load", "drop"), "adapter": ("send", "alter")}[sync]
+    monkeypatch.setenv("RLHF_FAIL", f"weight_sync.{fault[0]}:{2 * TENSORS[sync] + 5}:{fault[1]}")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     prompts = small_prompts()
     with small_ppo(_config(model, sync), model, tmp_path, prompts) as controller:
