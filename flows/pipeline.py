@@ -251,7 +251,7 @@ def open_pipeline(
     Raises InputError, with everything that is wrong, before anything heavy starts.
     """
     logging.getLogger("flows").setLevel(logging.INFO)  # Prefect shows our lines on a run's page, but leaves the level
-    settings, warnings = checked_config(config, overrides)
+    settings, warnings = checked_config(config, overrides, patient=True)
     for warning in warnings:
         log.warning("%s", warning)
     run = Pipeline(pinned(settings), config, start, until)

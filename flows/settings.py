@@ -13,14 +13,19 @@ from rlhf_core.planning.fit import check_memory
 from rlhf_core.storage.store import Store
 
 
-def checked_config(path: str, overrides: Sequence[str]) -> tuple[PipelineConfig, list[str]]:
+def checked_config(path: str, overrides: Sequence[str], *, patient: bool = False) -> tuple[PipelineConfig, list[str]]:
     """The configuration and what the user should know of it; its home is made, its store answers.
 
-    Raises InputError with everything that is wrong.
+    `patient`: nobody waits for the answer, so an outage of the store is sat out for `store.retry_seconds`.
+    Raises InputError with everything that is wrong, StoreUnavailable if only the store does not answer.
     """
     config = load_config(path, overrides)
     warnings = check(config)
     check_memory(config)
     make_home(Path(config.run.home))
-    Store(config.store_url, config.store.endpoint).check()
+    store = Store(config.store_url, config.store.endpoint)
+    if patient:
+        store.check(config.store.retry_seconds)
+    else:
+        store.check()
     return config, warnings

@@ -14,6 +14,7 @@
     │   ├── OutOfMemory            of a device or of the host; tried again once
     │   ├── WeightSyncError        an engine's weights are not the trainer's
     │   └── StoreError             the store, or the disk below it, does not take or give what it should
+    │       └── StoreUnavailable   a bucket that does not answer, or not well, for longer than it was waited for
     ├── UnexpectedError            an exception that nobody foresaw, of the kind that only a change of the code ends;
     │                              not retried
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
@@ -98,6 +99,10 @@ class StoreError(InfrastructureError):
     """A bucket or a disk refuses, is full or does not answer; nothing that was whole before is lost."""
 
 
+class StoreUnavailable(StoreError):
+    """A passing failure of a bucket that did not pass in time; nothing is wrong with what the user gave."""
+
+
 class UnexpectedError(RLHFError):
     """A bug, of this program or of code that it was given; the same would come out again."""
 
@@ -126,8 +131,8 @@ _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
         RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError, StageFailed,
-        StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError, UnexpectedError, CorruptArtifact, Superseded, GateFailed,
-        NonFiniteError, RewardError,
+        StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError, StoreUnavailable,
+        UnexpectedError, CorruptArtifact, Superseded, GateFailed, NonFiniteError, RewardError,
     )
 }  # fmt: skip
 

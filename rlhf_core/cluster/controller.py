@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+WATCHED = ("objective/kl", "objective/rlhf_reward", "policy/entropy", "value/mean", "rollout/logprob_gap_mean")
+"""Not finite as soon as one number of the step is not: together they see every log-probability, score and value."""
+
 
 class PPOController:
     """Runs the loop over a started `Fleet`."""
@@ -77,6 +80,8 @@ class PPOController:
         same wherever and however fast it is made."""
         self._high_kl = 0
         self._unusable = 0
+        self._uniform = False
+        """Whether the step before had nothing to compare; only for saying it once."""
         self.done = 0
         """Steps finished: the policy version."""
         self._restorable = 0
@@ -194,8 +199,7 @@ class PPOController:
 
     def _usable(self, experience: Experience, step: int) -> bool:
         """False for a step with numbers that are not finite: it is skipped and counted; the third in a row ends the run."""
-        watched = ("objective/kl", "objective/rlhf_reward", "policy/entropy")
-        bad = [name for name in watched if not math.isfinite(experience.metrics[name])]
+        bad = [name for name in WATCHED if not math.isfinite(experience.metrics.get(name, 0.0))]
         if experience.metrics["rollout/unscored"] == len(experience.scores_B):
             bad.append("every score")
         self._unusable = self._unusable + 1 if bad else 0
@@ -231,6 +235,16 @@ class PPOController:
             )
         if empty >= 0.2:
             log.warning("step %d: %.0f %% of the responses are empty", step, 100 * empty)
+        if (repeating := metrics["rollout/repeating_rate"]) >= 0.2:
+            log.warning("step %d: %.0f %% of the responses repeat one or two tokens", step, 100 * repeating)
+        uniform = metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
+        if uniform and not self._uniform:
+            log.warning(
+                "step %d: nearly all scores that are compared with each other are the same: nothing is learned from them; "
+                "look at the reward, or raise ppo.samples_per_prompt or ppo.temperature",
+                step,
+            )
+        self._uniform = uniform
         self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > self._ppo.max_kl else 0
         if self._high_kl >= 3:
             raise GateFailed(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, TypeVar, cast
 
 from rlhf_core.config.checkdata import suffix_of
 from rlhf_core.config.checkfiles import DATA_SUFFIXES
@@ -23,9 +23,13 @@ from rlhf_core.data.files import BadRow, Row, numbered, read_file
 from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
+from rlhf_core.storage.s3 import patiently
 
 _CHUNK = 2**20
+_PATIENCE = 2.0
+"""Seconds for a bucket whose failures may pass: somebody may be waiting for the answer."""
+_T = TypeVar("_T")
 
 Kind = Literal["synthetic", "local", "s3", "hub"]
 
@@ -175,30 +179,42 @@ def _list_files(path: str, kind: Kind, endpoint: str | None) -> list[str]:
 
 
 def _list_s3(path: str, endpoint: str | None) -> list[str]:
-    from botocore.exceptions import BotoCoreError, ClientError
-
     bucket = path.removeprefix("s3://").split("/", 1)[0]
     if not bucket:
         raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
-    try:
+
+    def find() -> list[str]:
         filesystem = _filesystem(endpoint)
         if filesystem.isfile(path):
             return [path]
-        files = sorted(f"s3://{file}" for file in filesystem.find(path.rstrip("/") + "/") if suffix_of(file))
-    except (OSError, BotoCoreError, ClientError) as error:
-        raise DataError(f"cannot list {path}: {error}; check bucket, endpoint and credentials") from error
+        return sorted(f"s3://{file}" for file in filesystem.find(path.rstrip("/") + "/") if suffix_of(file))
+
+    files = _asked(f"cannot list {path}", find)
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
     return files
 
 
 def _open(file: str, kind: Kind, endpoint: str | None) -> IO[bytes]:
+    if kind == "s3":
+        return _asked(f"cannot read {file}", lambda: _download(file, endpoint))
     try:
-        return _download(file, endpoint) if kind == "s3" else Path(file).open("rb")
+        return Path(file).open("rb")
     except OSError as error:
         raise DataError(
             f"cannot read {file}: {error.strerror or error}; check that it exists and may be read"
         ) from error
+
+
+def _asked(what: str, call: Callable[[], _T]) -> _T:
+    """The bucket's answer. Raises StoreUnavailable where its failure may pass: the data may be as they should."""
+    try:
+        return patiently(what, _PATIENCE, call)
+    except StoreUnavailable as error:
+        raise StoreUnavailable(f"{error.message}; if the address is right, try again when it answers") from error
+    except (StoreError, FileNotFoundError) as error:
+        words = error.message if isinstance(error, StoreError) else f"{what}: {error}"
+        raise DataError(f"{words}; check bucket, endpoint and credentials") from error
 
 
 def _download(file: str, endpoint: str | None) -> IO[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.ppo import EngineConfig
-from rlhf_core.errors import InfrastructureError, ModelError
+from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.watch import doing
 
@@ -73,12 +73,15 @@ class Engine:
                 **options,
             )
         except ValueError as error:
-            if not any(words in str(error) for words in _NO_CACHE):
-                raise
-            raise InfrastructureError(
-                f"an engine has too little memory for its KV cache ({' '.join(str(error).split())[:200]}); raise "
-                "ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter sequences"
-            ) from error
+            words = " ".join(str(error).split())
+            if any(known in words for known in _TAKEN):
+                raise OutOfMemory(f"an engine has too little memory: {words[:300]}") from error
+            if any(known in words for known in _NO_CACHE):
+                raise InfrastructureError(
+                    f"an engine has too little memory for its KV cache ({words[:200]}); raise "
+                    "ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter sequences"
+                ) from error
+            raise
 
         self.llm.llm_engine.step = _moving(self.llm.llm_engine.step)
 
@@ -148,7 +151,8 @@ class Engine:
 
 
 _NO_CACHE = ("available memory for the cache blocks", "To serve at least one request")
-"""vLLM's words for it: a ValueError, but of the device and not of the code."""
+_TAKEN = ("less than desired GPU memory utilization", "is less than requested memory for kv")
+"""vLLM's words for what it does not have, and for what others have: ValueErrors, but of the device and not of the code."""
 
 
 def _moving(step: Callable[[], Any]) -> Callable[[], Any]:

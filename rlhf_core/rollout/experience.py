@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
@@ -115,6 +116,7 @@ def make_experience(
         "objective/entropy": (masked_sum(entropy_BT, mask_BT) / scored_B.sum().clamp(min=1)).item(),
         "policy/entropy": masked_mean(entropy_BT, mask_BT).item(),
         **_of_responses(lengths_B, finished_B, scored_B),
+        "rollout/repeating_rate": fmean(_repeats(rollout.response_ids) for rollout in rollouts),
         **_engine_gap(old_BT, rollout_BT, mask_BT),
     }
     if ppo.uses_critic:
@@ -138,6 +140,11 @@ def _of_responses(lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: t
         "rollout/empty_rate": (finished_B & (lengths_B <= 1)).float().mean().item(),
         "rollout/unscored": float((~scored_B).sum()),
     }
+
+
+def _repeats(response_ids: Sequence[int]) -> bool:
+    """Whether a response of some length has only one or two different tokens."""
+    return len(response_ids) >= 16 and len(set(response_ids)) <= 2
 
 
 def _group_advantages(

@@ -5,12 +5,13 @@ nothing or the whole object, because a single put carries its length and a multi
 
     answer                                   what happens
     5xx, SlowDown, timeout, reset, cut body  tried again, with pauses of random length, until `patience` seconds have
-                                             passed since the first failure; then StoreError
+                                             passed since the first failure; then StoreUnavailable
     403, expired credentials, no bucket      StoreError at once: only a person can help
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -24,12 +25,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import StoreError
+from rlhf_core.errors import StoreError, StoreUnavailable
 from rlhf_core.storage.store import TEMPORARY
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS, READ_SECONDS = 5, 20
+REQUEST_SECONDS = 180.0
+"""For one whole request, which carries two parts at most: less than 0.2 MB/s is no connection."""
 SETTLE_SECONDS = 0.5
 """How long writers of one key wait before they look who won, on servers without conditional puts."""
 
@@ -60,7 +63,12 @@ class S3Objects:
     def _fs(self) -> Any:
         import s3fs
 
-        filesystem = s3fs.S3FileSystem(
+        class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
+            async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
+                # A server that stops reading would hold a request for ever: the client bounds its silence only.
+                return await asyncio.wait_for(super()._call_s3(*method, **arguments), REQUEST_SECONDS)
+
+        filesystem = Bounded(
             endpoint_url=self._endpoint,
             use_listings_cache=False,
             skip_instance_cache=True,
@@ -167,11 +175,10 @@ class S3Objects:
         start = self._path(prefix).removeprefix(f"{bucket}/") + "/"
 
         def abort() -> int:
-            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=start).get("Uploads") or []
+            ask = functools.partial(self._fs.call_s3, Bucket=bucket, timeout=REQUEST_SECONDS)
+            found = ask("list_multipart_uploads", Prefix=start).get("Uploads") or []
             for upload in found:
-                self._fs.call_s3(
-                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                )
+                ask("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
             return len(found)
 
         try:  # once: not every server can, and nothing depends on it
@@ -190,35 +197,43 @@ class S3Objects:
         return f"{self._root}/{key}"
 
     def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
-        """`call()`, tried again while its failure may pass. Lets FileNotFoundError and FileExistsError through."""
-        failed, since = 0, 0.0
-        while True:
-            try:
-                return call()
-            except (FileNotFoundError, FileExistsError) as error:
-                if _code(error) == "NoSuchBucket" or "bucket does not exist" in str(error):
-                    raise StoreError(
-                        f"The bucket of {self.uri(key)} does not exist; create it or correct store.url."
-                    ) from error
-                raise
-            except _errors_of_the_client() as error:
-                what = f"The store could not {action} {self.uri(key)}"
-                if isinstance(error, PermissionError) or _code(error) in _REFUSED:
-                    raise StoreError(
-                        f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's policy."
-                    ) from error
-                if type(error).__name__ in _HOPELESS:
-                    raise StoreError(f"{what}: {_reason(error)}") from error
-                failed, since = failed + 1, since or time.monotonic()
-                pause = _jitter.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**failed))
-                if time.monotonic() + pause - since > self._patience:
-                    raise StoreError(
-                        f"{what}, in {failed} tries over {time.monotonic() - since:.0f} s: {_reason(error)}"
-                    ) from error
-                log.log(
-                    logging.WARNING if failed == 1 else logging.DEBUG, "%s (%s); trying again.", what, _reason(error)
-                )
-                time.sleep(pause)
+        try:
+            return patiently(f"The store could not {action} {self.uri(key)}", self._patience, call)
+        except FileNotFoundError as error:
+            if _code(error) == "NoSuchBucket" or "bucket does not exist" in str(error):
+                raise StoreError(
+                    f"The bucket of {self.uri(key)} does not exist; create it or correct store.url."
+                ) from error
+            raise
+
+
+def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
+    """`call()`, tried again while its failure may pass, for `patience` seconds.
+
+    Raises StoreUnavailable, beginning with `what`, where it does not pass, StoreError where it never will; lets
+    FileNotFoundError and FileExistsError through.
+    """
+    failed, since = 0, 0.0
+    while True:
+        try:
+            return call()
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except _errors_of_the_client() as error:
+            if isinstance(error, PermissionError) or _code(error) in _REFUSED:
+                raise StoreError(
+                    f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's policy."
+                ) from error
+            if type(error).__name__ in _HOPELESS:
+                raise StoreError(f"{what}: {_reason(error)}") from error
+            failed, since = failed + 1, since or time.monotonic()
+            pause = _jitter.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**failed))
+            if time.monotonic() + pause - since > patience:
+                raise StoreUnavailable(
+                    f"{what}, in {failed} tries over {time.monotonic() - since:.0f} s: {_reason(error)}"
+                ) from error
+            log.log(logging.WARNING if failed == 1 else logging.DEBUG, "%s (%s); trying again.", what, _reason(error))
+            time.sleep(pause)
 
 
 @functools.cache

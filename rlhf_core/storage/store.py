@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import ConfigError, InputError, StoreError
+from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 
 TEMPORARY = ".tmp-"
 """File names that begin so are unfinished writes: never listed, never allowed in a key."""
@@ -128,14 +128,20 @@ class Store:
         """Where `key` lies on this machine's disk; None if the store is remote."""
         return self._backend.local_path(check_key(key))
 
-    def check(self) -> None:
-        """Write, list, read and delete a small object, with little patience. Raises ConfigError if that does not work."""
+    def check(self, patience: float = _CHECK_PATIENCE) -> None:
+        """Write, list, read and delete a small object. Raises ConfigError if that does not work, StoreUnavailable if that
+        may pass and has not within `patience` seconds."""
         key, data = f"probe-{uuid.uuid4().hex}", b"probe"
-        place = _open(self.url, self._endpoint, _CHECK_PATIENCE)
+        place = _open(self.url, self._endpoint, patience)
         try:
             place.put_bytes(key, data)
             whole = place.sizes(key) == {key: len(data)} and place.read_bytes(key) == data
             place.delete([key])
+        except StoreUnavailable as error:
+            raise StoreUnavailable(
+                f"store.url={self.url!r} cannot be used now: {error.message}; if its address is right, type the same "
+                "command again when it answers"
+            ) from error
         except StoreError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error
         except FileNotFoundError as error:

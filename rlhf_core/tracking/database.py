@@ -8,25 +8,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.failpoints import failpoint
+
+LOCK_SECONDS = 120.0
+"""Migrations take a few seconds, a minute on a busy machine."""
 
 
 def ensure_database(file: Path) -> None:
-    """Make the absolute `file` unless it is there; takes seconds then. Raises what MLflow and the disk raise."""
+    """Make the absolute `file` unless it is there; takes seconds then. Raises InfrastructureError where another process is
+    at it and does not end, and what MLflow and the disk raise."""
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_name(f".{file.name}.lock")):
-        if file.exists():
-            return
-        part = file.with_name(f".{file.name}.part")
-        for left in part.parent.glob(f"{part.name}*"):
-            left.unlink()
-        _create(part, artifacts_of(file))
-        failpoint("mlflow.created")
-        part.replace(file)
+    lock = file.with_name(f".{file.name}.lock")
+    try:
+        with FileLock(lock, timeout=LOCK_SECONDS):
+            if not file.exists():
+                _make(file)
+    except Timeout as error:
+        raise InfrastructureError(
+            f"another process has held {lock} for {LOCK_SECONDS:g} s to make {file.name}; wait for it, or end it"
+        ) from error
+
+
+def _make(file: Path) -> None:
+    part = file.with_name(f".{file.name}.part")
+    for left in part.parent.glob(f"{part.name}*"):
+        left.unlink()
+    _create(part, artifacts_of(file))
+    failpoint("mlflow.created")
+    part.replace(file)
 
 
 def artifacts_of(file: Path) -> str:

@@ -23,6 +23,8 @@ ANSWERS = {
     "denied": (403, "AccessDenied", "Access Denied"),
 }
 SLOW_SECONDS = 1.5
+STALL_SECONDS = 30.0
+"""Before a request's body is read at all."""
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -69,8 +71,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.server.next_fault()
+        if fault == "stall":
+            time.sleep(STALL_SECONDS)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if fault in ANSWERS:
             status, code, message = ANSWERS[fault]
             text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"

@@ -3,8 +3,8 @@
 Locks: 5xx, SlowDown, slow answers, resets, lost answers, cut requests and cut or short answers are survived, and the
 artifact and the checkpoints have the right bytes afterwards; at no time is a partial one readable; an outage beyond the
 bound, expired credentials and denied access are a StoreError that says what to do, keep everything locally, and the
-next attempt uploads it; a permanent one is not tried twice; uploads behind the training are as safe; preflight says what is
-wrong with the store in one message.
+next attempt uploads it; a permanent one is not tried twice; an upload that nobody reads ends; uploads behind the training
+are as safe; preflight says what is wrong with the store in one message, and takes no outage for a wrong configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import ConfigError, StoreError
+from rlhf_core.config.data import Source
+from rlhf_core.data.sources import read_rows
+from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, StoreUnavailable
 from rlhf_core.stages import run
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
@@ -273,13 +275,56 @@ def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploa
     assert made == [None], "the second attempt had nothing to make"
 
 
-@pytest.mark.parametrize("fault", ["expired", "denied", "503", "reset", "short answer"])
-def test_preflight_says_what_is_wrong_with_the_store_in_one_message(fault: Fault, proxy: FaultyProxy, url: str) -> None:
+def test_an_upload_that_nobody_reads_is_given_up_and_made_again(
+    proxy: FaultyProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr(s3, "READ_SECONDS", 60.0)  # which does not bound what is sent
+    file = tmp_path / "weights"
+    file.write_bytes(random.Random(0).randbytes(2**23))
+    monkeypatch.setattr(s3, "_PART_BYTES", 2**23)  # in one request, more than the network's buffers take
+    proxy.restart(lambda n: "stall" if n == 1 else "")
+    started = time.monotonic()
+    Store(url, proxy.endpoint).put_file(file, "a/weights")
+    assert 2 < time.monotonic() - started < 15
+    assert proxy.seen["stall"] == 1
+    Store(url, proxy.endpoint).get_file("a/weights", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "code"),
+    [
+        ("expired", ConfigError, 2),
+        ("denied", ConfigError, 2),
+        ("503", StoreUnavailable, 3),
+        ("reset", StoreUnavailable, 3),
+        ("short answer", StoreUnavailable, 3),
+    ],
+)
+def test_preflight_says_what_is_wrong_with_the_store_in_one_message(
+    fault: Fault, kind: type[RLHFError], code: int, proxy: FaultyProxy, url: str
+) -> None:
     proxy.restart(lambda n: fault)
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=r"store\.url=.* cannot be used: ") as caught:
+    with pytest.raises(kind, match=r"store\.url=.* cannot be used") as caught:
         Store(url, proxy.endpoint).check()
     assert time.monotonic() - started < 6
+    assert type(caught.value) is kind and caught.value.exit_code == code
     assert "\n" not in caught.value.message and "test-secret" not in caught.value.message
     proxy.restart(lambda n: "")
     Store(url, proxy.endpoint).check()
+
+
+def test_a_flow_sits_out_an_outage_at_its_start(proxy: FaultyProxy, url: str) -> None:
+    proxy.restart(lambda n: "503" if n < 12 else "")
+    Store(url, proxy.endpoint).check(patience=60.0)
+    assert proxy.seen["503"] == 11
+
+
+def test_an_outage_of_the_datas_bucket_is_no_fault_of_the_data(proxy: FaultyProxy, url: str) -> None:
+    for fault, kind in (("503", StoreUnavailable), ("denied", DataError)):
+        proxy.restart(lambda n, fault=fault: fault)  # type: ignore[misc]
+        with pytest.raises(kind, match=r"cannot list s3://") as caught:
+            list(read_rows(Source(path=f"{url}/rows.jsonl"), proxy.endpoint))
+        assert type(caught.value) is kind

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import s3fs
 
-from rlhf_core.errors import ConfigError, CorruptArtifact, Superseded
+from rlhf_core.errors import ConfigError, StoreUnavailable, CorruptArtifact, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
@@ -219,7 +219,7 @@ def test_a_missing_bucket_is_a_config_error_that_says_so(s3_server: Any) -> None
         Store("s3://no-such-bucket/x", s3_server.endpoint).check()
 
 
-def test_a_server_that_does_not_answer_is_a_config_error_within_seconds(s3_server: Any) -> None:
-    with pytest.raises(ConfigError, match=r"store\.url=.*Could not connect") as caught:
+def test_a_server_that_does_not_answer_is_said_so_within_seconds(s3_server: Any) -> None:
+    with pytest.raises(StoreUnavailable, match=r"store\.url=.*Could not connect") as caught:
         Store(s3_server.url, "http://127.0.0.1:9").check()
     assert "test-secret" not in str(caught.value)

@@ -26,6 +26,8 @@ GOOD = {
     "policy/entropy": 1.0,
     "rollout/logprob_gap_mean": 1e-6,
     "rollout/empty_rate": 0.0,
+    "rollout/repeating_rate": 0.0,
+    "objective/scores_std": 1.0,
     "rollout/unscored": 0.0,
 }
 
@@ -70,7 +72,24 @@ def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(
         controller._guard(_Experience(rollout__empty_rate=0.9), 3)
 
 
-@pytest.mark.parametrize("name", ["objective__kl", "objective__rlhf_reward", "policy__entropy"])
+def test_text_that_repeats_and_scores_that_do_not_differ_are_warned_of(
+    controller: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = {"rollout__zero_variance_groups": 0.9}
+    for step, changed in enumerate(({"rollout__repeating_rate": 0.3}, same, same, {}, {"objective__scores_std": 0.0})):
+        controller._guard(_Experience(**changed), step)
+    said = [record.getMessage().split(";")[0] for record in caplog.records]
+    assert said == [
+        "step 0: 30 % of the responses repeat one or two tokens",
+        "step 1: nearly all scores that are compared with each other are the same: nothing is learned from them",
+        "step 4: nearly all scores that are compared with each other are the same: nothing is learned from them",
+    ]
+
+
+BECOME_NAN = ["objective__kl", "objective__rlhf_reward", "policy__entropy", "value__mean", "rollout__logprob_gap_mean"]
+
+
+@pytest.mark.parametrize("name", BECOME_NAN)
 def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends_the_stage(controller: Any, name: str) -> None:
     bad = _Experience(**{name: float("nan")})
     assert controller._usable(_Experience(), 1)

@@ -5,16 +5,20 @@
 - a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
 - the gap between engine and trainer is measured on response tokens alone
 - each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the reward
+- one NaN among log-probabilities or values shows in a metric that is watched; responses that repeat are counted
 - a response without a score takes no part; groups that score alike are found and counted
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_core.cluster.controller import WATCHED
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.rollout.experience import make_experience, uniform_groups
@@ -84,6 +88,24 @@ def test_the_gap_to_the_engine_is_measured_on_response_tokens_alone() -> None:
     assert made.metrics["rollout/logprob_gap_mean"] == pytest.approx(0.1, abs=1e-6)
     assert made.metrics["rollout/logprob_gap_max"] == pytest.approx(0.4, abs=1e-6)
     assert 0 < made.metrics["rollout/effective_sample_size"] < 1
+
+
+@pytest.mark.parametrize("place", ["rollout", "old", "ref", "values"])
+def test_one_number_that_is_not_finite_shows_in_what_is_watched(place: str) -> None:
+    numbers = {name: [[-1.0, -1.0], [-1.0]] for name in ("rollout", "old", "ref", "values")}
+    numbers[place][1][0] = math.nan
+    rollouts = [_rollout(tuple(row)) for row in numbers["rollout"]]
+    made = _make(rollouts, numbers["old"], numbers["ref"], numbers["values"], [0.0, 1.0])
+    assert any(not math.isfinite(made.metrics[name]) for name in WATCHED)
+
+
+def test_responses_that_repeat_themselves_are_counted() -> None:
+    rollouts = [
+        replace(_rollout((-1.0,) * 20), response_ids=tuple(ids))
+        for ids in ([5] * 20, [5, 6] * 10, [5, 6, 7, 8] * 5, range(20))
+    ]
+    numbers = [[-1.0] * 20] * 4
+    assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/repeating_rate"] == 0.5
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_while_returns_stay() -> None:
