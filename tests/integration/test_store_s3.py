@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import s3fs
 
-from rlhf_core.errors import ConfigError, StoreUnavailable, CorruptArtifact, Superseded
+from rlhf_core.errors import ConfigError, CorruptArtifact, StoreUnavailable, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
