@@ -155,17 +155,27 @@ def _has_exited(pid: int) -> bool:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Have the guard stop the stage and all that it started; end both by force if it does not, whatever interrupts this."""
+    """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by force if it does
+    not."""
     try:
-        if not _has_exited(child.pid):
-            child.terminate()
-            deadline = time.monotonic() + TERM_SECONDS + _GUARD_SECONDS
-            while not _has_exited(child.pid) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        try:
+            _ask_to_end(child, TERM_SECONDS + _GUARD_SECONDS)
+        except BaseException:
+            _ask_to_end(child, _GUARD_SECONDS)
+            raise
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait(timeout=EXIT_SECONDS)
+
+
+def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask the guard, which waits for the stage only the first time, and wait for both."""
+    if not _has_exited(child.pid):
+        child.terminate()
+    deadline = time.monotonic() + seconds
+    while not _has_exited(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _cause(code: int) -> str:

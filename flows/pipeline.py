@@ -36,6 +36,7 @@ from rlhf_core.processes import ProcessId, lives
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.tracker import Status, Tracking, open_tracking
@@ -142,10 +143,13 @@ class Pipeline:
         return found
 
     def tidy(self, spec: StageSpec) -> None:
-        """Remove what an attempt left that was killed after it had published: checkpoints, rollouts, scratch files."""
-        checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1)
+        """Remove what an attempt left that was killed after it had published: checkpoints, copies for the bucket, rollouts,
+        scratch files."""
+        outbox = Outbox(self.store, self.home / "outbox")
+        checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1, outbox=outbox)
         with suppress(StoreError):  # the next run comes by again
             checkpoints.clear()
+            outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
         for folder in (spec.journal, spec.work):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -99,7 +99,12 @@ def down(home: Path) -> str:
         wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
     _sweep(home)
     _forget(home)
-    interrupted = f"; {len(runs)} flow run(s) were interrupted and go on after the next `rlhf up`" if runs else ""
+    interrupted = (
+        f"; {len(runs)} flow run(s) were interrupted and go on if `rlhf up` is typed within a day (later: start the "
+        "deployment again, and it continues from the last checkpoint)"
+        if runs
+        else ""
+    )
     return f"stopped the servers of {home}{interrupted}"
 
 

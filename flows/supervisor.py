@@ -5,8 +5,9 @@
                  +-- prefect worker    pool `rlhf`, one flow run at a time
                  +-- reconciler        a look every 2 s (flows/reconcile.py)
 
-The servers die with the supervisor (parent-death signal); a server that dies alone is started again. What is up is
-written to {home}/servers/state.json. SIGTERM stops flow runs first, so that Prefect still hears of their end.
+The servers die with the supervisor (parent-death signal); a server that dies alone is started again, and so is one that
+is there but has not answered for a minute and a half. What is up is written to {home}/servers/state.json. SIGTERM stops
+flow runs first, so that Prefect still hears of their end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,13 @@ MARK = "RLHF_SERVERS"
 READY_SECONDS = 120.0
 FLOW_STOP_SECONDS = 40.0
 """A stage may take 20 s to stop, and its flow some more to report."""
+SILENT_SECONDS = 90.0
+"""A server that is merely busy answers within some seconds."""
+_HEARTBEAT_SECONDS = 30.0
+"""Of a worker, as Prefect has it."""
+_KILL_SECONDS = 10.0
 _LOOK_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0
 _BACKOFF = (0.0, 2.0, 10.0, 30.0)
 _SETTLED_SECONDS = 120.0
 
@@ -52,11 +60,28 @@ class Server:
     command: Sequence[str]
     environment: dict[str, str]
     log_file: Path
+    answers: Callable[[], bool] = lambda: True
+    """Whether it does its work; asked in every look."""
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     """In a row: one that stayed up for a while starts a new count."""
     started: float = 0.0
     next_start: float = field(default=0.0)
+    answered: float = 0.0
+    """When it did last, or was started."""
+
+    def look_after(self) -> None:
+        """Kill it if it runs and has not answered for `SILENT_SECONDS`: it is halted, or waits for itself."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        if self.answers():
+            self.answered = time.monotonic()
+        elif time.monotonic() - self.answered > SILENT_SECONDS:
+            log.warning(
+                "%s has not answered for %.0f s and is killed; see %s", self.name, SILENT_SECONDS, self.log_file
+            )
+            self.process.kill()
+            self.process.wait(timeout=_KILL_SECONDS)
 
     def keep_running(self) -> None:
         """Start it if it is not running; each time in a row later, up to half a minute."""
@@ -70,7 +95,7 @@ class Server:
             self.next_start = now + _BACKOFF[min(self.restarts, len(_BACKOFF)) - 1]
         if now < self.next_start:
             return
-        self.started = now
+        self.started = self.answered = now
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -135,9 +160,23 @@ class Supervisor:
         # For the server alone: its address may hold a password.
         database = dict.fromkeys(DATABASE_VARIABLES, url) if (url := own_database()) else {}
         return {
-            "prefect": Server("prefect", prefect, {**self.environment, **database}, self.folder / "prefect.log"),
-            "mlflow": Server("mlflow", mlflow, lean, self.folder / "mlflow.log"),
-            "worker": Server("worker", worker, self.environment, self.folder / "worker.log"),
+            "prefect": Server(
+                "prefect",
+                prefect,
+                {**self.environment, **database},
+                self.folder / "prefect.log",
+                lambda: answers(f"{self.api}/health", _ANSWER_SECONDS),
+            ),
+            "mlflow": Server(
+                "mlflow",
+                mlflow,
+                lean,
+                self.folder / "mlflow.log",
+                lambda: answers(f"{self.mlflow_url}/health", _ANSWER_SECONDS),
+            ),
+            "worker": Server(
+                "worker", worker, self.environment, self.folder / "worker.log", lambda: _worker_lives(self.api)
+            ),
         }
 
     def run(self) -> None:
@@ -152,6 +191,7 @@ class Supervisor:
             while not self.stopping:
                 try:
                     for server in self.servers.values():
+                        server.look_after()
                         server.keep_running()
                     reconciler.look()
                     self._write_state("ready")
@@ -263,6 +303,17 @@ def flow_processes(home: str) -> list[ProcessId]:
     """The flow runs started by the worker of `home`."""
     ours = {process for process, value in carriers(MARK) if value == home}
     return [process for process, _ in carriers(ENGINE_VARIABLE) if process in ours]
+
+
+def _worker_lives(api: str) -> bool:
+    """Whether a worker was heard of lately; True as well where the server cannot be asked."""
+    try:
+        workers = post(f"{api}/work_pools/{POOL}/workers/filter", {})
+    except (OSError, ValueError):
+        return True
+    now = datetime.now(UTC)
+    heard = [datetime.fromisoformat(last) for worker in workers if (last := worker.get("last_heartbeat_time"))]
+    return any((now - last).total_seconds() < 2 * _HEARTBEAT_SECONDS for last in heard)
 
 
 def _pool_exists(api: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.flat import flat
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
@@ -72,6 +73,9 @@ _NOT_RESULTS = {
 }
 """Fields that change when and where things happen, not what comes out (more than by rounding)."""
 
+_ROUNDING = {"gradient_checkpointing", "hpz", "max_num_seqs", "micro_batch_tokens", "reference_ranks", "reward_ranks"}
+"""Those of them by which sums are made in another order: the same numbers, but not the same bits."""
+
 _BY_CONTENT = {"chat_template", "file", "path", "revision"}
 """Addresses of what is read from outside: its content is in the key, by digest, and may move."""
 
@@ -106,6 +110,16 @@ def stage_key(
         payload["tracking"] = tracking_uri(config)
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def roundings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
+    """What decides about the bits of `stage` and is not in its key, by the field's name."""
+    sections = {f"{section}." for section in _SECTIONS[stage]}
+    return {
+        name: str(value)
+        for name, value in flat(config).items()
+        if name.rpartition(".")[2] in _ROUNDING and any(name.startswith(section) for section in sections)
+    }
 
 
 def tracking_uri(config: PipelineConfig) -> str:

@@ -15,6 +15,10 @@ _SECRET_NAME = re.compile(
     r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth(_string)?|private_?key)$",
     re.I,
 )
+_SECRET_VARIABLE = re.compile(
+    _SECRET_NAME.pattern + r"|secret|passw(or)?d|passphrase|pass$|token(s|_\w+)?$|_key$|connection_string$|_dsn$", re.I
+)
+"""Variables are named by many programs, and hiding one too many costs little."""
 _SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
 _SECRET_VALUE = re.compile(
     r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
@@ -67,7 +71,7 @@ def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """
     text = _URL_USER.sub(f"://{HIDDEN}@", text)
     for name, value in environ.items():
-        secret = name not in _FOLDERS and _SECRET_NAME.search(name)
+        secret = name not in _FOLDERS and _SECRET_VARIABLE.search(name)
         if secret and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, HIDDEN)
     return text

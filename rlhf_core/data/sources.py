@@ -211,7 +211,7 @@ def _asked(what: str, call: Callable[[], _T]) -> _T:
     try:
         return patiently(what, _PATIENCE, call)
     except StoreUnavailable as error:
-        raise StoreUnavailable(f"{error.message}; if the address is right, try again when it answers") from error
+        raise StoreUnavailable(f"{error.message}; correct its address, or wait until it answers") from error
     except (StoreError, FileNotFoundError) as error:
         words = error.message if isinstance(error, StoreError) else f"{what}: {error}"
         raise DataError(f"{words}; check bucket, endpoint and credentials") from error

@@ -23,6 +23,7 @@ from rlhf_core.errors import RLHFError, to_record
 from rlhf_core.stages.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events, Warnings
 from rlhf_core.stages.guard import go_on_under_guard
 from rlhf_core.stopping import EXIT_STOPPED, StopRequest
+from rlhf_core.tracking.mlflow_client import hurry
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -35,8 +36,13 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("rlhf_core").addHandler(Warnings(events))
     stop = StopRequest()
-    signal.signal(signal.SIGTERM, stop.on_signal)
-    signal.signal(signal.SIGINT, stop.on_signal)
+
+    def on_signal(signum: int, frame: object) -> None:
+        hurry()  # a tracker that does not answer must not take the time that a checkpoint needs
+        stop.on_signal(signum, frame)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     log = logging.getLogger("rlhf_core.stages")
     try:
         from rlhf_core.stages.run import execute

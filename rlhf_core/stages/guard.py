@@ -4,9 +4,11 @@
 
 The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in whatever
 session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide their environment.
+Ray's sockets and logs lie in a private folder, which the guard clears as well; what actors say is in the stage's log.
 
     stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
+    a second one         SIGKILL of all at once
     flow dies            SIGKILL of all at once: there is nobody left to continue for
     stage is halted      by a SIGSTOP, for `halt_seconds`: SIGKILL; nobody else could tell, for all its threads are
     guard dies           the kernel kills the stage
@@ -19,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 
 import psutil
@@ -40,6 +44,9 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     the stage, or 128 + n if signal n ended it.
     """
     guard = os.getpid()
+    # Ray's own choice is a folder that everybody on this host may write to, and that nobody clears.
+    scratch = tempfile.mkdtemp(prefix="rlhf-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
+    os.environ["RAY_TMPDIR"] = scratch
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -47,7 +54,9 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     stage = os.fork()
     if stage:
         os.closerange(3, 256)  # the pipe of the events is the stage's: its end must mean the stage's end
-        os._exit(_watch(stage, flow, stop_seconds, halt_seconds))
+        code = _watch(stage, flow, stop_seconds, halt_seconds)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(code)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guard:
         os._exit(128 + signal.SIGKILL)
@@ -72,8 +81,9 @@ def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> i
                 f"WorkerStuck: the stage's own process was halted (SIGSTOP) for {halted:.0f} s and is killed\n"
             )
             os.kill(stage, signal.SIGKILL)
-        if signum is not None and signum.si_signo in _REQUESTS and deadline == float("inf"):
-            deadline = time.monotonic() + stop_seconds
+        if signum is not None and signum.si_signo in _REQUESTS:
+            # Asked again, nobody wants to wait.
+            deadline = time.monotonic() + (stop_seconds if deadline == float("inf") else 0.0)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stage, signal.SIGINT)
     stopping = deadline < float("inf") or not flow_lives

@@ -25,11 +25,14 @@ from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
 
 log = logging.getLogger(__name__)
 
+TRACKER_SECONDS = 300.0
+"""An MLflow server that is started again has some minutes for it."""
+
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Register the policy of the PPO artifact. The source is its address in the store: nothing is copied.
 
-    Raises RLHFError if MLflow does not answer; a second run then finds what the first one made.
+    MLflow is waited for. Raises InfrastructureError if it does not answer; a second run then finds what the first one made.
     """
     lineage = services.lineage
     if lineage is None:
@@ -48,6 +51,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         evaluation=Evaluation.of(content, reward.digest if reward else None),
     )
     tracking = open_tracking(config)
+    tracking.wait(TRACKER_SECONDS)
     done = register(
         tracking.mlflow,
         config.registered_model,

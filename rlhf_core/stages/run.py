@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import pipeline_name
+from rlhf_core.config.keys import pipeline_name, roundings
 from rlhf_core.errors import InfrastructureError, OutOfMemory, StoreError, Superseded, classified, to_record
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
@@ -146,6 +146,7 @@ class _Attempt:
             outbox=outbox,
             allow_fresh_start=settings.allow_fresh_start,
             allow_other_code=settings.allow_other_code,
+            settings=roundings(spec.config, spec.stage),
             tell=lambda event, step: self.events.send(event, step=step),
         )
         ref = artifacts.deliver(spec.stage, spec.key, self.fence)

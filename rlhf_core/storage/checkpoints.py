@@ -60,12 +60,14 @@ class CheckpointStore:
         outbox: Outbox | None = None,
         allow_fresh_start: bool = False,
         allow_other_code: bool = False,
+        settings: Mapping[str, str] | None = None,
         tell: Callable[[Literal["resumed", "checkpoint"], int], None] = lambda event, step: None,
     ) -> None:
         """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1. `keep_best`: of
         the others, those with the highest scores. `fence`: None only in tests and tools, where nobody else writes.
         `outbox`: given, uploads go on behind the training. `allow_fresh_start`: train from the beginning where only
-        damage is left. `allow_other_code`: go on from what other code or versions wrote. `tell` hears the step
+        damage is left. `allow_other_code`: go on from what other code or versions wrote. `settings`:
+        those that decide about bits by rounding alone; others than a checkpoint's are told. `tell` hears the step
         of a checkpoint that is used, and of each that is committed."""
         self._store = store
         self._root = f"checkpoints/{stage_key}"
@@ -76,6 +78,7 @@ class CheckpointStore:
         self._outbox = outbox
         self._allow_fresh_start = allow_fresh_start
         self._allow_other_code = allow_other_code
+        self._settings = dict(settings or {})
         self._tell = tell
         self._upload: _Upload | None = None
         self._earlier = 0.0
@@ -127,6 +130,13 @@ class CheckpointStore:
 
     def _compare(self, step: int, body: Mapping[str, Any]) -> None:
         """Refuse what other code wrote, or only say so: the stage would go on, but perhaps not in the same bits."""
+        then, now = body.get("settings") or {}, self._settings
+        if other := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
+            log.warning(
+                "The checkpoint of step %d was made with other settings (%s): what follows is the same but for rounding.",
+                step,
+                ", ".join(other),
+            )
         then, now = body.get("made_with") or {}, _made_with()
         changed = [name for name in then if then[name] != now.get(name)]
         if not changed:
@@ -163,6 +173,7 @@ class CheckpointStore:
             "score": score if score is not None and math.isfinite(score) else None,
             "seconds": round(self.seconds, 1),
             "made_with": _made_with(),
+            "settings": self._settings,
         }
         if self._outbox is None:
             manifest = bundles.commit(
@@ -188,8 +199,7 @@ class CheckpointStore:
         if self._upload is not None:
             self._upload.report(None)
         if self._outbox is not None:
-            for prefix in self._outbox.waiting(self._root):
-                self._outbox.discard(prefix)
+            self._outbox.discard_all(self._root)
         self._store.delete([f"{self._root}/{_NEWEST}"])
         for step in self._steps(committed=False):
             bundles.remove(self._store, self._prefix(step))

@@ -65,6 +65,11 @@ class Outbox:
         self.discard(prefix)
         return sent
 
+    def discard_all(self, root: str) -> None:
+        """Forget what waits at or below the folder `root`."""
+        for prefix in self.waiting(root):
+            self.discard(prefix)
+
     def discard(self, prefix: str) -> None:
         """Forget what waits at `prefix`."""
         bundles.remove(self._waiting, prefix)

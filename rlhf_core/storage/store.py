@@ -139,8 +139,7 @@ class Store:
             place.delete([key])
         except StoreUnavailable as error:
             raise StoreUnavailable(
-                f"store.url={self.url!r} cannot be used now: {error.message}; if its address is right, type the same "
-                "command again when it answers"
+                f"store.url={self.url!r} cannot be used now: {error.message}; correct its address, or wait until it answers"
             ) from error
         except StoreError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error

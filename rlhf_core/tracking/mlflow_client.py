@@ -30,6 +30,7 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
 }
+_LAST_SECONDS = 3
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
@@ -67,6 +68,12 @@ class ModelVersion:
     tags: Mapping[str, str]
 
 
+def hurry() -> None:
+    """From here on each request is tried once, for a few seconds: this process has been asked to end."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_LAST_SECONDS)
+
+
 class Mlflow:
     """One tracking server or database, and one experiment in it."""
 
@@ -85,6 +92,11 @@ class Mlflow:
         if database := sqlite_path(self.uri):
             ensure_database(database)
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def ping(self) -> bool:
+        """True if it answers; raises if not."""
+        self._client.search_experiments(max_results=1)
+        return True
 
     @functools.cached_property
     def experiment_id(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import InfrastructureError, RLHFError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, reason
 
@@ -236,7 +236,9 @@ def _asked(mlflow: Mlflow, model: str) -> Iterator[None]:
         yield
     except Exception as error:
         address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
-        raise RLHFError(f"MLflow at {address} did not register the model {model!r}: {reason(error)}") from error
+        raise InfrastructureError(
+            f"MLflow at {address} did not register the model {model!r}: {reason(error)}"
+        ) from error
 
 
 def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:

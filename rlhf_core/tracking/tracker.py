@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason, sqlite_path
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, hurry, reason, sqlite_path
 from rlhf_core.tracking.registry import has_version
 from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 _T = TypeVar("_T")
+
+_PAUSE_SECONDS = 2.0
 
 PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
 
@@ -132,6 +135,12 @@ class Tracking:
             self.stage_run(parent_id, stage, ref.key, attempt=next_attempt(spool)).finish("FINISHED")
         self._try(lambda: self._link(parent_id, stage, ref))
 
+    def wait(self, seconds: float) -> None:
+        """Until the tracker answers, at most `seconds`: for the one stage that is nothing without it."""
+        deadline = time.monotonic() + seconds
+        while not self._try(self.mlflow.ping) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+
     def forgot(self, model: str, weights_sha256: str) -> bool:
         """Whether MLflow answers, and has no version of `model` with these weights."""
         return self._try(lambda: has_version(self.mlflow, model, weights_sha256)) is False
@@ -150,11 +159,15 @@ class Tracking:
 
     def finish(self, run_id: str | None, status: Status) -> None:
         """End a run."""
+        if status == "KILLED":
+            hurry()
         if run_id is not None:
             self._try(lambda: self.mlflow.terminate(run_id, status))
 
     def finish_stage(self, parent_id: str | None, key: str, status: Status) -> None:
         """End the run of a stage whose process is gone, if it is still RUNNING."""
+        if status == "KILLED":
+            hurry()
 
         def end() -> None:
             state = self.mlflow.find_run(_stage_identity(parent_id, key))

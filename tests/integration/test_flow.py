@@ -4,7 +4,7 @@
 - typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
 - of two of the same command at once, the second waits for the first and reuses what it made
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
-- its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130
+- its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130; twice, at once
 - a secret in the words of a failing stage is in no log and no database afterwards
 - Prefect's storage holds no pickle, and nothing else
 - a stage's InputError ends the command with 2, without a second try and without a traceback
@@ -68,7 +68,9 @@ def run(stage, config, services):
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "halt":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            if what == "hang":
+            if what == "stubborn":
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if what in ("hang", "stubborn"):
                 time.sleep(600)
         services.metrics.log_metrics({"loss": 1.0 / (step + 1)}, step)
         services.progress(stage, step + 1, config.ppo.steps, "steps")
@@ -246,6 +248,19 @@ def test_ctrl_c_is_tidy(command: Command, home: Path, tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
     (run,) = (home / "runs").glob("test-ctrl-c*/run.json")
     assert json.loads(run.read_text())["state"] == "stopped"
+
+
+def test_ctrl_c_twice_waits_for_nobody(command: Command, tmp_path: Path) -> None:
+    process = command("data:1:stubborn", until="data")
+    stage = wait_for(tmp_path / "stubborn", process)
+    time.sleep(0.5)  # between writing the file and turning deaf
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None and stage.alive(), "the first one leaves the stage its time"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert not stage.alive()
+    assert nothing_left(tmp_path)
 
 
 def test_a_secret_in_the_words_of_a_failing_stage_is_found_nowhere(command: Command, home: Path) -> None:

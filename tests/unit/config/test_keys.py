@@ -4,6 +4,7 @@
 - what only says when or where things happen changes no key
 - what is read from outside counts by content: a folder may move, and its changes are seen
 - names that users choose count, whatever they are; a registration belongs to one registry
+- what decides by rounding alone is named for a checkpoint
 - `device: auto` counts as the device it leads to
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import keys
-from rlhf_core.config.keys import pipeline_key, stage_key
+from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.types import STAGES
 
@@ -65,6 +66,14 @@ def test_a_folder_may_move_but_its_content_counts() -> None:
 def test_a_field_may_be_renamed_to_a_word_that_means_something_elsewhere() -> None:
     renamed = [_keys({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}) for names in ({"path": "prompt"}, {})]
     assert renamed[0]["data"] != renamed[1]["data"]
+
+
+def test_what_rounds_otherwise_is_named_for_the_stage_that_it_is_of() -> None:
+    config = config_from_tree({}, "test")
+    names = {name: set(roundings(config, name)) for name in STAGES}
+    assert names["data"] == names["register"] == set()
+    assert "sft.micro_batch_tokens" in names["sft"] and not any(name.startswith("ppo") for name in names["sft"])
+    assert {"ppo.micro_batch_tokens", "ppo.engine.max_num_seqs", "ppo.reward_ranks"} <= names["ppo"]
 
 
 def test_another_registry_needs_a_registration_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
 """Behaviours of the command line and of what surrounds the processes:
 
 - help is quick and imports nothing heavy; every command has an example
-- bad input, a store that cannot be used included, ends with exit code 2 and one message, no traceback, before Prefect
-  is imported
+- bad input ends with exit code 2 and one message, a store that does not answer with 3, no traceback, before Prefect is
+  imported
 - overrides may stand before and after options; a word that is no override is refused
 - errors, signals and interruptions become their exit codes
 - stages get threads, no telemetry and nothing of Prefect in their environment
-- servers: a dead one is started again, later each time; a stale state file is recognised; a taken port is avoided
+- servers: a dead one is started again, later each time, and a silent one is killed; a stale state file is recognised; a taken port is avoided
 - progress is logged seldom without a terminal, and says what is left
 """
 
@@ -22,12 +22,13 @@ import subprocess
 import sys
 import time
 from dataclasses import astuple
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows import cli
+from flows import cli, supervisor
 from flows.display import Lines
 from flows.embedded import free_port
 from flows.environment import stage_environment
@@ -92,15 +93,18 @@ def test_bad_input_ends_with_2_and_one_message_before_anything_heavy(
     assert "heavy: []" in done.stdout
 
 
-def test_a_store_that_cannot_be_used_is_one_message_before_anything_heavy(
+def test_a_store_that_does_not_answer_is_one_message_before_anything_heavy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
     store = ["store.url=s3://no-such-bucket/x", "store.endpoint=http://127.0.0.1:9"]
     done = rlhf("run", DEMO, *store, f"run.home={tmp_path}")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: store.url='s3://no-such-bucket/x' cannot be used: ")
+    assert done.returncode == 3, "it may be right, and away"
+    said, advice = done.stderr.splitlines()[-2:]
+    assert said.startswith("failed: store.url='s3://no-such-bucket/x' cannot be used now: ")
+    assert said.endswith("correct its address, or wait until it answers")
+    assert advice == "type the same command again to continue from there"
     assert "Traceback" not in done.stderr and "canary-secret" not in done.stderr
     assert "heavy: []" in done.stdout
 
@@ -174,6 +178,49 @@ def test_a_dead_server_is_started_again_but_not_at_once_for_ever(tmp_path: Path)
     assert server.restarts == 2
     assert server.process is None  # the second restart waits
     assert server.next_start > time.monotonic() + 1
+
+
+def test_a_server_that_no_longer_answers_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 0.3)
+    healthy = [True]
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    server = Server("x", command, {}, tmp_path / "x.log", lambda: healthy[0])
+    server.look_after()
+    server.keep_running()
+    first = server.process
+    assert first is not None
+    time.sleep(0.4)
+    server.look_after()
+    assert first.poll() is None
+    healthy[0] = False
+    server.look_after()
+    assert first.poll() is None, "one answer may be late"
+    time.sleep(0.4)
+    server.look_after()
+    assert first.returncode == -signal.SIGKILL
+    server.keep_running()
+    assert server.process is not None and server.process.pid != first.pid
+    server.look_after()
+    assert server.process.poll() is None, "a new one has its time as well"
+    server.process.kill()
+    server.process.wait(timeout=10)
+
+
+def test_a_worker_is_judged_by_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = datetime.now(UTC)
+    workers = [{"last_heartbeat_time": (now - timedelta(days=1)).isoformat()}, {"last_heartbeat_time": None}]
+    monkeypatch.setattr(supervisor, "post", lambda url, body: workers)
+    assert not supervisor._worker_lives("http://x/api")
+    workers.append({"last_heartbeat_time": (now - timedelta(seconds=20)).isoformat()})
+    assert supervisor._worker_lives("http://x/api")
+
+    def away(url: str, body: Any) -> Any:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(supervisor, "post", away)
+    assert supervisor._worker_lives("http://x/api"), "that is the server's fault"
 
 
 def test_a_stale_state_file_is_not_taken_for_a_running_supervisor(tmp_path: Path) -> None:

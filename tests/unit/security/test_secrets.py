@@ -43,8 +43,20 @@ def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(name: str) -> N
     assert is_secret(name, CANARY)
 
 
+LESS_COMMON = (
+    "PGPASSWORD", "SSHPASS", "DB_PASS", "MINIO_SECRET_KEY", "MLFLOW_FLASK_SERVER_SECRET_KEY", "OPENAI_KEY", "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "GPG_PASSPHRASE", "CI_JOB_TOKEN_V2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LESS_COMMON)
+def test_so_is_that_of_one_that_others_named(name: str) -> None:
+    assert CANARY not in scrubbed(f"401 for {CANARY}", {name: CANARY})
+
+
 def test_other_variables_and_short_values_stay() -> None:
     environ = {"RUN_NAME": "demo-run-1", "HF_TOKEN": "true", "AWS_PROFILE": "production"}
+    environ |= {"TOKENIZERS_PARALLELISM": "production-like", "PASSENGERS": "store-and-forward", "KEYBOARD": "config/us"}
     environ |= {"PWD": "/projects/rlhf", "OLDPWD": "/projects/old"}  # where the command was typed, not a password
     text = "demo-run-1 is true in production; log /projects/rlhf/.rlhf/logs/x.log, not /projects/old"
     assert scrubbed(text, environ) == text

@@ -94,6 +94,19 @@ def test_a_checkpoint_of_other_code_is_refused_unless_that_is_allowed(
     assert "was made with other versions (torch" in caplog.text
 
 
+def test_a_checkpoint_of_settings_that_round_otherwise_is_used_and_that_is_said(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened(size: str) -> CheckpointStore:
+        settings = {"ppo.micro_batch_tokens": size}
+        return CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), settings=settings)
+
+    opened("4096").save(1, state(tmp_path, "1"))
+    assert opened("4096").latest() is not None and not caplog.records
+    assert opened("2048").latest() is not None
+    assert "made with other settings (ppo.micro_batch_tokens 4096 -> 2048)" in caplog.text
+
+
 def test_a_checkpoint_of_other_threads_is_used_and_that_is_said(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

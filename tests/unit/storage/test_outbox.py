@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import StoreError, Superseded
+from rlhf_core.storage import bundles
 from rlhf_core.storage import checkpoints as checkpoints_module
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -149,6 +150,15 @@ def test_clearing_waits_for_the_last_upload_and_leaves_nothing(
     first.save(2, state(tmp_path, "2"))
     first.clear()
     assert waiting(tmp_path) == []
+
+
+def test_what_waits_for_a_finished_stage_can_be_forgotten(store: Store, outbox: Outbox, tmp_path: Path) -> None:
+    for root in ("artifacts/sft/k", "artifacts/sft/k2", "artifacts/reward/k"):
+        bundle = state(tmp_path, root.replace("/", "-"))
+        outbox.add(f"{root}/1", bundle, bundles.hash_folder(bundle), folder="f", body={})
+    outbox.discard_all("artifacts/sft/k")
+    assert outbox.waiting("artifacts") == ["artifacts/reward/k/1", "artifacts/sft/k2/1"]
+    assert not [path for path in waiting(tmp_path) if "artifacts/sft/k/" in path.as_posix()]
 
 
 def test_an_artifact_that_could_not_be_uploaded_is_uploaded_by_the_next_attempt_and_not_made_again(

@@ -1,12 +1,13 @@
 """Tracking tells everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that is down.
 
 Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic times,
-spool over outages and attempts, tables, figures and files, reused stages, statuses, addresses.
+spool over outages and attempts, a silent tracker at the end, tables, figures and files, reused stages, statuses, addresses.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking import stage_run as stage_run_module
+from rlhf_core.tracking import tracker as tracker_module
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking
@@ -347,6 +350,33 @@ def test_the_data_artifact_is_an_input_of_the_run_once(tracking: Tracking, datab
 
     found = MlflowClient(f"sqlite:///{database}").get_run(run.run_id).inputs.dataset_inputs
     assert [(entry.dataset.name, entry.dataset.digest) for entry in found] == [("data-dk", "e" * 36)]
+
+
+def test_a_tracker_that_takes_connections_and_says_nothing_costs_a_process_that_must_end_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "5")
+    monkeypatch.setattr(mlflow_client, "_LAST_SECONDS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracking = Tracking(Mlflow(f"http://127.0.0.1:{silent.getsockname()[1]}", "e"), tmp_path / "spool")
+        started = time.monotonic()
+        tracking.finish("0" * 32, "KILLED")
+    assert 0.9 < time.monotonic() - started < 5
+
+
+def test_one_that_is_needed_is_waited_for(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "_PAUSE_SECONDS", 0.01)
+    answers = iter([ConnectionError("down"), ConnectionError("down"), True])
+
+    def ping(self: Mlflow) -> bool:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Mlflow, "ping", ping)
+    tracking.wait(60.0)
+    assert not list(answers)
 
 
 def test_system_metrics_are_sampled_where_asked_for(
