@@ -3,7 +3,8 @@
 - token rewards are minus the KL everywhere and the score at the last token; returns follow from unwhitened advantages
 - what pads shorter responses changes nothing
 - a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
-- the gap between engine and trainer is measured on response tokens alone
+- the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are trainer
+  over engine, within their bounds
 - each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the reward
 - one NaN among log-probabilities or values shows in a metric that is watched; responses that repeat are counted
 - a response without a score takes no part; groups that score alike are found and counted
@@ -87,7 +88,29 @@ def test_the_gap_to_the_engine_is_measured_on_response_tokens_alone() -> None:
     # One of four tokens is 0.4 off.
     assert made.metrics["rollout/logprob_gap_mean"] == pytest.approx(0.1, abs=1e-6)
     assert made.metrics["rollout/logprob_gap_max"] == pytest.approx(0.4, abs=1e-6)
-    assert 0 < made.metrics["rollout/effective_sample_size"] < 1
+    # k3 = e^0.4 - 1 - 0.4 = 0.0918247 on that token.
+    assert made.metrics["rollout/logprob_gap_k3"] == pytest.approx(0.0918247 / 4, rel=1e-4)
+    # Weights 1, 1, 1, e^0.4 = 1.4918247: their sum squared 20.176490, over 4 x 5.2255409.
+    assert made.metrics["rollout/effective_sample_size"] == pytest.approx(20.176490 / 20.902164, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("none", [[1.0, 1.0], [1.0, 0.0]]),
+        ("truncate", [[1.5, 0.75], [0.5, 0.0]]),
+        ("mask", [[0.0, 0.75], [0.0, 0.0]]),
+        # Geometric means sqrt(3 x 0.75) = 1.5 and 0.25.
+        ("sequence-mask", [[3.0, 0.75], [0.0, 0.0]]),
+    ],
+)
+def test_the_weights_are_trainer_over_engine_within_their_bounds(kind: str, expected: list[list[float]]) -> None:
+    # p(trainer) / p(engine) is 3, 0.75 and 0.25.
+    old = [[math.log(0.6), math.log(0.3)], [math.log(0.2)]]
+    rollouts = [_rollout((math.log(0.2), math.log(0.4))), _rollout((math.log(0.8),))]
+    bounds = (0.5, 1.6) if kind == "sequence-mask" else (0.5, 1.5)
+    made = _make(rollouts, old, old, [[0.0] * 2, [0.0]], [0.0, 0.0], importance=kind, importance_bounds=bounds)
+    torch.testing.assert_close(made.weights_BT, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("place", ["rollout", "old", "ref", "values"])
