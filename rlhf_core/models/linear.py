@@ -13,16 +13,30 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
 
 class OneDNNLinear(nn.Linear):
     """`nn.Linear`; what is not float32 on a CPU goes torch's own way."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu" or input.dtype != torch.float32 or self.weight.dtype != torch.float32:
-            return functional.linear(input, self.weight, self.bias)
-        # torch declares Function.apply without types
-        output: Tensor = _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return output
+        return linear(input, self.weight, self.bias)
+
+
+class Float32Linear(nn.Linear):
+    """A small layer without bias whose output must not be rounded: float32, whatever its weight and input are in."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input.float(), self.weight.float(), None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W' + b: of float32 on a CPU by oneDNN, where torch has it."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or not _HAS_ONEDNN:
+        return functional.linear(x, weight, bias)
+    # torch declares Function.apply without types
+    output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Linear(torch.autograd.Function):
@@ -55,9 +69,8 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use_onednn(model: Any) -> Any:
-    """Turn the plain linear layers of `model` into `OneDNNLinear`, in place, where torch has oneDNN."""
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = OneDNNLinear
+    """Turn the plain linear layers of `model` into `OneDNNLinear`, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDNNLinear
     return model

@@ -1,7 +1,8 @@
 """Score heads: the reward model (one score per sequence) and the critic (one value per response token).
 
 Both are Hugging Face sequence-classification models with one label: a linear head without bias on the last hidden
-state, so `AutoModelForSequenceClassification` opens what is saved here.
+state, so `AutoModelForSequenceClassification` opens what is saved here. The head computes in float32: bfloat16 has 128
+numbers between 1 and 2, and the scores of two responses must not become one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError, NonFiniteError
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
-from rlhf_core.models.linear import use_onednn
+from rlhf_core.models.linear import Float32Linear, use_onednn
 from rlhf_core.models.policy import DTYPES, without_dropout
 from rlhf_core.models.quantized import loading_options, save_pretrained
 
@@ -67,13 +68,17 @@ class ScoreModel(nn.Module):
         super().__init__()
         self.lm = classifier
         self.statistics = statistics or ScoreStatistics()
-        self._offset = 0.0
+        self.lm.score.__class__ = Float32Linear
+        self._scale, self._offset = 1.0, 0.0
 
     def fold_statistics(self) -> None:
         """Make the normalised score the model's own output: a critic then starts on the scale of the rewards."""
+        weight, std = self.lm.score.weight, self.statistics.std
+        # A power of two divides the weights of every precision exactly.
+        divisor = std if weight.dtype == torch.float32 else 2.0 ** round(math.log2(std))
         with torch.no_grad():
-            self.lm.score.weight.div_(self.statistics.std)
-        self._offset = self.statistics.mean / self.statistics.std
+            weight.div_(divisor)
+        self._scale, self._offset = divisor / std, self.statistics.mean / std
         self.statistics = ScoreStatistics()
 
     def forward(self, batch: TokenBatch, at: str) -> torch.Tensor:
@@ -83,8 +88,8 @@ class ScoreModel(nn.Module):
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         where = batch.last_S if at == "last" else batch.select_N
         hidden = hidden_BLH.flatten(0, 1).index_select(0, where)
-        values: torch.Tensor = self.lm.score(hidden).squeeze(-1).float()
-        return values - self._offset
+        values: torch.Tensor = self.lm.score(hidden).squeeze(-1)
+        return values * self._scale - self._offset
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Hugging Face layout and the statistics."""

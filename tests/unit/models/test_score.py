@@ -3,6 +3,7 @@
 - the score is read at the last real token, whatever pads the row
 - a head made from a causal model has mean 0 and standard deviation 1/sqrt(h+1), and no bias
 - statistics travel with the saved model and normalise to mean 0 and standard deviation 1
+- the head of a model in bfloat16 computes in float32, with an adapter too, and folding statistics in rounds nothing
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_core.config.training import LoraConfig
+from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from tests.tiny_llama import save_tiny_llama
@@ -24,9 +27,9 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("causal"), hidden_size=256, **shape)
 
 
-def _load(folder: Path):  # type: ignore[no-untyped-def]
+def _load(folder: Path, dtype: str = "float32"):  # type: ignore[no-untyped-def]
     torch.manual_seed(1)
-    return load_score_model(folder, dtype="float32", attention="sdpa", device="cpu")
+    return load_score_model(folder, dtype=dtype, attention="sdpa", device="cpu")
 
 
 @torch.no_grad()
@@ -75,3 +78,48 @@ def test_a_critic_made_from_a_reward_model_starts_on_the_scale_of_its_normalised
     normalised = reward.statistics.normalize(reward(batch, "last"))
     torch.testing.assert_close(critic(longer, "tokens"), normalised, rtol=1e-4, atol=1e-4)
     assert critic.statistics == ScoreStatistics()
+
+
+# Two hundred responses, more than the 128 numbers that bfloat16 has between two powers of two.
+MANY = collate([TokenSequence.of((5, 6), (7 + i % 40, 3 + i // 40)) for i in range(200)], pad_id=0)
+
+
+@torch.no_grad()
+def _exact(model, at: str = "last") -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    """What the head makes of the model's own hidden states, in float64, and how far a sum in float32 may be off in
+    whatever order: 256 products, 2^-24 of their absolute sum for each."""
+    hidden = model.lm.model(**MANY.model_inputs("sdpa")).last_hidden_state.flatten(0, 1)
+    chosen, weight = hidden[MANY.last_S if at == "last" else MANY.select_N].double(), model.lm.score.weight.double()
+    return (chosen @ weight.T).squeeze(1), 256 * 2**-24 * (chosen.abs() @ weight.abs().T).squeeze(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2)])
+def test_bfloat16_leaves_as_many_different_scores_as_float32(causal: Path, lora: LoraConfig | None) -> None:
+    model = add_adapter(_load(causal, "bfloat16"), lora)
+    scores = model(MANY, "last")
+    assert scores.dtype == torch.float32
+    assert len(scores.unique()) == len(add_adapter(_load(causal), lora)(MANY, "last").unique()) == 200
+    exact, bound = _exact(model)
+    assert ((scores - exact).abs() <= bound).all()
+    assert bound.max() < 2**-9 * scores.abs().max() / 4, "the bound tells bfloat16 from float32"
+
+
+@torch.no_grad()
+def test_a_critic_in_bfloat16_starts_with_the_normalised_scores_unrounded(causal: Path) -> None:
+    critic = _load(causal, "bfloat16")
+    exact, bound = _exact(critic, "tokens")
+    critic.statistics = ScoreStatistics(mean=-3.0, std=0.3)
+    critic.fold_statistics()
+    # Twice: the division and the offset round in float32 as well.
+    assert ((critic(MANY, "tokens") - (exact + 3.0) / 0.3).abs() <= 2 * bound / 0.3).all()
+    # The weights take 2^-2 of 0.3, so that the optimizer's steps are as large as in float32, to a factor of 2^0.5.
+    assert critic.lm.score.weight.std().item() == pytest.approx(4 / math.sqrt(257), rel=0.25)
+
+
+def test_gradients_reach_a_head_and_a_backbone_in_bfloat16(causal: Path) -> None:
+    model = _load(causal, "bfloat16")
+    model(MANY, "last").square().mean().backward()
+    for parameter in (model.lm.score.weight, model.lm.model.norm.weight):
+        assert parameter.grad.dtype == torch.bfloat16
+        assert parameter.grad.abs().sum() > 0
