@@ -1,5 +1,7 @@
 """How far the reward model's probabilities can be believed, and whether it rewards length. Numpy only.
 
+A pair whose scores are equal is half right, wherever it is counted.
+
 Axes: `P` held-out pairs.
 """
 
@@ -35,7 +37,7 @@ def calibration(scores_P2: Any) -> Calibration:
     """`scores_P2`: raw scores (pairs, 2), chosen first; probabilities are sigmoid(chosen - rejected)."""
     gap_P = _gap(scores_P2)
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(gap_P)))
-    right_P = (gap_P > 0) + 0.5 * (gap_P == 0)
+    right_P = _right(gap_P)
     index_P = np.minimum(((confidence_P - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
     bins = [index_P == i for i in range(_BINS) if (index_P == i).any()]
     confidence = [float(confidence_P[b].mean()) for b in bins]
@@ -57,11 +59,11 @@ def length_bias(scores_P2: Any, lengths_P2: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     uneven = difference_P != 0
     if uneven.any():
-        found["longer_wins"] = float(((gap_P > 0) == (difference_P > 0))[uneven].mean())
+        found["longer_wins"] = float(_right(gap_P * np.sign(difference_P))[uneven].mean())
         found["longer_chosen"] = float((difference_P > 0)[uneven].mean())
     for name, where in (("accuracy_longer", difference_P > 0), ("accuracy_shorter", difference_P < 0)):
         if where.any():
-            found[name] = float((gap_P > 0)[where].mean())
+            found[name] = float(_right(gap_P)[where].mean())
     scores = np.asarray(scores_P2, dtype=float)
     if scores.std() > 0 and lengths.std() > 0:
         found["correlation"] = float(np.corrcoef(scores.ravel(), lengths.ravel())[0, 1])
@@ -77,7 +79,7 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
             "from": float(longest_P[part].min()),
             "to": float(longest_P[part].max()),
             "pairs": float(len(part)),
-            "accuracy": float((gap_P > 0)[part].mean()),
+            "accuracy": float(_right(gap_P)[part].mean()),
         }
         for part in np.array_split(order, min(_LENGTH_BUCKETS, len(order)))
     ]
@@ -85,7 +87,7 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
 
 def accuracy_by(names: Sequence[str], scores_P2: Any) -> dict[str, float]:
     """Accuracy of the pairs of each name (their source)."""
-    right_P = _gap(scores_P2) > 0
+    right_P = _right(_gap(scores_P2))
     of = np.asarray(names)
     return {name: float(right_P[of == name].mean()) for name in sorted(set(names))}
 
@@ -93,3 +95,8 @@ def accuracy_by(names: Sequence[str], scores_P2: Any) -> dict[str, float]:
 def _gap(scores_P2: Any) -> Floats:
     scores: Floats = np.asarray(scores_P2, dtype=np.float64)
     return scores[:, 0] - scores[:, 1]
+
+
+def _right(gap_P: Floats) -> Floats:
+    """1 where the gap is above 0, one half where it is 0."""
+    return np.heaviside(gap_P, 0.5)

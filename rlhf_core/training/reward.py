@@ -124,7 +124,8 @@ def _evaluate_in_between(
 def train_step(
     engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
 ) -> dict[str, float]:
-    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics.
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics,
+    of which `train/accuracy` counts ties half.
 
     A step whose gradient is not finite is skipped and counted.
     """
@@ -138,7 +139,7 @@ def train_step(
                 continue
             loss = pair_loss(chosen, rejected, [batch[i] for i in group], config) * (len(group) / len(batch))
             gap = (chosen - rejected).detach()
-            sums.add_(torch.stack([loss.detach(), (gap > 0).sum(), gap.sum()]).double())
+            sums.add_(torch.stack([loss.detach(), _right(gap).sum(), gap.sum()]).double())
             yield loss
 
     norm = engine.train_step(losses(), total)
@@ -174,7 +175,7 @@ def evaluate_reward(
     engine.module.train()
     gap = scores[:, 0] - scores[:, 1]
     metrics = {
-        "eval/accuracy": ((gap > 0).double() + 0.5 * (gap == 0).double()).mean().item(),
+        "eval/accuracy": _right(gap).mean().item(),
         "eval/margin": gap.mean().item(),
         "eval/loss": pair_loss(scores[:, 0], scores[:, 1], held_out, config).item(),
     }
@@ -191,6 +192,11 @@ def pair_loss(
     elif config.margin == "field":
         margins = torch.tensor([pair.margin for pair in pairs], dtype=chosen.dtype, device=chosen.device)
     return reward_model_loss(chosen, rejected, margins, center=config.center)
+
+
+def _right(gap_B: torch.Tensor) -> torch.Tensor:
+    """1 where the chosen response has the higher score, one half where both have the same."""
+    return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
 
 
 def _forward(

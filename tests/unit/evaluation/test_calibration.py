@@ -3,6 +3,7 @@
 - a model that is right as often as it says has no calibration error; an overconfident one has the difference
 - length bias compares what the model prefers with what annotators chose
 - accuracy is told by source and by length, over all pairs
+- a tie counts half in all of them
 """
 
 from __future__ import annotations
@@ -54,6 +55,15 @@ def test_accuracy_by_length_and_source_covers_all_pairs() -> None:
     assert sum(bucket["pairs"] for bucket in buckets) == 5
     assert buckets[0] == {"from": 2.0, "to": 3.0, "pairs": 2.0, "accuracy": 0.5}
     assert accuracy_by(["a", "b", "a", "b", "b"], scores) == {"a": 1.0, "b": pytest.approx(1 / 3)}
+
+
+def test_a_tie_counts_half_wherever_it_is_counted() -> None:
+    scores, lengths = [(1.0, 1.0), (1.0, 1.0)], [(9, 4), (4, 9)]
+    bias = length_bias(scores, lengths)
+    assert [bias[name] for name in ("longer_wins", "accuracy_longer", "accuracy_shorter")] == [0.5] * 3
+    assert [bucket["accuracy"] for bucket in accuracy_by_length(scores, lengths)] == [0.5, 0.5]
+    assert accuracy_by(["a", "b"], scores) == {"a": 0.5, "b": 0.5}
+    assert calibration(scores).accuracy == [0.5]
 
 
 def test_the_reliability_plot_is_a_figure() -> None:

@@ -2,18 +2,23 @@
 
 - the lowest held-out loss is the best; one that is not finite never is, and counts as one without gain
 - patience is counted from the best evaluation on; without `early_stop` it never ends
+- a tie is half right, in training as in evaluation
 - the margin is taken off the gap before the loss: none, one for all pairs, or each row's own
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlhf_core.config.training import RewardConfig
-from rlhf_core.training.reward import BestSoFar, pair_loss
+from rlhf_core.training.reward import BestSoFar, evaluate_reward, pair_loss, train_step
 from rlhf_core.types import PairExample
 
 STOPPING = RewardConfig.model_validate({"early_stop": {"every": 1, "patience": 2}})
@@ -53,3 +58,28 @@ def test_the_margin_is_taken_off_the_gap(margin: str, gaps: tuple[float, float])
     # -log sigmoid(gap) = log(1 + exp(-gap)), mean over the pairs
     wanted = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 2
     assert pair_loss(chosen, rejected, pairs, config).item() == pytest.approx(wanted, rel=1e-6)
+
+
+class _Scored:
+    """An engine of one rank whose score of a response is its last token."""
+
+    rank = SimpleNamespace(rank=0, world_size=1, torch_device=torch.device("cpu"))
+    optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}])
+    skipped_steps = 0
+    module = torch.nn.Module()
+
+    def __call__(self, batch: Any, _at: str) -> torch.Tensor:
+        return batch.input_ids_BL.flatten()[batch.last_S].float()
+
+    def train_step(self, losses: Iterator[torch.Tensor], _total: int) -> float:
+        list(losses)
+        return 1.0
+
+
+def test_a_tie_is_half_right_in_training_and_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    # Right, wrong, and two ties: (1 + 0 + 0.5 + 0.5) / 4
+    pairs = [PairExample("", "", (1,), (c,), (r,)) for c, r in ((3, 2), (2, 3), (4, 4), (5, 5))]
+    engine: Any = _Scored()
+    assert train_step(engine, pairs, RewardConfig(), 1, 0)["train/accuracy"] == 0.5
+    assert evaluate_reward(engine, pairs, RewardConfig(), 0)[0]["eval/accuracy"] == 0.5
