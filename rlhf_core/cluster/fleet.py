@@ -140,7 +140,12 @@ class Fleet:
         self.engines = Engines(self._start_engine, self._config.ppo.engine, self._calls)
         for group in self._plan.groups:
             self._start_group(group)
-        self._load(self.distinct_groups, self.engines.handles)
+        if self._slots.together:
+            # While an engine measures the device, it takes what others allocate for its own.
+            self._load(engines=self.engines.handles)
+            self._load(self.distinct_groups)
+        else:
+            self._load(self.distinct_groups, self.engines.handles)
 
     def _start_group(self, group: Group) -> WorkerGroup:
         import ray
@@ -197,7 +202,7 @@ class Fleet:
     def _part(self, name: str) -> PartSpec:
         return PartSpec(name, self._watch.folder.resolve(), self._timeouts)
 
-    def _load(self, groups: Sequence[WorkerGroup], engines: Sequence[Any] = ()) -> None:
+    def _load(self, groups: Sequence[WorkerGroup] = (), engines: Sequence[Any] = ()) -> None:
         loading = []
         for worker_group in groups:
             address, port = self.wait(

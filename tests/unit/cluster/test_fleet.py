@@ -1,6 +1,7 @@
-"""What becomes of a call when a group of workers is lost; Ray is scripted here (`tests/integration/test_stuck.py` has the
+"""In which order models are loaded, and what becomes of a call when a group of workers is lost; Ray is scripted here (`tests/integration/test_stuck.py` has the
 real one).
 
+- engines that share their devices with the trainers have loaded before these begin; elsewhere all load at once
 - a group of frozen models is started anew and asked again, so often and no more
 - one that trains, alone or beside it, fails the attempt; so does an error behind which nobody is lost
 """
@@ -96,3 +97,44 @@ def test_what_else_is_lost_fails_the_attempt(made: Made, parts: tuple[str, ...])
     with pytest.raises(InfrastructureError):
         fleet.insist(failing(lost, [parts]), "the scoring")
     assert done == []
+
+
+class _Actor:
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self._name, self._asked = name, asked
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*_args: Any) -> str:
+            self._asked.append(f"{method} {self._name}")
+            return method
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_engines_measure_a_device_before_the_trainers_beside_them_allocate(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    config = PipelineConfig.model_validate({"ppo": {"colocate": "all" if together else "pairs"}})
+    fleet = Fleet(config, plan(config.ppo), "cuda", {}, 0)
+    done: list[str] = []
+
+    def start(group: Group) -> None:
+        fleet.groups.update(dict.fromkeys(group.roles, WorkerGroup(group, (_Actor("trainer", done),))))
+
+    def wait(references: list[str], what: str) -> list[Any]:
+        done.append(f"wait for {what}")
+        return [("127.0.0.1", 1)] * len(references)
+
+    engines = SimpleNamespace(handles=[_Actor("engine", done)])
+    monkeypatch.setattr(module, "reserve", lambda *_args, **_kwargs: SimpleNamespace(together=together))
+    monkeypatch.setattr(module, "Engines", lambda *_args: engines)
+    monkeypatch.setattr(fleet, "_calls", None, raising=False)
+    monkeypatch.setattr(fleet, "_start_group", start)
+    monkeypatch.setattr(fleet, "wait", wait)
+    fleet._start_actors()
+    loading = [entry for entry in done if entry.startswith("load") or entry == "wait for all models to load"]
+    if together:
+        assert loading == ["load engine", "wait for all models to load", "load trainer", "wait for all models to load"]
+    else:
+        assert loading == ["load trainer", "load trainer", "load engine", "wait for all models to load"]
