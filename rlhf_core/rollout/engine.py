@@ -44,15 +44,14 @@ class Engine:
         if eos is None:
             raise ModelError(f"{model}/config.json: eos_token_id is missing; without it no response can end")
         self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
-        options: dict[str, Any] = {}
+        # Left to itself, vLLM would ask Ray for workers, in a placement group that has none for them.
+        options: dict[str, Any] = {"distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"}
         if weight_transfer is not None:
             options["weight_transfer_config"] = WeightTransferConfig(backend=f"rlhf_{weight_transfer}")
             options["worker_extension_cls"] = _EXTENSION
         if adapter_rank is not None:
             size = next(size for size in _ADAPTER_RANKS if size >= adapter_rank)
             options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
-        if engine.tensor_parallel == 1:
-            options["distributed_executor_backend"] = "uni"
         if device == "cuda":
             options["gpu_memory_utilization"] = engine.gpu_memory_utilization
         try:

@@ -1,0 +1,41 @@
+"""What vLLM is asked for; vLLM is scripted here.
+
+- an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.rollout.engine import Engine
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of the last engine."""
+    found: dict[str, Any] = {}
+
+    def llm(**options: Any) -> Any:
+        found.update(options)
+        return SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: None))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setitem(sys.modules, "vllm.config.weight_transfer", SimpleNamespace(WeightTransferConfig=dict))
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "1")
+    return found
+
+
+@pytest.mark.parametrize(("devices", "backend"), [(1, "uni"), (2, "mp"), (8, "mp")])
+def test_an_engine_starts_its_own_processes(asked: dict[str, Any], tmp_path: Path, devices: int, backend: str) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    config = EngineConfig(tensor_parallel=devices)
+    Engine(tmp_path, config, device="cuda", max_model_len=64, seed=0, weight_transfer="nccl")
+    assert asked["tensor_parallel_size"] == devices
+    assert asked["distributed_executor_backend"] == backend
