@@ -225,7 +225,9 @@ class PPOController:
                 f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the same weights "
                 f"(ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other weights"
             )
-        if gap > self._ppo.logprob_gap_limit:
+        alarm = gap > (self._ppo.logprob_gap_limit or limit / 2)
+        metrics["rollout/logprob_gap_alarm"] = float(alarm)
+        if alarm:
             log.warning("step %d: engine and trainer log-probabilities differ by %.3g on average", step, gap)
         empty = metrics["rollout/empty_rate"]
         if empty >= 0.9:

@@ -198,8 +198,9 @@ class PPOConfig(Section):
     ema_decay: Fraction | None = Field(
         None, description="Decay per optimizer step of an average of the policy's weights, saved beside it; None: none"
     )
-    logprob_gap_limit: PositiveFloat = Field(
-        0.1, description="Mean |old - rollout| log-probability above this warns in the log"
+    logprob_gap_limit: PositiveFloat | None = Field(
+        None,
+        description="Mean |old - rollout| log-probability above this warns in the log and sets rollout/logprob_gap_alarm; None: half of what the canary allows",
     )
     critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
     max_kl: PositiveFloat = Field(100.0, description="KL per response above this three steps in a row stops the run")

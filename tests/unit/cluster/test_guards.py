@@ -1,6 +1,7 @@
 """When PPO stops before a policy that has gone wrong does more harm.
 
-- engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError
+- engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError; half of it
+  is an alarm, in the log and among the metrics
 - the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20 %, do not
 - a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between starts anew
 """
@@ -51,6 +52,23 @@ def test_engines_with_other_weights_stop_the_run(controller: Any) -> None:
     controller._guard(_Experience(), 1)
     with pytest.raises(WeightSyncError, match=r"ppo step 2: engines and trainer differ by 0\.3"):
         controller._guard(_Experience(rollout__logprob_gap_mean=0.3), 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "quiet", "loud"),
+    [("float32", None, 4e-4, 6e-4), ("bfloat16", None, 0.024, 0.026), ("bfloat16", 0.01, 0.009, 0.011)],
+)
+def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
+    controller: Any, caplog: pytest.LogCaptureFixture, dtype: str, limit: float | None, quiet: float, loud: float
+) -> None:
+    tree = {"policy_deepspeed": {"dtype": dtype}, "engine": {"dtype": dtype}, "logprob_gap_limit": limit}
+    controller._ppo = config_from_tree({"ppo": tree}, "test").ppo
+    for step, (gap, alarm) in enumerate(((quiet, 0.0), (loud, 1.0)), start=1):
+        experience = _Experience(rollout__logprob_gap_mean=gap)
+        controller._guard(experience, step)
+        assert experience.metrics["rollout/logprob_gap_alarm"] == alarm
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"step 2: engine and trainer log-probabilities differ by {loud:.3g} on average"]
 
 
 def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row(controller: Any) -> None:
