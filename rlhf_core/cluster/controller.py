@@ -189,7 +189,8 @@ class PPOController:
                 self._guard(experience, step)
                 with self._timed("training"):
                     update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
-                self._kl.update(experience.metrics["objective/kl"], everything)
+                if step > self._ppo.warmup_steps:  # before, no coefficient could move the KL
+                    self._kl.update(experience.metrics["objective/kl"], everything)
         except NonFiniteError:
             self._log_samples(batch, experience, "skipped", step, everything)
             raise

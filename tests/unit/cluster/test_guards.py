@@ -3,6 +3,7 @@
 - engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError; half of it
   is an alarm, in the log and among the metrics
 - the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20 %, do not
+- the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
 - a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between starts anew
 """
 
@@ -102,6 +103,23 @@ def test_text_that_repeats_and_scores_that_do_not_differ_are_warned_of(
         "step 1: nearly all scores that are compared with each other are the same: nothing is learned from them",
         "step 4: nearly all scores that are compared with each other are the same: nothing is learned from them",
     ]
+
+
+def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
+    nothing: Any = None
+    kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
+    config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
+    controller: Any = PPOController(
+        config, nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+    )
+    controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
+    batch = SimpleNamespace(rollouts=[None] * 40)
+    coefs = []
+    for step in (1, 2, 3, 4):
+        controller._train(batch, _Experience(), step)
+        coefs.append(controller._kl.coef)
+    # KL 1 is far below the target: 1 - 0.2 x 40 / 400 with each step that trains the policy.
+    assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
 
 
 BECOME_NAN = ["objective__kl", "objective__rlhf_reward", "policy__entropy", "value__mean", "rollout__logprob_gap_mean"]
