@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf_core.config.checkadapters import check_adapters
@@ -143,6 +144,7 @@ def _devices(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError("run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu")
     elif runs_on_gpu(config):
         yield from _gpu_counts(config, gpus, cluster)
+        yield from _flash_attention(config)
     elif not cluster:
         yield from _cpu_limits(config)
 
@@ -159,6 +161,21 @@ def _gpu_counts(config: PipelineConfig, gpus: int, cluster: bool) -> Iterator[Fi
         yield ConfigError(
             f"ppo: needs {plan.devices} GPUs ({plan.describe()}; colocate={config.ppo.colocate}); got {gpus} visible; "
             "lower ranks or ppo.engine.count, or use ppo.colocate=all"
+        )
+
+
+def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
+    if config.model.attention != "flash_attention_2":
+        return
+    if find_spec("flash_attn") is None:
+        yield ConfigError(
+            "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install it, or use sdpa"
+        )
+    exact = [f"{field}.dtype" for field, deepspeed in _trainers(config) if deepspeed.dtype == "float32"]
+    if exact:
+        yield ConfigError(
+            f"model.attention: flash_attention_2 has no float32, which {', '.join(exact)} {'is' if len(exact) == 1 else 'are'} "
+            "here; use bfloat16 there, or model.attention=sdpa"
         )
 
 

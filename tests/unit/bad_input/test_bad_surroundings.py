@@ -16,7 +16,7 @@ import pytest
 from bad_inputs import Bad, Command
 
 from flows import cli
-from rlhf_core.config import checkrewards
+from rlhf_core.config import checkrewards, devices, preflight
 
 BARE = "run: {seed: 1}\n"
 ALONE = "reward: {enabled: false}\ndata: {preference: []}\n"
@@ -137,6 +137,27 @@ SETTINGS = {
 def test_settings_that_contradict_each_other_or_the_machine_are_refused(command: Command, title: str) -> None:
     overrides, words = SETTINGS[title]
     command.complaint(Bad(title, BARE, words, overrides))
+
+
+FLASH = "model.attention=flash_attention_2"
+ON_GPUS = {
+    "flash attention that is not installed": ((FLASH,), False, ("model.attention", "package flash_attn", "use sdpa")),
+    "flash attention in float32": (
+        (FLASH, "reward.deepspeed.dtype=float32"), True, ("model.attention", "no float32", "reward.deepspeed.dtype is here"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", ON_GPUS)
+def test_settings_that_gpus_cannot_serve_are_refused(
+    command: Command, monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
+    overrides, installed, words = ON_GPUS[title]
+    monkeypatch.setattr(devices, "_installed_gpus", lambda: 8)
+    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(preflight, "find_spec", lambda _name: "found" if installed else None)
+    message = command.complaint(Bad(title, BARE, words, overrides))
+    assert message.count("flash_attention_2") == 1
 
 
 SECRET = "hunter2hunter2"

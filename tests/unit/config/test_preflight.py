@@ -212,3 +212,10 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     )
     fields = [line.split(":")[0] for line in message.splitlines()]
     assert fields == ["store.url", "data.sft.0.path", "data.chat_template", "model.path", "run.device"]
+
+
+def test_flash_attention_passes_on_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 8)
+    monkeypatch.setattr(preflight, "find_spec", lambda _name: "found")
+    check(config("model.attention=flash_attention_2"))
+    check(config("model.attention=flash_attention_2", "run.device=cuda"))
