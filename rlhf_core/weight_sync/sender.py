@@ -82,6 +82,9 @@ class WeightSender:
         """
         started = time.monotonic()
         self._checksums = {}
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch declares it without types
+            # The transports read on streams of their own, which do not wait for the optimizer's.
+            torch.cuda.synchronize()
         self._transport.send(str(version))
         if self._client is None:
             return None

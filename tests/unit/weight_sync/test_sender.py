@@ -1,7 +1,8 @@
-"""The gloo sender against a real group whose receiver misbehaves.
+"""The gloo sender against a real group whose receiver misbehaves, and what comes before anything is sent.
 
 - an engine that fails during the update is named at once, not after the sync's timeout
 - an engine whose process goes away breaks the broadcast at once
+- on a GPU no weight is read before all that was queued there is done, the optimizer's last step too
 """
 
 from __future__ import annotations
@@ -62,3 +63,21 @@ def test_an_engine_that_fails_is_named_at_once(leaves: bool) -> None:
     with pytest.raises((ValueError, WeightSyncError), match=r"cannot take this tensor|broke"):
         sender.send(1)
     assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_weights_are_read_after_all_that_a_gpu_has_queued(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    done: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        done.append("read")
+        yield "a", torch.zeros(1)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("queue done"))
+    sender = WeightSender(
+        weights, [TensorSpec("a", torch.float32, (1,))], None, rank=1, backend="gloo", address="127.0.0.1",
+        receivers=1, bucket_bytes=1 << 20, timeout=1.0,
+    )  # fmt: skip
+    assert sender.send(1) is None
+    assert done == (["queue done", "read"] if gpu else ["read"])
