@@ -5,9 +5,8 @@ Axes: `T` response tokens of one sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,5 +46,3 @@ class Usage:
     cpu_seconds: float
     peak_bytes: int
     """Largest resident set."""
-    device: dict[str, Any] = field(default_factory=dict)
-    """GPU memory peak in bytes, where there is one."""
