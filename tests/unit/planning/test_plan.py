@@ -7,7 +7,8 @@
 - more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more
 - `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the same
 - before a run, GPUs of this machine that are known and too small are refused; unknown ones and a cluster's are not judged
-- every shipped profile fits the hardware that it names
+- every shipped profile fits the hardware that it names; a reward model of 8B on six cards of 24 GB fits with half the
+  context, and with all parameters or the whole context it does not
 """
 
 from __future__ import annotations
@@ -383,3 +384,31 @@ def test_a_profile_fits_the_hardware_that_it_names(name: str) -> None:
     profile = load_config(CONFIGS / name)
     assert judge(profile, shape_of(profile, shape), parse_gpus(gpus)).problems == ()
     assert "bfloat16" in (profile.sft.deepspeed.dtype, profile.ppo.engine.dtype)
+
+
+SIX_CARDS = (
+    "model.path=meta-llama/Meta-Llama-3-8B", "model.attention=flash_attention_2", "reward.lora.r=64",
+    "reward.deepspeed.ranks=6",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("half", "changes", "gib", "fits"),
+    [
+        (2048, (), "20.9", True),
+        (4096, (), "24.8", False),
+        (4096, ("reward.lora=null",), "42.2", False),
+    ],
+)
+def test_a_reward_model_of_8b_on_six_cards_fits_with_half_the_context_and_adapters(
+    half: int, changes: tuple[str, ...], gib: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = (f"data.max_prompt_tokens={half}", f"data.max_response_tokens={half}")
+    command = ["plan", str(CONFIGS / "budget.yaml"), "--gpus", "6xRTX4090-24G", "--model-config", str(LLAMA_8B)]
+    assert main([*command, *SIX_CARDS, *lengths, *changes, "--json"]) == (0 if fits else 2)
+    said = json.loads(capsys.readouterr().out)
+    reward = [row["total"] for row in said["memory"] if row["stage"] == "reward"]
+    assert (f"{max(reward) / GIB:.1f}", said["fits"]) == (gib, fits)
+    assert all(problem.startswith("reward: ") for problem in said["problems"])
+    readme = (CONFIGS.parents[1] / "README.md").read_text()
+    assert all(word in readme for word in (*SIX_CARDS, f"{gib} GiB")), "the README says the same"
