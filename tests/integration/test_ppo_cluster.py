@@ -1,7 +1,7 @@
 """PPO over several ranks and engines: Ray, vLLM and DeepSpeed for real.
 
-- two policy ranks under ZeRO-3 and two engines: after each sync, engines and trainer give the same tokens the same
-  log-probabilities, to 1e-4 in float32
+- two policy ranks under ZeRO-3 and two engines, at a temperature other than 1: after each sync, engines and trainer give
+  the same tokens the same log-probabilities, to 1e-4 in float32
 - every rollout carries the version that was acknowledged last
 - beyond loopback only Ray's own sockets listen, and who comes without the token of this run is refused
 - a tensor altered on the way to the engines stops the run with a message that names it
@@ -49,6 +49,7 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
             "prompts_per_step": 12,
             "samples_per_prompt": 2,
             "max_new_tokens": 12,
+            "temperature": 0.7,
             "minibatches": 3,
             "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
             "engine": {"count": 2},
