@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.ppo import EngineConfig
-from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory
+from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.watch import doing
 
@@ -72,15 +72,9 @@ class Engine:
                 **options,
             )
         except ValueError as error:
-            words = " ".join(str(error).split())
-            if any(known in words for known in _TAKEN):
-                raise OutOfMemory(f"an engine has too little memory: {words[:300]}") from error
-            if any(known in words for known in _NO_CACHE):
-                raise InfrastructureError(
-                    f"an engine has too little memory for its KV cache ({words[:200]}); raise "
-                    "ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter sequences"
-                ) from error
-            raise
+            if (told := _of_memory(error)) is None:
+                raise
+            raise told from error
 
         self.llm.llm_engine.step = _moving(self.llm.llm_engine.step)
 
@@ -152,6 +146,19 @@ class Engine:
 _NO_CACHE = ("available memory for the cache blocks", "To serve at least one request")
 _TAKEN = ("less than desired GPU memory utilization", "is less than requested memory for kv")
 """vLLM's words for what it does not have, and for what others have: ValueErrors, but of the device and not of the code."""
+
+
+def _of_memory(error: ValueError) -> RLHFError | None:
+    """The project's error for vLLM's, where it is about memory."""
+    words = " ".join(str(error).split())
+    if any(known in words for known in _TAKEN):
+        return OutOfMemory(f"an engine has too little memory: {words[:300]}")
+    if any(known in words for known in _NO_CACHE):
+        return InfrastructureError(
+            f"an engine has too little memory for its KV cache ({words[:200]}); raise "
+            "ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter sequences"
+        )
+    return None
 
 
 def _moving(step: Callable[[], Any]) -> Callable[[], Any]:

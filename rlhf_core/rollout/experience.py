@@ -106,8 +106,7 @@ def make_experience(
         advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
     else:
         advantages_BT = returns_BT = returns_to_go(rewards_BT, mask_BT, ppo.gamma)
-    kl_B = k1_BT.sum(1)[scored_B]
-    known_B = scores_B[scored_B]
+    kl_B, known_B = k1_BT.sum(1)[scored_B], scores_B[scored_B]
     metrics = {
         "objective/kl": _mean(kl_B),
         "objective/scores": _mean(known_B),

@@ -1,6 +1,7 @@
 """What vLLM is asked for; vLLM is scripted here.
 
 - an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
+- memory that is not there is told by who has it: others on the device, or a share too small; any other error stays
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.errors import InfrastructureError, OutOfMemory
 from rlhf_core.rollout.engine import Engine
 
 
@@ -27,7 +29,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
     monkeypatch.setitem(sys.modules, "vllm.config.weight_transfer", SimpleNamespace(WeightTransferConfig=dict))
-    for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+    for name in (
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_CPU_KVCACHE_SPACE",
+    ):
         monkeypatch.setenv(name, "1")
     return found
 
@@ -39,3 +47,25 @@ def test_an_engine_starts_its_own_processes(asked: dict[str, Any], tmp_path: Pat
     Engine(tmp_path, config, device="cuda", max_model_len=64, seed=0, weight_transfer="nccl")
     assert asked["tensor_parallel_size"] == devices
     assert asked["distributed_executor_backend"] == backend
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("Free memory on device is less than desired GPU memory utilization", OutOfMemory),
+        ("No available memory for the cache blocks", InfrastructureError),
+        ("unknown architecture", ValueError),
+    ],
+)
+def test_memory_that_is_not_there_is_told(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, error: type[Exception]
+) -> None:
+    def llm(**_options: Any) -> Any:
+        raise ValueError(words)
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", llm)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    with pytest.raises(error) as raised:
+        Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0)
+    assert type(raised.value) is error
+    assert words in str(raised.value)
