@@ -102,6 +102,10 @@ class TrainingEngine:
             config=self._ds_config(deepspeed_config, sum(p.numel() for p in module.parameters() if p.requires_grad)),
             dist_init_required=False,
         )
+        if torch_optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype != "float32":
+            # DeepSpeed has allocated Adam's state by a step on zero gradients: it counts, and the masters decayed.
+            torch_optimizer.state.clear()
+            self.optimizer.refresh_fp32_params()
         self._own_clipping = optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
         if self._own_clipping and torch_optimizer is not None:
             # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.

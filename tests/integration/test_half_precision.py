@@ -1,0 +1,101 @@
+"""The first steps of AdamW in bfloat16 and float16, through the real DeepSpeed, on one rank.
+
+- the first step moves a weight by the learning rate, as Adam's corrected moments do: nothing was counted before it
+- it ends in the same parameters under every ZeRO stage that the configuration allows, the optimizer offloaded or not
+  (tolerance 2^-8: the last of bfloat16's 8 bits, for weights below 1), weight decay included, near those of float32
+- a step whose gradient is NaN changes nothing: the next one ends in the bits of a training without it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.policy import DTYPES
+from rlhf_core.training.distributed import Rank, join
+from tests.integration import deepspeed_step
+
+RATE = 1e-2
+LAST_BIT = 2**-8
+SETTINGS = [("bfloat16", stage, "none") for stage in range(4)]
+SETTINGS += [("bfloat16", stage, "optimizer") for stage in (1, 2, 3)]
+SETTINGS += [("float16", stage, "none") for stage in (1, 2, 3)]
+"""(dtype, ZeRO stage, offload). The preflight refuses float16 under ZeRO 0: DeepSpeed divides by a loss scale there that
+it has not multiplied by."""
+
+
+def engine_of(dtype: str, stage: int, offload: str) -> Any:
+    from rlhf_core.training.engine import TrainingEngine
+
+    optimizer = OptimizerConfig(learning_rate=RATE, warmup_ratio=0.0, schedule="constant", weight_decay=1.0)
+    sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": dtype, "offload": offload})
+    return TrainingEngine(deepspeed_step.model("sft").to(DTYPES[dtype]), sizes, optimizer, Rank())
+
+
+def weights_after(engine: Any, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """One step of two micro-batches."""
+    sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in deepspeed_step.samples()]
+    halves = (collate(half, pad_id=0, pack=True) for half in (sequences[:5], sequences[5:]))
+    engine.train_step((-factor * engine(batch).logprobs_N.sum() / 54 for batch in halves), 10**6)
+    return {name: tensor.float().clone() for name, tensor in engine.weights()}
+
+
+def work(_number: int, folder: Path) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    join(Rank())
+    get_accelerator().is_fp16_supported = lambda: True
+    start = {name: p.detach() for name, p in deepspeed_step.model("sft").lm.named_parameters()}
+    plain = weights_after(engine_of("float32", 0, "none"))
+    reference = {dtype: weights_after(engine_of(dtype, 1, "none")) for dtype in ("bfloat16", "float16")}
+    found = {}
+    for dtype, stage, offload in SETTINGS:
+        stumbles, straight = engine_of(dtype, stage, offload), engine_of(dtype, stage, offload)
+        first = weights_after(stumbles)
+        weights_after(straight)
+        skipped = weights_after(stumbles, factor=math.nan)
+        ends = weights_after(stumbles), weights_after(straight)
+        decayed = {name: tensor * (1 - RATE) for name, tensor in start.items()}
+        moved = torch.cat([(first[name] - tensor).abs().flatten() for name, tensor in decayed.items()])
+        off = torch.cat([(first[name] - tensor).abs().flatten() for name, tensor in plain.items()])
+        found[f"{dtype}-{stage}-{offload}"] = {
+            "moved": moved.median().item(),
+            "from float32": off.mean().item(),
+            "from ZeRO 1": deepspeed_step.largest_difference(first, reference[dtype])[0],
+            "unchanged": all(torch.equal(first[name], tensor) for name, tensor in skipped.items()),
+            "skipped": stumbles.skipped_steps,
+            "bits": all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items()),
+        }
+    (folder / "found.json").write_text(json.dumps(found))
+    deepspeed_step.leave_for_good()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    from torch.multiprocessing import spawn
+
+    folder = tmp_path_factory.mktemp("half")
+    spawn(work, (folder,), nprocs=1)
+    result: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return result
+
+
+def test_the_first_step_is_adams_first_under_every_zero_stage(found: dict[str, Any]) -> None:
+    assert len(found) == len(SETTINGS)
+    for name, seen in found.items():
+        assert seen["moved"] == pytest.approx(RATE, rel=0.01), name
+        assert seen["from ZeRO 1"] <= LAST_BIT, name
+        assert seen["from float32"] < RATE / 50, name
+
+
+def test_a_gradient_that_is_nan_leaves_no_trace(found: dict[str, Any]) -> None:
+    for name, seen in found.items():
+        assert seen["unchanged"] and seen["skipped"] == 1, name
+        assert seen["bits"], name
