@@ -80,6 +80,8 @@ def _train(
     )
     engine.save_model(out / "model", policy.save)
     engine.save_adapter(out / "adapter", str(folder), revision)
+    del policy
+    engine.close()  # rank 0 goes on with another copy of the model
     return metrics
 
 

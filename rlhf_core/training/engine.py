@@ -7,6 +7,7 @@ micro-batches does not matter.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import pickle
@@ -140,6 +141,18 @@ class TrainingEngine:
         if config.dtype != "float32":
             ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
         return ds
+
+    def close(self) -> None:
+        """The end of this engine, which trained: free what DeepSpeed would hold until the process ends. Whoever calls has
+        let go of the module."""
+        self.engine.destroy()
+        # Under ZeRO-3 something of DeepSpeed outlives its hooks; the tensors shall not.
+        vars(self.optimizer).clear()
+        vars(self.engine).clear()
+        self.engine = self.optimizer = self._average = self._best = None
+        gc.collect()
+        if self.rank.device == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def module(self) -> Any:
