@@ -85,13 +85,7 @@ class TrainingEngine:
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
         if optimizer is not None:
-            torch_optimizer = torch.optim.AdamW(
-                _decay_groups(module, optimizer.weight_decay),
-                lr=optimizer.learning_rate,
-                betas=optimizer.betas,
-                eps=optimizer.eps,
-                fused=True,
-            )
+            torch_optimizer = _adamw(module, optimizer)
             module.train()
         else:
             module.requires_grad_(False)
@@ -111,8 +105,9 @@ class TrainingEngine:
         if self._own_clipping and torch_optimizer is not None:
             # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
-        self._average = None if ema_decay is None else WeightAverage(self.module.lm, ema_decay)
-        self._best = WeightCopy(self.module.lm, "best", device="cpu") if keeps_best else None
+        lm, device = self.module.lm, rank.torch_device
+        self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
+        self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keeps_best else None
         bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
@@ -379,6 +374,11 @@ class TrainingEngine:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
         }
+
+
+def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    groups = _decay_groups(module, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

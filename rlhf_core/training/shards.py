@@ -15,11 +15,19 @@ class WeightCopy:
     """Of the trained parameters of `lm`, under their names there. Tied parameters come once."""
 
     def __init__(
-        self, lm: nn.Module, name: str, *, dtype: torch.dtype | None = None, device: str | None = None
+        self,
+        lm: nn.Module,
+        name: str,
+        *,
+        rank_device: str,
+        dtype: torch.dtype | None = None,
+        device: str | None = None,
     ) -> None:
-        """`name`: of its files in a checkpoint. `dtype`, `device`: those of the weights unless given."""
+        """`name`: of its files in a checkpoint. `rank_device`: where the ranks talk. `dtype`, `device`: of the copy, those
+        of the weights unless given."""
         self._parameters = {n: p for n, p in lm.named_parameters() if p.requires_grad}
         self._name = name
+        self._rank_device = rank_device
         self._shards = {
             n: shard.to(device or shard.device, dtype or shard.dtype, copy=True)
             for n, shard in ((n, _local(p)) for n, p in self._parameters.items())
@@ -34,9 +42,10 @@ class WeightCopy:
         return name in self._shards
 
     def full(self, name: str) -> torch.Tensor:
-        """The whole tensor in the model's dtype; a collective under ZeRO-3."""
+        """The whole tensor in the model's dtype, on the rank's device; a collective under ZeRO-3."""
         parameter = self._parameters[name]
-        shard = self._shards[name].to(_local(parameter).device)
+        # Offloaded weights, and copies of them, lie in host memory, from which NCCL gathers nothing.
+        shard = self._shards[name].to(self._rank_device)
         if _is_sharded(parameter):
             parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, shard)
@@ -90,8 +99,8 @@ class WeightAverage(WeightCopy):
     average = decay * average + (1 - decay) * weights        after every optimizer step that was applied
     """
 
-    def __init__(self, lm: nn.Module, decay: float) -> None:
-        super().__init__(lm, "ema", dtype=torch.float32)
+    def __init__(self, lm: nn.Module, decay: float, *, rank_device: str) -> None:
+        super().__init__(lm, "ema", rank_device=rank_device, dtype=torch.float32)
         self._decay = decay
 
     @torch.no_grad()
