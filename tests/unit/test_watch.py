@@ -86,10 +86,10 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
 
 
 def test_who_stands_still_is_late_and_who_moves_or_is_idle_is_not(watch: Watch, start: Start) -> None:
+    began = time.monotonic()
     still = start("training rank 1", "still")
     start("engine 0", "moves")
     start("engine 1", "idle")
-    began = time.monotonic()
     wait_until(watch.late)
     assert time.monotonic() - began > LIMIT / 2
     time.sleep(LIMIT)
