@@ -1,4 +1,5 @@
-"""Which commit of the Hugging Face hub a name without one means now, so that a stage key changes when the content does."""
+"""The Hugging Face hub: which commit a name without one means now, so that a stage key changes when the content does; and
+models into the local cache."""
 
 from __future__ import annotations
 
@@ -27,6 +28,17 @@ def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str
     if commit is None:
         log.warning("%s %s: the commit of %r is not known here; pin `revision` to notice changes", kind, repo, name)
     return commit or name
+
+
+def fetch_model(repo: str, revision: str | None) -> None:
+    """What loading a model from `repo` reads, into the local cache, however long that takes. Where it fails, loading says
+    why."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(repo, revision=revision, allow_patterns=["*.json", "model*.safetensors"])
+    except Exception as error:  # as in `_ask_hub`; what is in the cache may do
+        log.debug("model %s: not fetched: %s", repo, error)
 
 
 def _ask_hub(repo: str, kind: str, name: str) -> str | None:

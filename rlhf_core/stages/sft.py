@@ -14,9 +14,14 @@ from rlhf_core.types import Services, StageResult
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and sample some answers for reading."""
+    from rlhf_core.data.hub import fetch_model
+    from rlhf_core.data.tokenizer import is_local_model
     from rlhf_core.training.launch import resolve_device, run_ranks
 
     device = resolve_device(config.run.device)
+    if config.model.path is not None and not is_local_model(config.model.path):
+        # A download takes what it takes; ranks that load have `run.timeouts.start`.
+        fetch_model(config.model.path, config.model.revision)
     metrics = run_ranks(
         _train,
         config.sft.deepspeed.ranks,

@@ -1,7 +1,9 @@
-"""The commit behind a hub name.
+"""The commit behind a hub name, and models from there.
 
 - a commit stands for itself; a branch is asked of the hub, then of the local cache
 - where nobody knows, the name stays, with a warning
+- the model of the SFT stage is fetched before its ranks start, whose time to load is bounded, if it is on the hub;
+  a fetch that fails leaves it to them to say why
 """
 
 from __future__ import annotations
@@ -66,3 +68,33 @@ def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path
     assert [source.revision for source in config.data.sft] == [COMMIT, None]
     assert config.model.revision == COMMIT
     assert COMMIT in source_digests(config)["model"]
+
+
+@pytest.mark.parametrize(("path", "fetched"), [("org/model", True), ("./model", False), (None, False)])
+def test_the_model_is_fetched_before_the_ranks_start(
+    path: str | None, fetched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from rlhf_core.stages import sft
+    from rlhf_core.training import launch
+
+    order: list[Any] = []
+
+    def download(repo: str, **options: Any) -> None:
+        order.append((repo, options["revision"]))
+        raise TimeoutError
+
+    def ranks(*_: Any, **__: Any) -> None:
+        order.append("ranks")
+        raise KeyboardInterrupt  # the test ends here
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(launch, "run_ranks", ranks)
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(path=path, revision=COMMIT),
+        run=SimpleNamespace(device="cpu", timeouts=None),
+        sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1)),
+    )
+    services: Any = SimpleNamespace(inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, watch=None)
+    with pytest.raises(KeyboardInterrupt):
+        sft.run(config, services)
+    assert order == [*([("org/model", COMMIT)] if fetched else []), "ranks"]
