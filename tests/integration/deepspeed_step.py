@@ -8,7 +8,7 @@ a moving average of the weights), `value` (clipped squared error), `reward` (Bra
     lora           adapters only are trained              hpz        the ranks share a second copy of the parameters
     parts          the head sees seven tokens at a time   offload    optimizer and parameters as if there were a GPU to spare
 
-`nan` takes the policy through three steps of which the second has a gradient that is not finite.
+`nan`, which may be offloaded, takes the policy through three steps of which the second has a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ MODES = ("token-mean", "seq-mean-token-sum", "token-sum")
 BY_MODE = [f"{kind}@{mode}" for kind in ("policy", "value") for mode in MODES]
 SETTINGS += [(kind, *setting) for kind in BY_MODE for setting in ((0, 1000, False), (3, 30, True))]
 SETTINGS += [("policy-parts", stage, 1000, True) for stage in (0, 2, 3)]
+SETTINGS += [("policy-offload", stage, 60, True) for stage in (1, 2)]
+SETTINGS += [("nan-offload", stage, 60, True) for stage in (1, 2, 3)]
 VARIANTS = ("policy-offload", "policy-offload-resumed", "policy-hpz", "policy-hpz-resumed")
 """That end in the bits of `policy`. Those with a second copy come last: DeepSpeed keeps its groups for all that follows."""
 SETTINGS += [(kind, 3, 60, True) for kind in VARIANTS]
@@ -204,7 +206,7 @@ def policy_step(
     if critic:
         update_critic(engine, data, [step], ppo, 0)
         return
-    if kind == "nan" and engine.steps_done == 1:
+    if kind.startswith("nan") and engine.steps_done == 1:
         broken = [s if i else _broken(s) for i, s in enumerate(data)]
         before = {name: tensor.clone() for name, tensor in engine.weights()}
         sums = update_policy(engine, broken, [step], ppo, 0, kl_coef=0.1, demonstrations=sequences)
