@@ -12,6 +12,11 @@ pairs).
   of the first step, which leaves the frozen weights out, ends in the same bits
 - a step whose gradient is not finite changes no parameter and no moment: the steps around it end as if it had not been;
   offloaded or not
+
+They hold in float32 alone. In half precision gradients are added up over micro-batches, and over ranks, in that precision:
+in bfloat16 the sum is off by 0.6 % of its norm after 32 micro-batches, by 1.2 % after 128 (a tiny model's gradients). With
+`grad_accum_dtype` fp32 micro-batches would not be, but DeepSpeed 0.19 refuses that under ZeRO 0, and under ZeRO 1 and 2
+with the optimizer offloaded it keeps a gradient that is not finite in the sum: no later step is applied.
 """
 
 from __future__ import annotations
