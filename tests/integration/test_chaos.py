@@ -1,4 +1,4 @@
-"""A sample of `make chaos`: stages killed several times, in different processes, and the same command again.
+"""A sample of `make chaos`: stages killed several times, in different processes, a full disk, and the same command again.
 
 - it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
 - nothing is left 10 s after the end
@@ -23,7 +23,7 @@ from tests.chaos.harness import Case, Golden, read_passes, run_case
 SAMPLE = (
     Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")),
     Case("sft", ("sft.step:4:int", "checkpoint.written:2:kill", "bundle.committed:2:kill", "flow.made:1:kill")),
-    Case("reward", ("reward.step:7:kill", "stage.made:1:kill")),
+    Case("reward", ("reward.step:7:kill", "checkpoint.written:1:enospc", "stage.made:1:kill")),
     Case("register", ("register.created:1:kill",)),
 )
 
