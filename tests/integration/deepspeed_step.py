@@ -227,11 +227,11 @@ def main() -> None:
         if rank.rank == 0:
             torch.save(weights, Path(sys.argv[1]) / f"{label(rank.world_size, *setting)}.pt")
     torch.distributed.barrier()
-    leave()
+    leave_for_good()
 
 
 def leave_for_good() -> None:
-    """Leave the group and end this spawned process here: when Python takes itself apart while torch's threads still run,
+    """Leave the group and end this process here: when Python takes itself apart while torch's threads still run,
     it aborts now and then, after all is done."""
     leave()
     sys.stdout.flush()
