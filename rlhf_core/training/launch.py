@@ -8,6 +8,8 @@ rank r    "up" through its pipe, works, and sends its error, if any, before it e
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -183,3 +185,7 @@ def _other_rank(
         raise
     finally:
         leave_part()
+    # Where Python takes itself apart while torch's threads still run, it aborts now and then, after all is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
