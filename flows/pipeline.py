@@ -145,11 +145,12 @@ class Pipeline:
     def tidy(self, spec: StageSpec) -> None:
         """Remove what an attempt left that was killed after it had published: checkpoints, copies for the bucket, rollouts,
         scratch files."""
-        outbox = Outbox(self.store, self.home / "outbox")
+        outbox = None if self.store.is_local else Outbox(self.store, self.home / "outbox")
         checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1, outbox=outbox)
         with suppress(StoreError):  # the next run comes by again
             checkpoints.clear()
-            outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
+            if outbox is not None:
+                outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
         for folder in (spec.journal, spec.work):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -62,25 +62,30 @@ class Server:
     log_file: Path
     answers: Callable[[], bool] = lambda: True
     """Whether it does its work; asked in every look."""
+    owns_group: bool = True
+    """Whether all processes of its group are parts of it; the worker's flow runs are not."""
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     """In a row: one that stayed up for a while starts a new count."""
     started: float = 0.0
     next_start: float = field(default=0.0)
-    answered: float = 0.0
-    """When it did last, or was started."""
+    silent: float = 0.0
+    """Seconds for which it has not answered; while this process itself was halted, nobody asked."""
+    looked: float = 0.0
 
     def look_after(self) -> None:
         """Kill it if it runs and has not answered for `SILENT_SECONDS`: it is halted, or waits for itself."""
         if self.process is None or self.process.poll() is not None:
             return
-        if self.answers():
-            self.answered = time.monotonic()
-        elif time.monotonic() - self.answered > SILENT_SECONDS:
-            log.warning(
-                "%s has not answered for %.0f s and is killed; see %s", self.name, SILENT_SECONDS, self.log_file
-            )
-            self.process.kill()
+        answered, now = self.answers(), time.monotonic()
+        self.silent = 0.0 if answered else self.silent + min(now - self.looked, 2 * _ANSWER_SECONDS)
+        self.looked = now
+        if self.silent > SILENT_SECONDS:
+            log.warning("%s has not answered for %.0f s and is killed; see %s", self.name, self.silent, self.log_file)
+            if self.owns_group:  # MLflow's command only starts the server, which would keep the port
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.kill()
             self.process.wait(timeout=_KILL_SECONDS)
 
     def keep_running(self) -> None:
@@ -95,7 +100,8 @@ class Server:
             self.next_start = now + _BACKOFF[min(self.restarts, len(_BACKOFF)) - 1]
         if now < self.next_start:
             return
-        self.started = self.answered = now
+        self.started = self.looked = now
+        self.silent = 0.0
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -175,7 +181,13 @@ class Supervisor:
                 lambda: answers(f"{self.mlflow_url}/health", _ANSWER_SECONDS),
             ),
             "worker": Server(
-                "worker", worker, self.environment, self.folder / "worker.log", lambda: _worker_lives(self.api)
+                "worker",
+                worker,
+                self.environment,
+                self.folder / "worker.log",
+                # While a run goes on, another worker would start the next one beside it.
+                lambda: _worker_lives(self.api) or bool(flow_processes(self.environment[MARK])),
+                owns_group=False,
             ),
         }
 

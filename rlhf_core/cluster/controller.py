@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 WATCHED = ("objective/kl", "objective/rlhf_reward", "policy/entropy", "value/mean", "rollout/logprob_gap_mean")
-"""Not finite as soon as one number of the step is not: together they see every log-probability, score and value."""
+"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only masks its own."""
 
 
 class PPOController:

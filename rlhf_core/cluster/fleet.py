@@ -141,6 +141,7 @@ class Fleet:
         for group in self._plan.groups:
             self._start_group(group)
         if self._slots.together:
+            self.usage()  # from here on trainers are idle, and no time to start runs for them
             # While an engine measures the device, it takes what others allocate for its own.
             self._load(engines=self.engines.handles)
             self._load(self.distinct_groups)

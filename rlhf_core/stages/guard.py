@@ -45,7 +45,9 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     """
     guard = os.getpid()
     # Ray's own choice is a folder that everybody on this host may write to, and that nobody clears.
-    scratch = tempfile.mkdtemp(prefix="rlhf-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
+    base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
+    os.makedirs(base, exist_ok=True)
+    scratch = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
     os.environ["RAY_TMPDIR"] = scratch
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -31,12 +31,14 @@ from rlhf_core.storage.store import TEMPORARY
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS, READ_SECONDS = 5, 20
-REQUEST_SECONDS = 180.0
-"""For one whole request, which carries two parts at most: less than 0.2 MB/s is no connection."""
+REQUEST_SECONDS = 300.0
+"""For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than 0.25 MB/s is
+none."""
 SETTLE_SECONDS = 0.5
 """How long writers of one key wait before they look who won, on servers without conditional puts."""
 
 _PART_BYTES = 16 * 2**20
+_AT_ONCE = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
 _HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
@@ -72,7 +74,7 @@ class S3Objects:
             endpoint_url=self._endpoint,
             use_listings_cache=False,
             skip_instance_cache=True,
-            max_concurrency=8,
+            max_concurrency=_AT_ONCE,
             config_kwargs={
                 "connect_timeout": CONNECT_SECONDS,
                 "read_timeout": READ_SECONDS,

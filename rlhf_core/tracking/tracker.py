@@ -136,9 +136,17 @@ class Tracking:
         self._try(lambda: self._link(parent_id, stage, ref))
 
     def wait(self, seconds: float) -> None:
-        """Until the tracker answers, at most `seconds`: for the one stage that is nothing without it."""
+        """Until the server answers, whatever it says, at most `seconds`: for the one stage that is nothing without it."""
         deadline = time.monotonic() + seconds
-        while not self._try(self.mlflow.ping) and time.monotonic() < deadline:
+        while self.mlflow.uri.startswith("http") and time.monotonic() < deadline:
+            try:
+                self.mlflow.ping()
+                return
+            except Exception as error:
+                status = getattr(error, "get_http_status_code", lambda: 500)()
+                if 400 <= status < 500:  # such as 401: waiting does not help
+                    return
+                log.debug("MLflow does not answer yet", exc_info=error)
             time.sleep(_PAUSE_SECONDS)
 
     def forgot(self, model: str, weights_sha256: str) -> bool:

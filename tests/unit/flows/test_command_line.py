@@ -185,7 +185,8 @@ def test_a_server_that_no_longer_answers_is_killed_and_started_again(
 ) -> None:
     monkeypatch.setattr(supervisor, "SILENT_SECONDS", 0.3)
     healthy = [True]
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 60 & echo $! > {child}; wait"]  # as MLflow's command starts its server
     server = Server("x", command, {}, tmp_path / "x.log", lambda: healthy[0])
     server.look_after()
     server.keep_running()
@@ -197,9 +198,12 @@ def test_a_server_that_no_longer_answers_is_killed_and_started_again(
     healthy[0] = False
     server.look_after()
     assert first.poll() is None, "one answer may be late"
+    served = ProcessId.of(int(child.read_text()))
+    assert served is not None
     time.sleep(0.4)
     server.look_after()
     assert first.returncode == -signal.SIGKILL
+    assert wait_gone([served], 5.0), "what it had started would keep the port"
     server.keep_running()
     assert server.process is not None and server.process.pid != first.pid
     server.look_after()

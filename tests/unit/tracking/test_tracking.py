@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
@@ -365,9 +367,13 @@ def test_a_tracker_that_takes_connections_and_says_nothing_costs_a_process_that_
     assert 0.9 < time.monotonic() - started < 5
 
 
-def test_one_that_is_needed_is_waited_for(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", [True, MlflowException("who?", error_code=UNAUTHENTICATED)])
+def test_one_that_is_needed_is_waited_for_until_it_says_something(
+    last: bool | Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = Tracking(Mlflow("http://127.0.0.1:9", "e"), tmp_path / "spool")
     monkeypatch.setattr(tracker_module, "_PAUSE_SECONDS", 0.01)
-    answers = iter([ConnectionError("down"), ConnectionError("down"), True])
+    answers: Iterator[bool | Exception] = iter([ConnectionError("down"), MlflowException("502 of a proxy"), last])
 
     def ping(self: Mlflow) -> bool:
         if isinstance(answer := next(answers), Exception):
