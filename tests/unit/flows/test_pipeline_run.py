@@ -5,6 +5,7 @@
 - `--from` an earlier stage without artifacts is an InputError that names it; an empty range is one too
 - the same configuration is the same run; a changed reward file is another
 - each attempt has a log file of its own
+- a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary has the documented fields, and nothing that was not measured
 """
 
@@ -18,9 +19,10 @@ from typing import Any
 import pytest
 
 from flows.parameters import check_range, overrides_of
-from flows.pipeline import Pipeline, StageRecord, outside_digests
+from flows.pipeline import Pipeline, StageRecord, open_pipeline, outside_digests
 from flows.report import duration, results, run_markdown, stage_markdown, summarize
 from flows.retrain import finished_run
+from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
@@ -245,3 +247,14 @@ def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path
     (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"register": {}}}))
     assert (finished_run(tmp_path, key) or {})["pipeline_key"] == key
     assert finished_run(tmp_path, "0" * 16) is None
+
+
+def test_only_where_nobody_waits_is_the_store_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(Store, "check", lambda self, patience=2.0: asked.append(patience))
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nstore: {{retry_seconds: 45}}\n")
+    checked_config(str(file), [])
+    with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}):
+        raise RuntimeError("asked enough")
+    assert asked == [2.0, 45.0]
