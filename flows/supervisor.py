@@ -62,6 +62,8 @@ class Server:
     log_file: Path
     answers: Callable[[], bool] = lambda: True
     """Whether it does its work; asked in every look."""
+    port: int | None = None
+    """On which it listens, if it does."""
     owns_group: bool = True
     """Whether all processes of its group are parts of it; the worker's flow runs are not."""
     process: subprocess.Popen[bytes] | None = None
@@ -116,6 +118,23 @@ class Server:
     def id(self) -> ProcessId | None:
         return None if self.process is None else ProcessId.of(self.process.pid)
 
+    def serves(self) -> bool:
+        """Whether it is the one that answers: another's server may have taken its port since it was chosen."""
+        return self._listens() and self.answers()
+
+    def lost_its_port(self) -> bool:
+        """Whether it ended, and somebody else has its port."""
+        taken = self.port is not None and free_port(self.port) != self.port
+        return self.restarts > 0 and taken and not self._listens()
+
+    def _listens(self) -> bool:
+        me = self.id()
+        return me is not None and self.port is not None and listens(me, self.port)
+
+
+class PortTaken(StageFailed):
+    """A port was free when it was chosen, and is not any more."""
+
 
 def own_database() -> str | None:
     """The user's own database for Prefect's server, if the environment names one. Raises InputError if it is no
@@ -135,13 +154,19 @@ class Supervisor:
     def __init__(self, home: Path) -> None:
         self.folder = home / "servers"
         self.database = home / "mlflow.db"
-        self.prefect_port, self.mlflow_port = free_port(4200), free_port(5000)
-        self.api = f"http://127.0.0.1:{self.prefect_port}/api"
-        self.mlflow_url = f"http://127.0.0.1:{self.mlflow_port}"
         self.profiles = home / "prefect" / "profiles.toml"
+        self.stopping = False
+        self._home = home
+        self._choose_ports()
+
+    def _choose_ports(self) -> None:
+        """The usual ones where they are free, and with them all that depends on them."""
+        prefect_port, mlflow_port = free_port(4200), free_port(5000)
+        self.api = f"http://127.0.0.1:{prefect_port}/api"
+        self.mlflow_url = f"http://127.0.0.1:{mlflow_port}"
         self.environment = {
             **prefect_environment(self.folder / "prefect"),
-            MARK: str(home),
+            MARK: str(self._home),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
             "PREFECT_API_URL": self.api,
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -149,20 +174,19 @@ class Supervisor:
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONUNBUFFERED": "1",
         }
-        self.servers = self._servers(home)
-        self.stopping = False
+        self.servers = self._servers(prefect_port, mlflow_port)
 
-    def _servers(self, home: Path) -> dict[str, Server]:
+    def _servers(self, prefect_port: int, mlflow_port: int) -> dict[str, Server]:
         tool = [sys.executable, "-m"]
-        prefect = [*tool, "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.prefect_port)]
+        prefect = [*tool, "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
         mlflow = [
-            *tool, "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.mlflow_port), "--workers", "1",
+            *tool, "mlflow", "server", "--host", "127.0.0.1", "--port", str(mlflow_port), "--workers", "1",
             "--backend-store-uri", f"sqlite:///{self.database}",
-            "--default-artifact-root", str(home / "mlartifacts"),
-            "--allowed-hosts", f"localhost:{self.mlflow_port},127.0.0.1:{self.mlflow_port}",
+            "--default-artifact-root", str(self._home / "mlartifacts"),
+            "--allowed-hosts", f"localhost:{mlflow_port},127.0.0.1:{mlflow_port}",
         ]  # fmt: skip
         worker = [*tool, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1"]
-        lean = {**NO_TELEMETRY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MARK: str(home)}
+        lean = {**NO_TELEMETRY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MARK: str(self._home)}
         # For the server alone: its address may hold a password.
         database = dict.fromkeys(DATABASE_VARIABLES, url) if (url := own_database()) else {}
         return {
@@ -172,6 +196,7 @@ class Supervisor:
                 {**self.environment, **database},
                 self.folder / "prefect.log",
                 lambda: answers(f"{self.api}/health", _ANSWER_SECONDS),
+                port=prefect_port,
             ),
             "mlflow": Server(
                 "mlflow",
@@ -179,6 +204,7 @@ class Supervisor:
                 lean,
                 self.folder / "mlflow.log",
                 lambda: answers(f"{self.mlflow_url}/health", _ANSWER_SECONDS),
+                port=mlflow_port,
             ),
             "worker": Server(
                 "worker",
@@ -196,7 +222,9 @@ class Supervisor:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_state("starting")
         try:
-            self._start()
+            while not self._started():
+                self._stop_servers()
+                self._choose_ports()
             self._write_state("ready")
             log.info("ready: %s", self.api)
             reconciler = Reconciler(self.api)
@@ -216,35 +244,37 @@ class Supervisor:
         finally:
             self._stop()
 
+    def _started(self) -> bool:
+        """Start all; False where a port was taken on the way: try again with others, they are not announced yet."""
+        try:
+            self._start()
+        except PortTaken as error:
+            log.warning("%s: starting again on another one", error)
+            return False
+        return True
+
     def _start(self) -> None:
         self.servers["prefect"].keep_running()
         self._make_database()
         self.servers["mlflow"].keep_running()
-        self._await(
-            "Prefect's server", "prefect", lambda: self._serves("prefect", self.prefect_port, f"{self.api}/health")
-        )
+        self._await("Prefect's server", "prefect", self.servers["prefect"].serves)
         self.servers["worker"].keep_running()
         # Deploying before the pool exists creates nothing; the worker makes the pool.
         self._await("the work pool", "worker", lambda: _pool_exists(self.api))
         self._deploy()
-        self._await(
-            "MLflow's server", "mlflow", lambda: self._serves("mlflow", self.mlflow_port, f"{self.mlflow_url}/health")
-        )
+        self._await("MLflow's server", "mlflow", self.servers["mlflow"].serves)
         self.profiles.parent.mkdir(parents=True, exist_ok=True)
         self.profiles.write_text(f'active = "rlhf"\n\n[profiles.rlhf]\nPREFECT_API_URL = "{self.api}"\n')
 
     def _await(self, what: str, server: str, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + READY_SECONDS
         while not self.stopping and not ready():
+            if self.servers[server].lost_its_port():
+                raise PortTaken(f"port {self.servers[server].port} of {what} was taken by another process")
             if time.monotonic() > deadline or self.servers[server].restarts > 3:
                 raise StageFailed(f"{what} did not come up; see {self.servers[server].log_file}")
             self.servers[server].keep_running()
             self._pause(0.3)
-
-    def _serves(self, name: str, port: int, url: str) -> bool:
-        """Whether our own server answers: another's may have taken the port since it was chosen."""
-        server = self.servers[name].id()
-        return server is not None and listens(server, port) and answers(url)
 
     def _make_database(self) -> None:
         """MLflow's server would make it in place, where a kill leaves it broken for good."""
@@ -288,10 +318,13 @@ class Supervisor:
     def _stop(self) -> None:
         self._write_state("stopping")
         stop(flow_processes(self.environment[MARK]), FLOW_STOP_SECONDS)
+        self._stop_servers()
+        self.profiles.unlink(missing_ok=True)
+
+    def _stop_servers(self) -> None:
         for name in ("worker", "mlflow", "prefect"):
             process = self.servers[name].id()
             stop([process] if process else [], 10.0)
-        self.profiles.unlink(missing_ok=True)
 
     def _write_state(self, status: str, message: str = "") -> None:
         me = ProcessId.of(os.getpid())

@@ -4,7 +4,8 @@
 
 The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in whatever
 session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide their environment.
-Ray's sockets and logs lie in a private folder, which the guard clears as well; what actors say is in the stage's log.
+Temporary files (Ray's sockets and logs, the meeting places of engines and ranks) lie in a private folder, which the
+guard clears as well; what actors say is in the stage's log.
 
     stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
@@ -44,11 +45,7 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     the stage, or 128 + n if signal n ended it.
     """
     guard = os.getpid()
-    # Ray's own choice is a folder that everybody on this host may write to, and that nobody clears.
-    base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
-    os.makedirs(base, exist_ok=True)
-    scratch = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
-    os.environ["RAY_TMPDIR"] = scratch
+    scratch = _take_scratch()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -63,6 +60,20 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     if os.getppid() != guard:
         os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+
+
+def _take_scratch() -> str:
+    """A new private folder for temporary files, this process's and its descendants'.
+
+    The usual one is everybody's on this host, and nobody clears it: a killed engine or rank cannot.
+    """
+    base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
+    os.makedirs(base, exist_ok=True)
+    # What torch has compiled is for later stages, too.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    scratch = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
+    os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    return scratch
 
 
 def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> int:

@@ -212,6 +212,52 @@ def test_a_server_that_no_longer_answers_is_killed_and_started_again(
     server.process.wait(timeout=10)
 
 
+def test_a_port_that_was_taken_after_it_was_chosen_is_noticed(tmp_path: Path) -> None:
+    def server(port: int) -> Server:
+        return Server("x", [sys.executable, "-m", "http.server", str(port)], {}, tmp_path / "x.log", port=port)
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        late = server(other.getsockname()[1])
+        late.keep_running()
+        assert late.process is not None and not late.lost_its_port()
+        late.process.wait(timeout=20)
+        late.keep_running()
+        assert late.restarts == 1 and late.lost_its_port() and not late.serves()
+    well = server(free_port(0))
+    well.restarts = 1
+    well.keep_running()
+    deadline = time.monotonic() + 20
+    while not well.serves() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert well.serves() and not well.lost_its_port(), "it has the port itself"
+    for each in (late, well):
+        if each.process is not None:
+            each.process.kill()
+            each.process.wait(timeout=10)
+
+
+def test_servers_whose_port_was_taken_are_started_again_on_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = iter((11, 12, 13, 14))
+    monkeypatch.setattr(supervisor, "free_port", lambda preferred: next(ports))
+    own = supervisor.Supervisor(tmp_path)
+    asked = []
+
+    def start() -> None:
+        asked.append((own.api, own.environment["PREFECT_API_URL"], own.servers["mlflow"].port))
+        if len(asked) == 1:
+            raise supervisor.PortTaken("port 11 was taken")
+        own.stopping = True
+
+    monkeypatch.setattr(own, "_start", start)
+    own.run()
+    first, second = ((f"http://127.0.0.1:{port}/api",) * 2 + (port + 1,) for port in (11, 13))
+    assert asked == [first, second]
+
+
 def test_a_worker_is_judged_by_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     now = datetime.now(UTC)
     workers = [{"last_heartbeat_time": (now - timedelta(days=1)).isoformat()}, {"last_heartbeat_time": None}]
