@@ -46,7 +46,7 @@ SILENT_SECONDS = 90.0
 _HEARTBEAT_SECONDS = 30.0
 """Of a worker, as Prefect has it."""
 _KILL_SECONDS = 10.0
-_LOOK_SECONDS = 2.0
+LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0
 _BACKOFF = (0.0, 2.0, 10.0, 30.0)
 _SETTLED_SECONDS = 120.0
@@ -236,8 +236,8 @@ class Supervisor:
                     reconciler.look()
                     self._write_state("ready")
                 except Exception:  # a full disk, half an answer: what runs must not be stopped for it
-                    log.exception("tried again in %g s", _LOOK_SECONDS)
-                self._pause(_LOOK_SECONDS)
+                    log.exception("tried again in %g s", LOOK_SECONDS)
+                self._pause(LOOK_SECONDS)
         except RLHFError as error:
             self._write_state("failed", error.message)
             raise

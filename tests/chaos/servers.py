@@ -98,9 +98,9 @@ class Servers:
         found += [state["pid"]] if "supervisor" in victims else []
         return found + [server["pid"] for name, server in state["servers"].items() if name in victims]
 
-    def deploy(self, until: str = "ppo") -> str:
+    def deploy(self, *overrides: str, until: str = "ppo") -> str:
         """Start a run of the deployment; the flow run's id."""
-        parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}"], "until": until}
+        parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}", *overrides], "until": until}
         api = self.state["prefect"]
         (deployment,) = [d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline"]
         for _ in range(20):
@@ -113,6 +113,11 @@ class Servers:
                     raise
                 time.sleep(1)
         raise AssertionError("Prefect's server answers 503 for 20 s")
+
+    def cancel(self, name: str) -> None:
+        """As the button of Prefect's page does."""
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        post(f"{self.state['prefect']}/flow_runs/{name}/set_state", {"state": state})
 
     def wait_for_end(self, name: str, seconds: float) -> bool:
         """Whether the flow run ended within `seconds`."""

@@ -5,6 +5,7 @@ On SQLite, and in the slow set on PostgreSQL.
 - the same flow run is running again within 30 s and completes; its tags tell configuration, seed and pipeline
 - progress, reports and links are there as artifacts; the form's schema knows types and descriptions; the schedule is off
 - the run's MLflow run leads back to it, and nothing is left after `rlhf down`
+- a run that is cancelled in Prefect leaves a checkpoint of the step in hand, and is not started again
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from flows.reconcile import ENGINE_VARIABLE, post
-from flows.supervisor import MARK, flow_processes
+from flows.supervisor import LOOK_SECONDS, MARK, flow_processes
 from rlhf_core.processes import carriers
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
@@ -28,50 +29,68 @@ NEEDS_POSTGRES = pytest.mark.skipif(postgres_programs() is None, reason="needs P
 
 
 @pytest.mark.parametrize("database", ["SQLite", pytest.param("PostgreSQL", marks=[pytest.mark.slow, NEEDS_POSTGRES])])
-def test_a_flow_run_that_is_killed_continues_as_the_same_run(database: str, tmp_path: Path) -> None:
+def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(database: str, tmp_path: Path) -> None:
     home, trace = tmp_path / "home", tmp_path / "trace"
     trace.mkdir()
     with postgres(tmp_path / "postgres") if database == "PostgreSQL" else nullcontext() as url:
-        _kill_one_that_runs(Servers(home, trace, url), home, trace)
+        servers = Servers(home, trace, url)
+        servers.up()
+        try:
+            _kill_one_that_runs(servers, home, trace)
+            _cancel_one_that_runs(servers, home, trace)
+        finally:
+            servers.down()
+    assert wait(lambda: not [p for p, value in carriers(MARK) if value == str(home) and p.pid != os.getpid()], 10)
     if database == "PostgreSQL":
         assert not list(home.rglob("prefect.db"))
 
 
 def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
-    servers.up()
-    try:
-        name = servers.deploy(until="sft")
-        assert wait(lambda: any(p.point == "bundle.committed" for p in _of_sft(trace)), 240), servers.run(name)
-        (first,) = flow_processes(str(home))
-        first.send(signal.SIGKILL)
-        killed = time.monotonic()
-        assert wait(lambda: any(v == name and p != first for p, v in carriers(ENGINE_VARIABLE)), 30)
-        assert time.monotonic() - killed < 30
-        assert servers.wait_for_end(name, 300)
-        run = servers.run(name)
-        assert run is not None and run["state_type"] == "COMPLETED", run
-        assert run["run_count"] == 2
-        assert {"auto-recover", "tiny", "seed=0"} < set(run["tags"])
-        api = servers.state["prefect"]
-        artifacts = {artifact["key"] for artifact in post(f"{api}/artifacts/filter", {"limit": 100})}
-        assert {
-            "sft-progress",
-            "sft-report",
-            "sft-metrics",
-            "sft-mlflow",
-            "data-report",
-            "pipeline-report",
-        } <= artifacts
-        (deployment,) = (d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline")
-        fields = deployment["parameter_openapi_schema"]["properties"]
-        assert "PPO iterations" in fields["ppo_steps"]["description"]
-        assert [schedule["active"] for schedule in deployment["schedules"]] == [False]
-        url = servers.state["mlflow"]
-        query = {"experiment_ids": ["1"], "filter": f"tags.`prefect.flow_run_id` = '{name}'"}
-        assert len(post(f"{url}/api/2.0/mlflow/runs/search", query)["runs"]) == 1
-    finally:
-        servers.down()
-    assert wait(lambda: not [p for p, value in carriers(MARK) if value == str(home) and p.pid != os.getpid()], 10)
+    name = servers.deploy(until="sft")
+    assert wait(lambda: any(p.point == "bundle.committed" for p in _of_sft(trace)), 240), servers.run(name)
+    (first,) = flow_processes(str(home))
+    first.send(signal.SIGKILL)
+    killed = time.monotonic()
+    assert wait(lambda: any(v == name and p != first for p, v in carriers(ENGINE_VARIABLE)), 30)
+    assert time.monotonic() - killed < 30
+    assert servers.wait_for_end(name, 300)
+    run = servers.run(name)
+    assert run is not None and run["state_type"] == "COMPLETED", run
+    assert run["run_count"] == 2
+    assert {"auto-recover", "tiny", "seed=0"} < set(run["tags"])
+    api = servers.state["prefect"]
+    artifacts = {artifact["key"] for artifact in post(f"{api}/artifacts/filter", {"limit": 100})}
+    assert {
+        "sft-progress",
+        "sft-report",
+        "sft-metrics",
+        "sft-mlflow",
+        "data-report",
+        "pipeline-report",
+    } <= artifacts
+    (deployment,) = (d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline")
+    fields = deployment["parameter_openapi_schema"]["properties"]
+    assert "PPO iterations" in fields["ppo_steps"]["description"]
+    assert [schedule["active"] for schedule in deployment["schedules"]] == [False]
+    url = servers.state["mlflow"]
+    query = {"experiment_ids": ["1"], "filter": f"tags.`prefect.flow_run_id` = '{name}'"}
+    assert len(post(f"{url}/api/2.0/mlflow/runs/search", query)["runs"]) == 1
+
+
+def _cancel_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
+    began = time.time()
+    name = servers.deploy("sft.epochs=500", "sft.checkpoint_every=10000", until="sft")
+    steps = lambda: [p.time for p in read_passes(trace) if p.point == "sft.step" and p.time > began]  # noqa: E731
+    assert wait(lambda: len(steps()) > 1, 240), servers.run(name)
+    servers.cancel(name)
+    assert wait(lambda: not flow_processes(str(home)), 35), "20 s for the stage, some more for its flow"
+    assert wait(lambda: (servers.run(name) or {}).get("state_type") == "CANCELLED", 35), servers.run(name)
+    committed = [p.time for p in read_passes(trace) if p.point == "bundle.committed" and p.time > steps()[0]]
+    assert len(committed) == 1 and committed[0] > steps()[-1], "a checkpoint of the step in hand"
+    time.sleep(3 * LOOK_SECONDS)
+    run = servers.run(name)
+    assert run is not None and (run["state_type"], run["run_count"]) == ("CANCELLED", 1)
+    assert not flow_processes(str(home))
 
 
 def _of_sft(trace: Path):  # type: ignore[no-untyped-def]
