@@ -127,7 +127,7 @@ def check_bad_share(
 
 def _rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row | BadRow]:
     if kind_of(source.path) != "synthetic":
-        yield from read_rows(source, config.store.endpoint)
+        yield from read_rows(source, config.store)
         return
     for index, data in enumerate(generate(config.data.synthetic, config.run.seed, name), start=1):
         if source.limit is not None and index > source.limit:

@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, TypeVar, cast
 from rlhf_core.config.checkdata import suffix_of
 from rlhf_core.config.checkfiles import DATA_SUFFIXES
 from rlhf_core.config.data import Source
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, numbered, read_file
 from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
@@ -27,8 +27,7 @@ from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
 from rlhf_core.storage.s3 import patiently
 
 _CHUNK = 2**20
-_PATIENCE = 2.0
-"""Seconds for a bucket whose failures may pass: somebody may be waiting for the answer."""
+_AWS = StoreConfig()
 _T = TypeVar("_T")
 
 Kind = Literal["synthetic", "local", "s3", "hub"]
@@ -55,15 +54,16 @@ def source_name(source: Source) -> str:
     return source.path if kind_of(source.path) in ("synthetic", "hub") else source.path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def read_rows(source: Source, endpoint: str | None = None) -> Iterator[Row | BadRow]:
+def read_rows(source: Source, store: StoreConfig = _AWS) -> Iterator[Row | BadRow]:
     """Every row of `source` in order, at most `source.limit`; `only_split` is applied.
 
-    `endpoint`: URL of an S3-compatible server. Raises DataError where a whole file is missing or unusable.
+    `store`: the server of buckets, and for how long its failures are sat out. Raises DataError where a whole file is
+    missing or unusable, StoreUnavailable where a bucket does not answer.
     """
     kind = kind_of(source.path)
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
-    rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, endpoint)
+    rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, store)
     kept = (
         row for row in rows if isinstance(row, BadRow) or not source.only_split or row.data.get("split") == source.split
     )
@@ -79,7 +79,7 @@ def source_digests(config: PipelineConfig) -> dict[str, str]:
     for name in ("sft", "preference", "prompts"):
         sources: tuple[Source, ...] = getattr(config.data, name)
         for index, source in enumerate(sources):
-            digests[f"data.{name}[{index}]"] = _source_digest(source, config.store.endpoint)
+            digests[f"data.{name}[{index}]"] = _source_digest(source, config.store)
     if config.data.chat_template is not None:
         path = Path(config.data.chat_template).expanduser()
         if not path.is_file():
@@ -107,15 +107,15 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
     )
 
 
-def _source_digest(source: Source, endpoint: str | None) -> str:
+def _source_digest(source: Source, store: StoreConfig) -> str:
     kind = kind_of(source.path)
     if kind == "synthetic":
         return f"synthetic@{SYNTHETIC_VERSION}"
     if kind == "hub":
         return f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
     parts = [
-        f"{_relative(file, source.path)}\x1f{_stream_digest(_open(file, kind, endpoint))}"
-        for file in _list_files(source.path, kind, endpoint)
+        f"{_relative(file, source.path)}\x1f{_stream_digest(_open(file, kind, store))}"
+        for file in _list_files(source.path, kind, store)
     ]
     return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
@@ -157,10 +157,10 @@ def _filesystem(endpoint: str | None) -> Any:
     return s3fs.S3FileSystem(endpoint_url=url, use_listings_cache=False)
 
 
-def _list_files(path: str, kind: Kind, endpoint: str | None) -> list[str]:
+def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
     """The file itself, or all supported files under a folder, sorted."""
     if kind == "s3":
-        return _list_s3(path, endpoint)
+        return _list_s3(path, store)
     place = Path(path.removeprefix("file://")).expanduser()
     if place.is_file():
         return [str(place)]
@@ -178,26 +178,26 @@ def _list_files(path: str, kind: Kind, endpoint: str | None) -> list[str]:
     return files
 
 
-def _list_s3(path: str, endpoint: str | None) -> list[str]:
+def _list_s3(path: str, store: StoreConfig) -> list[str]:
     bucket = path.removeprefix("s3://").split("/", 1)[0]
     if not bucket:
         raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
 
     def find() -> list[str]:
-        filesystem = _filesystem(endpoint)
+        filesystem = _filesystem(store.endpoint)
         if filesystem.isfile(path):
             return [path]
         return sorted(f"s3://{file}" for file in filesystem.find(path.rstrip("/") + "/") if suffix_of(file))
 
-    files = _asked(f"cannot list {path}", find)
+    files = _asked(f"cannot list {path}", store, find)
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
     return files
 
 
-def _open(file: str, kind: Kind, endpoint: str | None) -> IO[bytes]:
+def _open(file: str, kind: Kind, store: StoreConfig) -> IO[bytes]:
     if kind == "s3":
-        return _asked(f"cannot read {file}", lambda: _download(file, endpoint))
+        return _asked(f"cannot read {file}", store, lambda: _download(file, store.endpoint))
     try:
         return Path(file).open("rb")
     except OSError as error:
@@ -206,10 +206,10 @@ def _open(file: str, kind: Kind, endpoint: str | None) -> IO[bytes]:
         ) from error
 
 
-def _asked(what: str, call: Callable[[], _T]) -> _T:
+def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
     """The bucket's answer. Raises StoreUnavailable where its failure may pass: the data may be as they should."""
     try:
-        return patiently(what, _PATIENCE, call)
+        return patiently(what, store.retry_seconds, call)
     except StoreUnavailable as error:
         raise StoreUnavailable(f"{error.message}; correct its address, or wait until it answers") from error
     except (StoreError, FileNotFoundError) as error:
@@ -229,9 +229,9 @@ def _download(file: str, endpoint: str | None) -> IO[bytes]:
     return cast("IO[bytes]", copy)
 
 
-def _read_files(path: str, kind: Kind, endpoint: str | None) -> Iterator[Row | BadRow]:
-    for file in _list_files(path, kind, endpoint):
-        with _open(file, kind, endpoint) as stream:
+def _read_files(path: str, kind: Kind, store: StoreConfig) -> Iterator[Row | BadRow]:
+    for file in _list_files(path, kind, store):
+        with _open(file, kind, store) as stream:
             yield from read_file(file, stream)
 
 

@@ -28,7 +28,7 @@ STALL_SECONDS = 30.0
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """`fault(n)` says what happens to request n = 1, 2, ...; `seen` counts what happened."""
+    """`fault(n)` says what happens to request n = 1, 2, ... of those for `path`; `seen` counts what happened."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -38,6 +38,7 @@ class FaultyProxy(ThreadingHTTPServer):
         parts = urlsplit(upstream)
         self.upstream = (parts.hostname or "", parts.port or 80)
         self.fault: Callable[[int], Fault] = lambda n: ""
+        self.path = ""
         self.seen: Counter[Fault] = Counter()
         self._lock = threading.Lock()
         self._requests = 0
@@ -46,17 +47,19 @@ class FaultyProxy(ThreadingHTTPServer):
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def next_fault(self) -> Fault:
+    def next_fault(self, path: str) -> Fault:
+        if self.path not in path:
+            return ""
         with self._lock:
             self._requests += 1
             fault = self.fault(self._requests)
             self.seen[fault] += 1
         return fault
 
-    def restart(self, fault: Callable[[int], Fault]) -> None:
-        """Count requests from 1 again."""
+    def restart(self, fault: Callable[[int], Fault], path: str = "") -> None:
+        """Count requests whose path contains `path` from 1 again; all others pass."""
         with self._lock:
-            self.fault, self._requests = fault, 0
+            self.fault, self.path, self._requests = fault, path, 0
             self.seen.clear()
 
 
@@ -71,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _serve(self) -> None:
-        fault = self.server.next_fault()
+        fault = self.server.next_fault(self.path)
         if fault == "stall":
             time.sleep(STALL_SECONDS)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -11,14 +11,15 @@ import pytest
 import s3fs
 
 from rlhf_core.config.data import Source
-from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import Row
 from rlhf_core.data.sources import read_rows, source_digests
 from rlhf_core.errors import DataError
 
 
 def texts(url: str, endpoint: str) -> list[str]:
-    return [row.data["text"] for row in read_rows(Source(path=url), endpoint) if isinstance(row, Row)]
+    rows = read_rows(Source(path=url), StoreConfig(endpoint=endpoint))
+    return [row.data["text"] for row in rows if isinstance(row, Row)]
 
 
 def test_objects_and_prefixes_are_read_like_files_and_folders(s3_server) -> None:  # type: ignore[no-untyped-def]

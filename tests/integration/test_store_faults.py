@@ -3,13 +3,16 @@
 Locks: 5xx, SlowDown, slow answers, resets, lost answers, cut requests and cut or short answers are survived, and the
 artifact and the checkpoints have the right bytes afterwards; at no time is a partial one readable; an outage beyond the
 bound, expired credentials and denied access are a StoreError that says what to do, keep everything locally, and the
-next attempt uploads it; a permanent one is not tried twice; an upload that nobody reads ends; uploads behind the training
-are as safe; preflight says what is wrong with the store in one message, and takes no outage for a wrong configuration.
+next attempt uploads it; a permanent one is not tried twice; an upload that nobody reads ends; a stage that is asked to
+stop during one does, and leaves nothing half; uploads behind the training are as safe; preflight says what is wrong with the store in one message, and takes no outage for a wrong configuration.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +21,15 @@ from typing import Any
 import pytest
 from botocore.retries.standard import ExponentialBackoff
 
+from flows.child import TERM_SECONDS
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
+from rlhf_core.config.load import load_config
+from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, StoreUnavailable
 from rlhf_core.stages import run
-from rlhf_core.stages.events import Events
+from rlhf_core.stages.events import PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage import s3
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -34,6 +40,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, Services, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 
+TINY = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 PARTS = 5 * 2**20
 """The smallest part that S3 takes: the artifact's weights need three."""
 
@@ -292,6 +299,39 @@ def test_an_upload_that_nobody_reads_is_given_up_and_made_again(
     assert (tmp_path / "back").read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
+    times: int, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
+) -> None:
+    config = load_config(TINY, [f"run.home={tmp_path}", f"store.url={url}"])
+    config = config.model_copy(update={"store": config.store.model_copy(update={"endpoint": proxy.endpoint})})
+    spec = StageSpec("data", "k", config)
+    spec.write(tmp_path / "spec.json")
+    flow = {PARENT_VARIABLE: str(os.getpid()), STOP_VARIABLE: str(TERM_SECONDS)}
+    command = [sys.executable, "-m", "rlhf_core.stages", str(tmp_path / "spec.json")]
+    proxy.restart(lambda n: "stall" if n > 2 else "", path="/artifacts/data/k/")
+    with (tmp_path / "log").open("wb") as log:
+        stage = subprocess.Popen(command, env={**os.environ, **flow}, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not proxy.seen["stall"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert proxy.seen["stall"], (tmp_path / "log").read_text()[-2000:]
+    asked = time.monotonic()
+    for _ in range(times):
+        stage.terminate()
+        time.sleep(1.0)
+    stage.wait(timeout=25 - 1.0 * times)
+    seconds = time.monotonic() - asked
+    direct = Store(url, s3_server.endpoint)
+    assert ArtifactStore(direct, tmp_path / "eyes").find("data", "k") is None
+
+    proxy.restart(lambda n: "")
+    made = run.execute(spec, Events(None))
+    eyes = ArtifactStore(direct, tmp_path / "eyes")
+    assert eyes.find("data", "k") == made and (eyes.fetch(made) / "data_card.json").stat().st_size > 0
+    summary_lines.append(f"SIGTERM x {times} during an upload: gone after {seconds:.1f} s, then uploaded")
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "code"),
     [
@@ -326,5 +366,5 @@ def test_an_outage_of_the_datas_bucket_is_no_fault_of_the_data(proxy: FaultyProx
     for fault, kind in (("503", StoreUnavailable), ("denied", DataError)):
         proxy.restart(lambda n, fault=fault: fault)  # type: ignore[misc]
         with pytest.raises(kind, match=r"cannot list s3://") as caught:
-            list(read_rows(Source(path=f"{url}/rows.jsonl"), proxy.endpoint))
+            list(read_rows(Source(path=f"{url}/rows.jsonl"), StoreConfig(endpoint=proxy.endpoint, retry_seconds=2.0)))
         assert type(caught.value) is kind
