@@ -159,6 +159,9 @@ class Checkpoints(Protocol):
         `score`: higher is better; the best checkpoints stay longer.
         """
 
+    def best(self) -> str | None:
+        """Address of the checkpoint with the highest score; None where none has one."""
+
 
 @dataclass(frozen=True)
 class Lineage:

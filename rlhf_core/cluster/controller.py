@@ -234,7 +234,7 @@ class PPOController:
         if empty >= 0.9:
             raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
-                "lower ppo.policy.learning_rate, or look at the reward"
+                f"lower ppo.policy.learning_rate, or look at the reward{self._best_kept()}"
             )
         if empty >= 0.2:
             log.warning("step %d: %.0f %% of the responses are empty", step, 100 * empty)
@@ -252,8 +252,13 @@ class PPOController:
         if self._high_kl >= 3:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
-                f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate"
+                f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
+                f"ppo.max_kl to go on from the last checkpoint{self._best_kept()}"
             )
+
+    def _best_kept(self) -> str:
+        best = self._services.checkpoints.best()
+        return f"; the best checkpoint, by reward minus KL penalty, is kept: {best}" if best else ""
 
     def sync(self) -> int:
         """Weights of `done` into all engines; the version that they acknowledged."""

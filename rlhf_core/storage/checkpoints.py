@@ -189,6 +189,11 @@ class CheckpointStore:
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, time.monotonic() - started)
 
+    def best(self) -> str | None:
+        """Address of the checkpoint with the highest score; None where none has one."""
+        scored = self._scored(self._steps())
+        return self._store.uri(self._prefix(max(scored)[1])) if scored else None
+
     def finish(self) -> None:
         """Wait a little for the last upload and say so if it is unfinished or failed. Raises nothing."""
         if self._upload is not None:

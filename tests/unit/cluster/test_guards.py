@@ -45,7 +45,8 @@ class _Experience:
 def controller(tmp_path: Path) -> Any:
     nothing: Any = None
     config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
-    services = Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+    checkpoints: Any = SimpleNamespace(best=lambda: "s3://bucket/step-00000004")
+    services = Services({}, tmp_path, tmp_path, checkpoints, nothing, nothing)
     return PPOController(config, nothing, [], lambda ids: "", nothing, services)
 
 
@@ -75,8 +76,11 @@ def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
 def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row(controller: Any) -> None:
     for step, kl in enumerate((21.0, 30.0, 19.0, 21.0, 21.0), start=1):
         controller._guard(_Experience(objective__kl=kl), step)
-    with pytest.raises(GateFailed, match=r"ppo step 6: KL 25\.0 has been above ppo\.max_kl=20 for three steps"):
+    with pytest.raises(
+        GateFailed, match=r"ppo step 6: KL 25\.0 has been above ppo\.max_kl=20 for three steps"
+    ) as caught:
         controller._guard(_Experience(objective__kl=25.0), 6)
+    assert caught.value.message.endswith("by reward minus KL penalty, is kept: s3://bucket/step-00000004")
 
 
 def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(

@@ -137,6 +137,8 @@ def test_the_best_of_the_older_ones_are_kept_besides(
     # Newest: 7, 8. Best of the rest: 2 with 0.9, and of the equals 4 and 6 the later.
     assert steps(store) == [2, 6, 7, 8]
     assert "kept: steps [2, 6, 7, 8]; removed: 1" in caplog.text
+    assert saver.best() == store.uri(f"checkpoints/{KEY}/step-00000002")
+    assert CheckpointStore(store, "another", tmp_path / "work", 2, keep_best=2).best() is None
 
 
 def test_a_best_one_that_is_damaged_is_set_aside_and_not_deleted(store: Store, tmp_path: Path) -> None:
