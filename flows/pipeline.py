@@ -27,7 +27,7 @@ from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.checkrewards import module_file
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import pipeline_key, pipeline_name, stage_inputs, stage_key
+from rlhf_core.config.keys import decisive, pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import pinned, source_digests
@@ -43,6 +43,8 @@ from rlhf_core.tracking.tracker import Status, Tracking, open_tracking
 from rlhf_core.types import STAGES, ArtifactRef, StageName
 
 log = logging.getLogger(__name__)
+
+_CHANGES_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,33 @@ class Pipeline:
             "config": self.config_path,
             "updated": time.time(),
             "pipeline_key": self.key,
+            "decided_by": decisive(self.config, self.sources),
             "mlflow_run_id": self.parent_run_id,
             "stages": stages,
             "making": self.making,
         }
         write_json(self.folder / "run.json", content)
+
+    def left_unfinished(self) -> str:
+        """If this run is new: which one of the same configuration file stopped half-way, and in what they differ."""
+        if (self.folder / "run.json").exists():
+            return ""
+        files = (self.home / "runs").glob("*/run.json")
+        others = [known for file in files if (known := read_json(file)) and known.get("config") == self.config_path]
+        last = max(others, key=lambda known: known["updated"], default=None)
+        if last is None or last["state"] == "finished" or _lives_elsewhere(last.get("process")):
+            return ""
+        then, now = last.get("decided_by", {}), decisive(self.config, self.sources)
+        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        changes = [
+            f"{name} was {then.get(name, 'unset')} and is {now.get(name, 'unset')}" for name in names[:_CHANGES_TOLD]
+        ]
+        more = [f"{len(names) - _CHANGES_TOLD} more"] if len(names) > _CHANGES_TOLD else []
+        where = f" in {stage}" if (stage := last.get("making", {}).get("stage")) else ""
+        return scrubbed(
+            f"the last run of {self.config_path} stopped{where}; this one does not continue it, because "
+            f"{', '.join([*changes, *more])}. With the settings of then it goes on where it stopped"
+        )
 
     def where(self, mlflow_run_id: str | None) -> dict[str, str]:
         """Where to look: MLflow's page of a run (or the command that shows it), the report, the logs."""
@@ -260,6 +284,8 @@ def open_pipeline(
     for warning in warnings:
         log.warning("%s", warning)
     run = Pipeline(pinned(settings), config, start, until)
+    if differs := run.left_unfinished():
+        log.warning("%s", differs)
     run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(versions()), **tags}
     run.ensure_parent()
     run.save_state("running")

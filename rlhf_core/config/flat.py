@@ -11,13 +11,14 @@ from rlhf_core.config.pipeline import PipelineConfig
 def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
     """`ppo.kl.coef` -> 0.05 and so on, without what is None. `sections`: of the top level; None: all."""
     dump = config.model_dump(mode="json", by_alias=True)
-    return {name: value for section in sections or dump for name, value in _leaves(section, dump[section])}
+    return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what is not None in the nested `value`; the names begin with `prefix`."""
     if isinstance(value, dict | list):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         for name, part in parts:
-            yield from _leaves(f"{prefix}.{name}", part)
+            yield from leaves(f"{prefix}.{name}", part)
     elif value is not None:
         yield prefix, value

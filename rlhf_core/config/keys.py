@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.flat import flat
+from rlhf_core.config.flat import flat, leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
@@ -134,8 +134,21 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
     Where things run and how often they are tried again is left out, so that a run continued elsewhere, or with
     another timeout, is the same run.
     """
+    text = json.dumps(_decisive(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
+    """What is in the key of the whole pipeline, by flat names such as `ppo.kl.coef`: why two runs are not the same."""
+    payload = _decisive(config, source_digests)
+    own = {"run.seed": payload.pop("seed"), "run.name": payload.pop("name")}
+    settings = [leaf for name, part in payload.pop("config").items() for leaf in leaves(name, part)]
+    return own | dict(settings) | {name: value for part in payload for name, value in leaves(part, payload[part])}
+
+
+def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     dump = config.model_dump(mode="json", by_alias=True)
-    payload = {
+    return {
         "schema": SCHEMA,
         "name": config.run.name,
         "experiment": config.experiment,
@@ -144,8 +157,6 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
         "config": {name: _strip(part) for name, part in dump.items() if name not in ("run", "store", "tracking")},
         "sources": dict(sorted(source_digests.items())),
     }
-    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def pipeline_name(config: PipelineConfig, key: str) -> str:

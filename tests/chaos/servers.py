@@ -226,7 +226,7 @@ def main() -> int:
             if sum(row["kind"] == kind for row in trials()) > number:
                 continue
             golden = golden or Golden(work, ("data", "sft", "reward", "ppo"))
-            with postgres(work / "postgres") if arguments.postgres else nullcontext() as database:
+            with postgres(work / "trial" / "postgres") if arguments.postgres else nullcontext() as database:
                 row = asdict(trial(golden, kind, work / "trial", database))
             shutil.rmtree(work / "trial")
             with results.open("a") as file:

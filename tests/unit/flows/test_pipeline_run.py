@@ -4,6 +4,7 @@
 - keys: another learning rate of PPO changes PPO and what follows, another timeout changes nothing
 - `--from` an earlier stage without artifacts is an InputError that names it; an empty range is one too
 - the same configuration is the same run; a changed reward file is another
+- a run under new settings says which unfinished one it does not continue, and why
 - each attempt has a log file of its own
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary has the documented fields, and nothing that was not measured
@@ -117,6 +118,26 @@ def test_a_range_without_stages_is_refused() -> None:
     check_range("ppo", "ppo")
     with pytest.raises(InputError, match="--from ppo comes after --until sft"):
         check_range("ppo", "sft")
+
+
+def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_path: Path) -> None:
+    assert pipeline(tmp_path).left_unfinished() == ""
+    first = pipeline(tmp_path)
+    first.started = 0.0  # of a process that is gone
+    first.making = {"stage": "ppo", "log": ""}
+    first.save_state("failed", "killed")
+    same = pipeline(tmp_path, run={"stage_timeout": 9.0}, tracking={"system_metrics": False})
+    assert same.left_unfinished() == "", "it continues that one"
+    other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
+    assert other.left_unfinished() == (
+        "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0 and is 1, "
+        "ppo.kl.coef was 0.05 and is 0.1. With the settings of then it goes on where it stopped"
+    )
+    moved = pipeline(tmp_path, run={"seed": 2})
+    moved.sources = {**moved.sources, "data.sft[0]": "abc"}
+    assert "because run.seed was 0 and is 2, sources.data.sft[0] was synthetic@" in moved.left_unfinished()
+    first.save_state("finished")
+    assert other.left_unfinished() == ""
 
 
 def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
