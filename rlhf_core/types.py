@@ -34,7 +34,7 @@ class ArtifactRef:
     mlflow_run_id: str | None = None
     """The MLflow run that made it."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """`StageResult.params` as text, copied from the manifest (`weights_sha256` of the policy, counts)."""
+    """`StageResult.facts` as text, copied from the manifest (`weights_sha256` of the policy, counts)."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `ArtifactRef(**d)` reads it back."""
@@ -208,5 +208,5 @@ class StageResult:
 
     metrics: Mapping[str, float]
     """Headline numbers: they go into the manifest, the table at the end and the summary."""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """Facts worth a parameter in MLflow (counts, digests)."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What else the manifest shall know (counts, digests), as text."""

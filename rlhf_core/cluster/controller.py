@@ -307,7 +307,7 @@ class PPOController:
         self._services.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self, score: float | None) -> None:
-        """Both engines, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
+        """Policy and critic, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
         started = time.monotonic()
         folder = self._services.work / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]

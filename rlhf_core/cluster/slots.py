@@ -42,12 +42,11 @@ def reserve(plan: PlacementPlan, *, gpus: bool, wait: Callable[[list[Any], str],
 
     together = plan.together and gpus
     per_rank = [(group.name, rank) for group in plan.groups for rank in range(group.ranks)]
-    bundles: list[dict[str, float]] = [
-        {"CPU": 2 if together else 1, "GPU": gpus * plan.gpus_per_rank} for _ in per_rank
-    ]
+    bundles: list[dict[str, float]]
     if together:
         bundles = [{"CPU": 2, "GPU": 1} for _ in per_rank]
     else:
+        bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank} for _ in per_rank]
         bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine} for _ in range(plan.engines)]
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     have = ray.cluster_resources()

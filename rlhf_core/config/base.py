@@ -16,6 +16,6 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 
 
 class Section(BaseModel):
-    """A part of the configuration. Every field has a description: the README's table and the forms come from it."""
+    """A part of the configuration. Every field has a description: docs/configuration.md comes from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

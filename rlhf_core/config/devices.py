@@ -32,9 +32,14 @@ def visible_gpus() -> int:
     return len([name for name in names if not name.isdigit() or int(name) < present])
 
 
+def leads_to_gpu(device: str) -> bool:
+    """Whether `auto`, `cpu` or `cuda` leads to the GPUs on this machine."""
+    return device == "cuda" or (device == "auto" and visible_gpus() > 0)
+
+
 def runs_on_gpu(config: PipelineConfig) -> bool:
     """Where `run.device` leads on this machine."""
-    return config.run.device == "cuda" or (config.run.device == "auto" and visible_gpus() > 0)
+    return leads_to_gpu(config.run.device)
 
 
 def _torch_is_cpu_build() -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf_core.config.devices import gpu_names, visible_gpus
+from rlhf_core.config.devices import gpu_names, leads_to_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.problems import Place, dotted, sentences, unknown
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
@@ -100,8 +100,7 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     """Where nothing is said: bfloat16 on GPUs that know it, and the policy's precision for the engines."""
     run = tree.get("run")
     device = run.get("device", "auto") if isinstance(run, dict) else "auto"
-    on_gpus = device == "cuda" or (device == "auto" and visible_gpus() > 0)
-    usual = "bfloat16" if on_gpus and not any(map(_BEFORE_AMPERE.search, gpu_names())) else "float32"
+    usual = "bfloat16" if leads_to_gpu(device) and not any(map(_BEFORE_AMPERE.search, gpu_names())) else "float32"
     for path in (
         ("sft", "deepspeed"),
         ("reward", "deepspeed"),

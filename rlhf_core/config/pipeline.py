@@ -15,7 +15,7 @@ from rlhf_core.config.training import RewardConfig, SFTConfig
 class TimeoutsConfig(Section):
     """How long a process of a stage may stand still before it counts as stuck. What moves is never stopped.
 
-    The store has `store.retry_seconds`, a Python reward its own `timeout`; MLflow's client waits 10 seconds and tries twice.
+    The store has `store.retry_seconds`, a Python reward its own `timeout`; MLflow's client waits 10 seconds and tries three times.
     """
 
     start: PositiveFloat = Field(
@@ -61,7 +61,8 @@ class StoreConfig(Section):
     )
     keep_checkpoints: PositiveInt = Field(2, description="Newest whole checkpoints kept per stage")
     keep_best: NonNegativeInt = Field(
-        1, description="Best of the older ones kept besides: by reward minus KL penalty (PPO), by held-out loss (SFT)"
+        1,
+        description="Best of the older ones kept besides: by reward minus KL penalty (PPO), by held-out loss (SFT, reward model)",
     )
     retry_seconds: PositiveFloat = Field(
         60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"

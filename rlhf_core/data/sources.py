@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,7 +25,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import patiently
+from rlhf_core.storage.s3 import filesystem, patiently
 
 _CHUNK = 2**20
 _AWS = StoreConfig()
@@ -150,13 +151,6 @@ def _stream_digest(stream: IO[bytes]) -> str:
 # -- files ------------------------------------------------------------------------------------------------------
 
 
-def _filesystem(endpoint: str | None) -> Any:
-    import s3fs
-
-    url = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
-    return s3fs.S3FileSystem(endpoint_url=url, use_listings_cache=False)
-
-
 def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
     """The file itself, or all supported files under a folder, sorted."""
     if kind == "s3":
@@ -178,16 +172,24 @@ def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
     return files
 
 
+@lru_cache(maxsize=4)
+def _buckets(endpoint: str | None) -> Any:
+    return filesystem(endpoint)
+
+
+def _bucket(store: StoreConfig) -> Any:
+    return _buckets(store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"))
+
+
 def _list_s3(path: str, store: StoreConfig) -> list[str]:
-    bucket = path.removeprefix("s3://").split("/", 1)[0]
-    if not bucket:
+    if not path.removeprefix("s3://").split("/", 1)[0]:
         raise DataError(f"s3 path without a bucket: {path}; write s3://bucket/key")
 
     def find() -> list[str]:
-        filesystem = _filesystem(store.endpoint)
-        if filesystem.isfile(path):
+        bucket = _bucket(store)
+        if bucket.isfile(path):
             return [path]
-        return sorted(f"s3://{file}" for file in filesystem.find(path.rstrip("/") + "/") if suffix_of(file))
+        return sorted(f"s3://{file}" for file in bucket.find(path.rstrip("/") + "/") if suffix_of(file))
 
     files = _asked(f"cannot list {path}", store, find)
     if not files:
@@ -197,7 +199,7 @@ def _list_s3(path: str, store: StoreConfig) -> list[str]:
 
 def _open(file: str, kind: Kind, store: StoreConfig) -> IO[bytes]:
     if kind == "s3":
-        return _asked(f"cannot read {file}", store, lambda: _download(file, store.endpoint))
+        return _asked(f"cannot read {file}", store, lambda: _download(file, store))
     try:
         return Path(file).open("rb")
     except OSError as error:
@@ -217,12 +219,12 @@ def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
         raise DataError(f"{words}; check bucket, endpoint and credentials") from error
 
 
-def _download(file: str, endpoint: str | None) -> IO[bytes]:
+def _download(file: str, store: StoreConfig) -> IO[bytes]:
     """The object in a temporary file: one plain request, where parquet's seeks would need ranges, which not every
     S3-compatible server answers."""
     copy = NamedTemporaryFile()  # noqa: SIM115  # the caller closes it, which deletes it
     try:
-        _filesystem(endpoint).get_file(file, copy.name)
+        _bucket(store).get_file(file, copy.name)
     except BaseException:
         copy.close()
         raise

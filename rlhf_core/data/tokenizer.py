@@ -1,6 +1,6 @@
 """Tokenizers: loading one and making it fit for RLHF, or training a small one on the data.
 
-The only file of the data layer that imports `tokenizers` and `transformers.AutoTokenizer`, inside functions.
+The only file of the data layer that imports `transformers.AutoTokenizer`, inside functions.
 """
 
 from __future__ import annotations

@@ -34,5 +34,5 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     if any(count["bad"] for count in card["counts"].values()):
         services.metrics.log_file(services.out / "quarantine.jsonl", "data")
     services.metrics.flush()
-    params = {f"{row['field']}.digest": row["digest"] for row in card["sources"]}
-    return StageResult(metrics=metrics, params=params)
+    facts = {f"{row['field']}.digest": row["digest"] for row in card["sources"]}
+    return StageResult(metrics, facts)

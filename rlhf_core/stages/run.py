@@ -193,7 +193,7 @@ class _Attempt:
             parents=spec.inputs,
             metrics=result.metrics,
             facts={
-                **{name: str(value) for name, value in result.params.items()},
+                **{name: str(value) for name, value in result.facts.items()},
                 "seconds": f"{checkpoints.seconds:.1f}",
             },
             config=spec.config.model_dump(mode="json", by_alias=True),

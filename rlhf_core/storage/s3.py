@@ -52,6 +52,37 @@ _jitter = random.Random()
 """Apart from the generator that everybody shares: an outage must not change what a run draws."""
 
 
+def filesystem(endpoint: str | None) -> Any:
+    """An `s3fs.S3FileSystem` whose every request is bounded; see `patiently` for what may fail and pass.
+
+    `endpoint`: address of an S3-compatible server; None: AWS.
+    """
+    import s3fs
+
+    class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
+        async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
+            # A server that stops reading would hold a request for ever: the client bounds its silence only.
+            return await asyncio.wait_for(super()._call_s3(*method, **arguments), REQUEST_SECONDS)
+
+    bounded = Bounded(
+        endpoint_url=endpoint,
+        use_listings_cache=False,
+        skip_instance_cache=True,
+        max_concurrency=_AT_ONCE,
+        config_kwargs={
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            # One quick try more for a part of a large file; the patience is in `patiently`.
+            "retries": {"total_max_attempts": 2, "mode": "standard"},
+            # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        },
+    )
+    bounded.retries = 2
+    return bounded
+
+
 class S3Objects:
     """`Backend` over `s3://bucket/prefix`; see `Store` for what the methods promise."""
 
@@ -63,30 +94,7 @@ class S3Objects:
 
     @functools.cached_property
     def _fs(self) -> Any:
-        import s3fs
-
-        class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
-            async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
-                # A server that stops reading would hold a request for ever: the client bounds its silence only.
-                return await asyncio.wait_for(super()._call_s3(*method, **arguments), REQUEST_SECONDS)
-
-        filesystem = Bounded(
-            endpoint_url=self._endpoint,
-            use_listings_cache=False,
-            skip_instance_cache=True,
-            max_concurrency=_AT_ONCE,
-            config_kwargs={
-                "connect_timeout": CONNECT_SECONDS,
-                "read_timeout": READ_SECONDS,
-                # One quick try more for a part of a large file; the patience is in `_call`.
-                "retries": {"total_max_attempts": 2, "mode": "standard"},
-                # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
-                "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_required",
-            },
-        )
-        filesystem.retries = 2
-        return filesystem
+        return filesystem(self._endpoint)
 
     @functools.cached_property
     def _conditional(self) -> bool:

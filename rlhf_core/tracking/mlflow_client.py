@@ -1,4 +1,4 @@
-"""The only file that imports MLflow: the few calls that tracking and the registry need, with plain values.
+"""The only file that imports MLflow's client: the few calls that tracking and the registry need, with plain values.
 
 Every method may raise whatever MLflow, requests or SQLAlchemy raise. `Tracking` turns that into "not now"; the
 registry, whose whole purpose it is, into an error.

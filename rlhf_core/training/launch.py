@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.devices import leads_to_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
 from rlhf_core.training.distributed import Rank, free_port, join, leave
@@ -28,12 +29,18 @@ _LAST_WORD_SECONDS = 5.0
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cuda" or "cpu"; `auto` takes CUDA where there is any."""
+    """ "cuda" or "cpu": what `wanted` (auto, cuda, cpu) leads to, as it did for keys and precision. Raises ConfigError
+    where that is a GPU and torch cannot use one."""
     import torch
 
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda, but torch sees no CUDA device; use run.device=auto or cpu")
-    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+    if not leads_to_gpu(wanted):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"run.device={wanted} leads to a GPU here, but torch cannot use any: mend the driver (`nvidia-smi` tells) or "
+            "say run.device=cpu"
+        )
+    return "cuda"
 
 
 def run_ranks(

@@ -49,7 +49,7 @@ HOMES = {
     "prefect": ("flows",),
     "vllm": ("rlhf_core.rollout", "rlhf_core.weight_sync"),
     "deepspeed": ("rlhf_core.training",),
-    "ray": ("rlhf_core.cluster", "rlhf_core.rollout"),
+    "ray": ("rlhf_core.cluster",),
     "mlflow": ("rlhf_core.tracking",),
 }
 

@@ -2,6 +2,7 @@
 
 - bfloat16 where it runs on GPUs, float32 on CPUs; what is said stays
 - engines follow the policy, unless they have a precision of their own
+- where the driver lists GPUs that torch cannot use, a stage says so: it does not train on the CPU in their place
 - `rlhf plan` for GPUs counts with what is usual there, on whatever machine it runs
 """
 
@@ -11,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flows.plan import make_plan
-from rlhf_core.config import load
+from rlhf_core.config import devices, load
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import ConfigError
+from rlhf_core.training.launch import resolve_device
 
 TRAINED = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed", "ppo.engine")
 
 
 def precisions(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[str]:
-    monkeypatch.setattr(load, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: gpus)
     dump = config_from_tree(tree, "test").model_dump()
     return [str(dump[section][field]["dtype"]) for section, field in (path.split(".") for path in TRAINED)]
 
@@ -33,6 +37,17 @@ def test_what_is_usual_depends_on_the_device(
     device: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert precisions({"run": {"device": device}}, monkeypatch, gpus) == [expected] * 5
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("cpu") == "cpu"
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=f"run.device={wanted} leads to a GPU here, but torch cannot use any"):
+            resolve_device(wanted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [resolve_device(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,7 @@ def test_the_stage_reports_progress_counts_and_card(tmp_path: Path) -> None:
     assert recorder.files == ["data_card.md", "data_card.json"] and recorder.flushed
     assert len(recorder.tables["data_samples"]) == 9
     assert recorder.progress[-1] == (160, 160)
-    assert result.params["data.sft[0].digest"].startswith("synthetic@")
+    assert result.facts["data.sft[0].digest"].startswith("synthetic@")
 
 
 def test_prompts_that_differ_in_white_space_are_held_out_together() -> None:

@@ -225,7 +225,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, databas
     assert version.tags["rlhf.data.digest"] == "1" * 64
     assert version.tags["rlhf.ppo.key"] == "p" * 16
     assert version.tags["eval.win_rate.mean"] == "0.75"
-    assert version.tags["rlhf.weights_sha256"] == result.params["weights_sha256"]
+    assert version.tags["rlhf.weights_sha256"] == result.facts["weights_sha256"]
     # printf 1 | sha256sum
     assert version.tags["rlhf.weights_sha256"] == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
     assert Evaluation.from_json(version.tags["rlhf.evaluation"]) == Evaluation(0.75, gold_reward=0.9)
