@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
@@ -12,6 +13,8 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path as people write it: `~` is their home folder, as in a shell."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 
 

@@ -90,7 +90,7 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
         what = path if path.isprintable() and len(path) < 300 else shown(path)
         yield DataError(f"{field}.path: file not found: {what}; correct the path (relative ones start at {Path.cwd()})")
         return
-    place = Path(local).expanduser()
+    place = Path(local)
     if place.is_file():
         yield from _data_file(field, place)
     else:

@@ -36,7 +36,7 @@ def is_local(path: str) -> bool:
 def exists(path: str) -> bool:
     """Whether there is such a file or folder; False for what cannot be a path."""
     try:
-        return Path(path).expanduser().exists()
+        return Path(path).exists()
     except (OSError, ValueError, RuntimeError):
         return False
 

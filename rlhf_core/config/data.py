@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_core.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from rlhf_core.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, UserPath
 
 Format = Literal["auto", "text", "messages", "completion", "preference", "prompt"]
 
@@ -14,7 +14,7 @@ Format = Literal["auto", "text", "messages", "completion", "preference", "prompt
 class Source(Section):
     """One place to read rows from."""
 
-    path: str = Field(
+    path: UserPath = Field(
         min_length=1, description="`synthetic`, a local file or folder, `s3://bucket/key`, or a Hugging Face dataset id"
     )
     split: str = Field(
@@ -67,7 +67,7 @@ class DataConfig(Section):
         "chat",
         description="`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response as they are",
     )
-    chat_template: str | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template")
+    chat_template: UserPath | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template")
     max_prompt_tokens: PositiveInt = Field(64, description="Longer prompts are dropped and counted")
     max_response_tokens: PositiveInt = Field(
         64, description="Responses of pairs and demonstrations longer than this are dropped and counted"

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Section, UserPath
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
@@ -33,7 +33,7 @@ class RunConfig(Section):
 
     name: Name = Field("rlhf", description="Name of the pipeline: MLflow experiment, flow run names, log folders")
     seed: NonNegativeInt = Field(0, description="Every random choice derives from it")
-    home: str = Field(
+    home: UserPath = Field(
         ".rlhf", min_length=1, description="Local folder for logs, scratch files and the embedded store and MLflow"
     )
     threads: NonNegativeInt = Field(
@@ -53,7 +53,7 @@ class RunConfig(Section):
 class StoreConfig(Section):
     """Where artifacts and checkpoints lie."""
 
-    url: str | None = Field(
+    url: UserPath | None = Field(
         None, min_length=1, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`"
     )
     endpoint: str | None = Field(
@@ -110,7 +110,7 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The model that everything starts from."""
 
-    path: str | None = Field(None, description="Local folder or Hugging Face id; None: `tiny`, from scratch")
+    path: UserPath | None = Field(None, description="Local folder or Hugging Face id; None: `tiny`, from scratch")
     revision: str | None = Field(None, description="Commit of a hub model")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="Attention of the training side"

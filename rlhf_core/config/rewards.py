@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UserPath
 from rlhf_core.config.hosts import as_network, host_of, is_listed, url_problem
 
 
@@ -121,7 +121,7 @@ class PythonReward(ExternalReward):
 
     type: Literal["python"] = "python"
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="`package.module:function`")
-    file: str | None = Field(
+    file: UserPath | None = Field(
         None, description="Python file that holds it, if it is not importable; then `function` is `anything:function`"
     )
     timeout: PositiveFloat = Field(30.0, description="Seconds for one batch")

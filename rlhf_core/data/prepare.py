@@ -113,7 +113,7 @@ def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> t
         positions = _check_model(config, len(tokenizer))
     if config.data.chat_template is not None:
         try:
-            tokenizer.chat_template = Path(config.data.chat_template).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(
                 f"data.chat_template: cannot read {config.data.chat_template}: {error}; give a UTF-8 Jinja file"
@@ -145,7 +145,7 @@ def _check_model(config: PipelineConfig, vocabulary: int) -> int:
 def _model_facts(path: str, revision: str | None) -> dict[str, Any]:
     """`config.json` of the base model, the text part of a multimodal one."""
     if is_local_model(path):
-        file = Path(path).expanduser() / "config.json"
+        file = Path(path) / "config.json"
         try:
             facts = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

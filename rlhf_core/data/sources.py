@@ -82,7 +82,7 @@ def source_digests(config: PipelineConfig) -> dict[str, str]:
         for index, source in enumerate(sources):
             digests[f"data.{name}[{index}]"] = _source_digest(source, config.store)
     if config.data.chat_template is not None:
-        path = Path(config.data.chat_template).expanduser()
+        path = Path(config.data.chat_template)
         if not path.is_file():
             raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file")
         digests["data.chat_template"] = _stream_digest(path.open("rb"))
@@ -124,7 +124,7 @@ def _source_digest(source: Source, store: StoreConfig) -> str:
 def _model_digest(path: str, revision: str | None) -> str:
     if not is_local_model(path):
         return f"hub:{path}@{resolve_revision(path, 'model', revision)}"
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
     files = sorted(
@@ -155,7 +155,7 @@ def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
     """The file itself, or all supported files under a folder, sorted."""
     if kind == "s3":
         return _list_s3(path, store)
-    place = Path(path.removeprefix("file://")).expanduser()
+    place = Path(path.removeprefix("file://"))
     if place.is_file():
         return [str(place)]
     if not place.is_dir():

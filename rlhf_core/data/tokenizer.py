@@ -29,7 +29,7 @@ TINY_TEMPLATE = (
 def is_local_model(path: str) -> bool:
     """True for what can only be a folder: it exists, or it does not look like a hub id (`name` or `owner/name`)."""
     looks_like_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return not looks_like_id or Path(path).expanduser().exists()
+    return not looks_like_id or Path(path).exists()
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
@@ -37,10 +37,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
     `path` is a folder or a hub id. No code of the model is run. Raises ModelError with a fix.
     """
-    if is_local_model(path):
-        path = str(Path(path).expanduser())
-        if not Path(path).is_dir():
-            raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
+    if is_local_model(path) and not Path(path).is_dir():
+        raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
     from transformers import AutoTokenizer
 
     try:

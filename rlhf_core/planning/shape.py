@@ -115,10 +115,10 @@ def shape_of(config: PipelineConfig, given: Path | None = None, *, local: bool =
 
 def _config_file(config: PipelineConfig, local: bool) -> Path:
     assert config.model.path is not None
-    file = Path(config.model.path).expanduser() / "config.json"
+    file = Path(config.model.path) / "config.json"
     if file.is_file():
         return file
-    if file.parent.exists() or config.model.path.startswith((".", "/", "~")):
+    if file.parent.exists() or config.model.path.startswith((".", "/")):
         raise ModelError(f"model.path: {config.model.path} has no config.json; give a model's folder or a hub id")
     from huggingface_hub import hf_hub_download
 

@@ -101,7 +101,7 @@ PATHS = {
     "/nowhere/model": ("model path not found: /nowhere/model",),
     "./model": ("model path not found: ./model",),
     "../model": ("model path not found: ../model",),
-    "~/nowhere": ("model path not found: ~/nowhere",),
+    "~/nowhere": (f"model path not found: {Path.home()}/nowhere",),
     "a/b/c": ("model path not found: a/b/c",),
     "s3://bucket/model": ("model path not found",),
     "x" * 5000: ("model path not found",),

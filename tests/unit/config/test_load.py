@@ -48,6 +48,21 @@ def test_numbers_reach_fields_of_both_kinds() -> None:
     assert config.ppo.steps == 7
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    tree = {
+        "run": {"home": "~/runs"},
+        "store": {"url": "~/store"},
+        "model": {"path": "~/m"},
+        "data": {"sft": [{"path": "~/d.jsonl"}], "chat_template": "~/t.jinja"},
+        "ppo": {"rewards": [{"type": "python", "function": "r:score", "file": "~/r.py"}]},
+    }
+    text = config_from_tree(tree, "test").model_dump_json()
+    assert "~" not in text
+    assert all(f'"/home/ada/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py"))
+    assert config_from_tree({"store": {"url": "s3://b/~x"}}, "test").store_url == "s3://b/~x"
+
+
 @pytest.mark.parametrize(
     "data", [b"\xef\xbb\xbfrun: {seed: 5}\n", b"run:\r\n  seed: 5\r\n", b"\n\n# x\nrun: {seed: 5}"]
 )
