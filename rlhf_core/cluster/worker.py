@@ -23,8 +23,7 @@ from rlhf_core.cluster.records import (
     Usage,
 )
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Role
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.placement import Group, Role
 from rlhf_core.failpoints import failpoint
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join
@@ -71,18 +70,15 @@ class ModelWorker(Actor):
         from rlhf_core.training.engine import TrainingEngine
 
         ppo = self._config.ppo
-        adapted = {"reference": self._models.get("policy"), "reward": self._models.get("critic")}.get(role)
-        if ppo.lora is not None and adapted is not None:
-            return WithoutAdapter(adapted)
+        group = Group(self._roles, self._rank.world_size)
+        if (adapted := group.adapted_from(role, ppo)) is not None:
+            return WithoutAdapter(self._models[adapted])
         trained = role in ("policy", "critic")
-        sizes = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
-        if self._rank.world_size != sizes.ranks:
-            # Groups of frozen models only, with a size of their own: whole copies.
-            sizes = DeepSpeedConfig(ranks=self._rank.world_size, dtype=sizes.dtype)
+        deepspeed = group.deepspeed(role, ppo)
         load = load_policy if role in ("policy", "reference") else load_score_model
         model: Any = load(
             self._folders[role],
-            dtype=sizes.dtype,
+            dtype=deepspeed.dtype,
             attention=self._config.model.attention,
             device=self._rank.torch_device,
             quantize=ppo.lora.quantize if ppo.lora is not None and trained else None,
@@ -90,12 +86,12 @@ class ModelWorker(Actor):
         if role == "critic":
             model.fold_statistics()
         optimizer = {"policy": ppo.policy, "critic": ppo.critic}.get(role)
-        if not trained and sizes.zero_stage < 3:
+        if not trained and deepspeed.zero_stage < 3:
             return model.requires_grad_(False).eval()
         if trained:
             add_adapter(model, ppo.lora)
         ema_decay = ppo.ema_decay if role == "policy" else None
-        return TrainingEngine(model, sizes, optimizer, self._rank, ema_decay=ema_decay)
+        return TrainingEngine(model, deepspeed, optimizer, self._rank, ema_decay=ema_decay)
 
     # -- experience ---------------------------------------------------------------------------------------------
 

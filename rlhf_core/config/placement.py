@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.training import DeepSpeedConfig
 
 Role = Literal["policy", "reference", "critic", "reward"]
 
@@ -19,6 +20,8 @@ _WORDS: dict[Role, str] = {
     "critic": "critic",
     "reward": "reward model",
 }
+
+_ADAPTED_FROM: dict[Role, Role] = {"reference": "policy", "reward": "critic"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ class Group:
     @property
     def words(self) -> str:
         return " + ".join(_WORDS[role] for role in self.roles)
+
+    def deepspeed(self, role: Role, ppo: PPOConfig) -> DeepSpeedConfig:
+        """How the model of `role` lies over the ranks."""
+        settings = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
+        # Groups of frozen models only, with a size of their own: whole copies.
+        return settings if settings.ranks == self.ranks else DeepSpeedConfig(ranks=self.ranks, dtype=settings.dtype)
+
+    def adapted_from(self, role: Role, ppo: PPOConfig) -> Role | None:
+        """The trained model beside it that is `role` while its adapter is off; None where `role` has its own weights."""
+        trained = _ADAPTED_FROM.get(role)
+        return trained if ppo.lora is not None and trained in self.roles else None
 
 
 @dataclass(frozen=True)

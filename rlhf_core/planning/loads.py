@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.config.placement import plan as place
-from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.memory import NOTHING, Bytes, ForwardPass, Model, engine_memory
 from rlhf_core.planning.shape import ModelShape
@@ -121,13 +120,11 @@ def ppo_models(config: PipelineConfig, shape: ModelShape, group: Group, kind: st
     ppo, models = config.ppo, dict[Role, Model]()
     for role in group.roles:
         trained, scores = role in ("policy", "critic"), role in ("critic", "reward")
-        if ppo.lora is not None and not trained and ("critic" if scores else "policy") in group.roles:
+        if group.adapted_from(role, ppo) is not None:
             continue
-        sizes = ppo.critic_deepspeed if scores else ppo.policy_deepspeed
-        if sizes.ranks != group.ranks:
-            sizes = DeepSpeedConfig(ranks=group.ranks, dtype=sizes.dtype)
         average = role == "policy" and ppo.ema_decay is not None
-        models[role] = Model(shape, sizes, trained, scores, ppo.lora if trained else None, average, kind)
+        lora = ppo.lora if trained else None
+        models[role] = Model(shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind)
     return models
 
 
