@@ -19,11 +19,11 @@ from rlhf_core.cluster.fleet import Fleet
 from rlhf_core.cluster.spread import Spread
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_inputs
 from rlhf_core.rollout.dispatch import assign, prompts_of_step
 from rlhf_core.rollout.experience import shaped_scores, uniform_groups
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PromptExample, RewardInput, Rollout
+from rlhf_core.types import PromptExample, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -88,18 +88,7 @@ class Collector:
         """Composed scores; `model_scores` as `start_scores` gave them, asked for here if needed and not given."""
         if model_scores is None and "reward" in self._fleet.groups:
             model_scores = self._fleet.insist(lambda: self.start_scores(batch).gather(), "the scoring")
-        inputs = [
-            RewardInput(
-                prompt_id=r.prompt_id,
-                prompt=p.prompt,
-                response=self._decode(r.response_ids),
-                prompt_ids=r.prompt_ids,
-                response_ids=r.response_ids,
-                finished=r.finished,
-                meta=p.meta,
-            )
-            for r, p in zip(batch.rollouts, batch.prompts, strict=True)
-        ]
+        inputs = reward_inputs(self._decode, batch.prompts, batch.rollouts)
         return self._composer.score(inputs, model_scores)
 
     def start_scores(self, batch: RolloutBatch) -> Spread:

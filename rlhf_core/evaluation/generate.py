@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.failpoints import failpoint
+from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
 from rlhf_core.watch import doing, idle
@@ -16,7 +16,7 @@ from rlhf_core.watch import doing, idle
 def responses_of(
     config: PipelineConfig,
     models: Mapping[str, Path],
-    tokenizer: Any,
+    decode: Callable[[Sequence[int]], str],
     prompts: Sequence[PromptExample],
     *,
     device: str,
@@ -32,7 +32,7 @@ def responses_of(
             progress("evaluate", before + done, total, "responses")
 
         rollouts = sample_responses(config, folder, prompts, device=device, done=report)
-        responses[name] = reward_inputs(tokenizer, prompts, rollouts)
+        responses[name] = reward_inputs(decode, prompts, rollouts)
         failpoint("evaluate.sampled")
     return responses
 
@@ -73,19 +73,3 @@ def sample_responses(
         engine.shutdown()
         idle()
     return rollouts
-
-
-def reward_inputs(tokenizer: Any, prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]) -> list[RewardInput]:
-    """What the reward sources see of each response (n,): decoded without special tokens."""
-    return [
-        RewardInput(
-            prompt_id=prompt.prompt_id,
-            prompt=prompt.prompt,
-            response=tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True),
-            prompt_ids=rollout.prompt_ids,
-            response_ids=rollout.response_ids,
-            finished=rollout.finished,
-            meta=prompt.meta,
-        )
-        for prompt, rollout in zip(prompts, rollouts, strict=True)
-    ]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
@@ -99,16 +100,14 @@ def _tokenizer(folder: Path) -> str:
 def _play(
     config: PipelineConfig, services: Services, prompts: list[PromptExample], candidate: Path, champion: Path
 ) -> Comparison:
-    from transformers import AutoTokenizer
-
     from rlhf_core.training.launch import resolve_device
 
     device = resolve_device(config.run.device)
-    tokenizer = AutoTokenizer.from_pretrained(services.inputs["data"] / "tokenizer", trust_remote_code=False)
+    decoder = load_decoder(services.inputs["data"])
 
     def respond(name: str, folder: Path) -> list[RewardInput]:
         return generate.responses_of(
-            config, {name: folder}, tokenizer, prompts, device=device, progress=services.progress
+            config, {name: folder}, decoder, prompts, device=device, progress=services.progress
         )[name]
 
     ours = respond("ppo", candidate)
@@ -118,8 +117,7 @@ def _play(
         raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     reward = services.inputs["reward"] / "model" if "reward" in services.inputs else None
-    pad_id = tokenizer.pad_token_id or 0
-    scores = scoring.score(judge, config, reward, [*ours, *theirs], pad_id=pad_id, device=device)
+    scores = scoring.score(judge, config, reward, [*ours, *theirs], pad_id=decoder.pad, device=device)
     pairs = [
         (Answer(a, {judge: x}), Answer(b, {judge: y}))
         for a, b, x, y in zip(ours, theirs, scores[: len(ours)], scores[len(ours) :], strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ from rlhf_core.watch import doing, idle
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 
 def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:

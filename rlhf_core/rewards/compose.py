@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,11 +21,30 @@ from rlhf_core.rewards.failures import settle
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import check_pattern, evaluate_rule
-from rlhf_core.types import RewardInput
+from rlhf_core.types import PromptExample, RewardInput, Rollout
 
 log = logging.getLogger(__name__)
 
 EPS = 1e-8
+
+
+def reward_inputs(
+    decode: Callable[[Sequence[int]], str], prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]
+) -> list[RewardInput]:
+    """What the sources see of each response (n,). `decode`: ids to text without special tokens, the same in training and
+    evaluation (`rlhf_core.data.decoding`)."""
+    return [
+        RewardInput(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.prompt,
+            response=decode(rollout.response_ids),
+            prompt_ids=rollout.prompt_ids,
+            response_ids=rollout.response_ids,
+            finished=rollout.finished,
+            meta=prompt.meta,
+        )
+        for prompt, rollout in zip(prompts, rollouts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

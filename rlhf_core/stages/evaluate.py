@@ -8,12 +8,12 @@ Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.history import History, read_history
@@ -31,8 +31,6 @@ from rlhf_core.evaluation.summary import (
 from rlhf_core.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
 
-logger = logging.getLogger(__name__)
-
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Evaluates; see the module's docstring. Raises `DataError` without held-out prompts, `ConfigError` for a judge
@@ -45,13 +43,12 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         raise DataError("evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts")
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
-    tokenizer = _tokenizer(services.inputs["data"] / "tokenizer")
+    decoder = load_decoder(services.inputs["data"])
     device = resolve_device(config.run.device)
 
     models = {"sft": services.inputs["sft"] / "model", "ppo": services.inputs["ppo"] / "policy"}
-    responses = generate.responses_of(config, models, tokenizer, prompts, device=device, progress=services.progress)
-    pad_id = tokenizer.pad_token_id or 0
-    measured = _measure(config, services, responses, gold_known=gold_known, pad_id=pad_id, device=device)
+    responses = generate.responses_of(config, models, decoder, prompts, device=device, progress=services.progress)
+    measured = _measure(config, services, responses, gold_known=gold_known, pad_id=decoder.pad, device=device)
     responses, measured = scored(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
@@ -215,9 +212,3 @@ def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     for model, scores in row["scores"].items():
         flat |= {f"{model}/{name}": value for name, value in scores.items()}
     return flat
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

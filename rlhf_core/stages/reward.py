@@ -114,14 +114,14 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, services: Serv
 
 def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:
     """Twenty held-out pairs with their raw scores, for reading."""
-    from transformers import AutoTokenizer
+    from rlhf_core.data.decoding import load_decoder
 
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
+    decode = load_decoder(data)
     return [
         {
             "prompt": pair.prompt,
-            "chosen": tokenizer.decode(pair.chosen_ids, skip_special_tokens=True),
-            "rejected": tokenizer.decode(pair.rejected_ids, skip_special_tokens=True),
+            "chosen": decode(pair.chosen_ids),
+            "rejected": decode(pair.rejected_ids),
             "score_chosen": chosen,
             "score_rejected": rejected,
         }

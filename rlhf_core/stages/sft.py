@@ -93,12 +93,13 @@ def _train(
 def _samples(config: PipelineConfig, services: Services, device: str) -> list[dict[str, Any]]:
     """Held-out prompts and what the new model says, one sample each."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from rlhf_core.data.dataset import load_prompts
+    from rlhf_core.data.decoding import load_decoder
 
     folder = services.out / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    decode = load_decoder(services.inputs["data"])
     model = (
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).to(device).eval()
     )
@@ -114,6 +115,6 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
             top_k=0,
             max_new_tokens=config.ppo.max_new_tokens,
         )[0, ids.shape[1] :]
-        rows.append({"prompt": prompt.prompt, "response": tokenizer.decode(output, skip_special_tokens=True)})
+        rows.append({"prompt": prompt.prompt, "response": decode(output.tolist())})
         services.progress("sft samples", i + 1, len(prompts), "responses")
     return rows

@@ -1,6 +1,6 @@
 """Kills of what `rlhf up` runs, in the middle of PPO: a table of what became of the flow run.
 
-    python -m tests.chaos.servers [--times 10] [--postgres] [--folder .rlhf/chaos-servers] [--table FILE]
+    python -m tests.chaos.servers [--times 10] [--only KIND] [--postgres] [--folder .rlhf/chaos-servers] [--table FILE]
 
 Every trial: PPO of the tiny pipeline as a deployment's run; when its first checkpoint is committed (or, for "still
 pending", as soon as a process has the run) the victims get SIGKILL; what was started by `up` is left to itself. Where
@@ -207,6 +207,9 @@ def main() -> int:
     """0 if every run completed in the same bits."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=10)
+    parser.add_argument(
+        "--only", action="append", choices=KINDS, help="this kind of kill, and others that are named so"
+    )
     parser.add_argument("--postgres", action="store_true", help="Prefect's server on PostgreSQL, in place of SQLite")
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos-servers"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
@@ -222,7 +225,7 @@ def main() -> int:
     shutil.rmtree(work, ignore_errors=True)
     golden: Golden | None = None
     for number in range(arguments.times):
-        for kind in KINDS:
+        for kind in arguments.only or KINDS:
             if sum(row["kind"] == kind for row in trials()) > number:
                 continue
             golden = golden or Golden(work, ("data", "sft", "reward", "ppo"))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.data.decoding import Decoder
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import scoring
@@ -66,8 +67,6 @@ class Recorder:
 
 class Tokenizer:
     """A scripted response has as many tokens as words; each is the response's place in `texts`."""
-
-    pad_token_id = None
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -130,7 +129,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
     monkeypatch.setattr("rlhf_core.training.launch.resolve_device", lambda wanted: wanted)
-    monkeypatch.setattr(evaluate, "_tokenizer", lambda folder: Tokenizer(TEXTS))
+    monkeypatch.setattr(evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None))
     monkeypatch.setattr(
         scoring, "score_reward_model", lambda c, f, samples, **k: [float(len(s.response)) for s in samples]
     )
