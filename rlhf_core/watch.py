@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
+from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.processes import ProcessId, kill
 
 LOOK_SECONDS = 0.5
@@ -149,7 +149,7 @@ class Watch:
     """Looks at the parts in `folder` (None: a temporary one) while it is entered. `fail` gets the error where parts are
     late for `GRACE_SECONDS` more, in a thread of its own; it should end the process."""
 
-    def __init__(self, folder: Path | None = None, fail: Callable[[InfrastructureError], None] | None = None) -> None:
+    def __init__(self, folder: Path | None = None, fail: Callable[[RLHFError], None] | None = None) -> None:
         self._temporary = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="rlhf-watch-"))
         self._fail = fail
@@ -211,6 +211,11 @@ class Watch:
         kind = WorkerDied if any(part.state == "gone" for part in culprits) else WorkerStuck
         rule = "" if kind is WorkerDied else f" ({limit})"
         return kind(f"while waiting for {waiting_for}{rule}: {named}; stacks of all processes: {self.folder}")
+
+    def give_up(self, error: RLHFError) -> None:
+        """Fail the stage with `error`: for a thread that knows why whoever waits will wait in vain."""
+        if self._fail is not None:
+            self._fail(error)
 
     def save_stacks(self) -> None:
         """Have every part that can write the stacks of its threads into its file in `folder`."""

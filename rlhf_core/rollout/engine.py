@@ -71,7 +71,7 @@ class Engine:
                 trust_remote_code=False,
                 **options,
             )
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:
             if (told := _of_memory(error)) is None:
                 raise
             raise told from error
@@ -138,17 +138,25 @@ class Engine:
         """Free the model and its KV cache."""
         import gc
 
+        # While the model is still known to it: what torch.compile hooked in would keep its weights on the device.
+        if (unhook := getattr(self.llm.llm_engine, "_finalizer", None)) is not None:
+            unhook()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
 
 
 _NO_CACHE = ("available memory for the cache blocks", "To serve at least one request")
-_TAKEN = ("less than desired GPU memory utilization", "is less than requested memory for kv")
-"""vLLM's words for what it does not have, and for what others have: ValueErrors, but of the device and not of the code."""
+_TAKEN = (
+    "less than desired GPU memory utilization",
+    "is less than requested memory for kv",
+    "Error in memory profiling",  # others gave memory back while it looked
+)
+"""vLLM's words for what it does not have, and for what others have: ValueErrors and failed assertions, but of the device
+and not of the code."""
 
 
-def _of_memory(error: ValueError) -> RLHFError | None:
+def _of_memory(error: Exception) -> RLHFError | None:
     """The project's error for vLLM's, where it is about memory."""
     words = " ".join(str(error).split())
     if any(known in words for known in _TAKEN):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, roundings
-from rlhf_core.errors import InfrastructureError, OutOfMemory, StoreError, Superseded, classified, to_record
+from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified, to_record
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
@@ -108,7 +108,7 @@ def _what_needs_less(spec: StageSpec) -> str:
     return f"{advice}; `rlhf plan CONFIG` shows what needs how much"
 
 
-def _give_up(error: InfrastructureError, watch: Watch, events: Events) -> NoReturn:
+def _give_up(error: RLHFError, watch: Watch, events: Events) -> NoReturn:
     """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing running."""
     log.critical("%s: %s", type(error).__name__, error.message)
     events.send("error", **to_record(error))

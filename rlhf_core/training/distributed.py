@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-WATCH_FIRST_SECONDS = 3.0
-"""What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each other."""
+_WATCH_FIRST_SECONDS = {"cpu": 3.0, "cuda": 60.0}
+"""What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each other. A
+broken one of gloo raises; NCCL's own watchdog takes the process down, so the stage is to be ended before."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Rank:
     """Seconds for the rendezvous and every collective until the model is loaded."""
     timeout: float = 600.0
     """Seconds that a rank may stand still from then on; a collective gets a little more (`bound_collectives`)."""
+
+    @property
+    def collective_seconds(self) -> float:
+        """How long a collective may take once the model is loaded."""
+        return self.timeout + _WATCH_FIRST_SECONDS[self.device]
 
     @property
     def torch_device(self) -> str:

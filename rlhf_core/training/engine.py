@@ -26,7 +26,7 @@ from rlhf_core.failpoints import failpoint
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
 from rlhf_core.training import resharding
-from rlhf_core.training.distributed import WATCH_FIRST_SECONDS, Rank, bound_collectives
+from rlhf_core.training.distributed import Rank, bound_collectives
 from rlhf_core.training.shards import WeightAverage, WeightCopy
 from rlhf_core.watch import doing
 
@@ -108,7 +108,7 @@ class TrainingEngine:
         lm, device = self.module.lm, rank.torch_device
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
         self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keeps_best else None
-        bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
+        bound_collectives(rank.collective_seconds)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
         # Without an optimizer only ZeRO-3 means anything: it shards the parameters.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, fr
 from rlhf_core.training.distributed import Rank, free_port, join, leave
 from rlhf_core.watch import Watch, doing, idle, leave_part, take_part
 
+_LOOK_SECONDS = 0.5
+_NOTICE_SECONDS = 5.0
+"""In which rank 0 sees by itself that another has failed, where it can."""
 _LAST_WORD_SECONDS = 5.0
 """How long a rank's own error may follow the collective that it broke."""
 
@@ -69,16 +74,20 @@ def run_ranks(
         try:
             _await_start(others, limits.start)
             join(own)
-            result = work(own, *args, rank_zero)
+            with _told_of_failures(others, seen):
+                result = work(own, *args, rank_zero)
+            # Before the others are waited for: the end of NCCL's communicators takes all of their ranks.
+            leave()
             _await_end(others, limits.stall)
             return result
         except RuntimeError as error:
             raise _explained(error, others, seen, limits) from error
         finally:
-            leave()
             for other in others:
                 other.process.kill()
                 other.process.join()
+            if device == "cpu":  # after an error NCCL would wait for ranks that are gone
+                leave()
             leave_part()
 
 
@@ -105,6 +114,7 @@ class _Other:
         there.close()
         return _Other(rank.rank, process, here)
 
+    @cached_property
     def error(self) -> RLHFError:
         """What it said before it ended, or that it said nothing."""
         try:
@@ -131,7 +141,30 @@ def _await_start(others: list[_Other], seconds: float) -> None:
             raise WorkerStuck(f"training rank {other.rank} was not up after {seconds:g} s (run.timeouts.start)")
         if not up:
             other.process.join(_LAST_WORD_SECONDS)
-            raise other.error()
+            raise other.error
+
+
+@contextmanager
+def _told_of_failures(others: list[_Other], watch: Watch) -> Iterator[None]:
+    """While it lasts, the stage fails with the error of a rank that ends with one, if rank 0 does not notice: a
+    collective of gloo breaks when a peer is gone, one of NCCL waits."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            failed = next((other for other in others if other.process.exitcode not in (None, 0)), None)
+            if failed is not None:
+                if not over.wait(_NOTICE_SECONDS):
+                    watch.give_up(failed.error)
+                return
+
+    thread = threading.Thread(target=look, name="other-ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _await_end(others: list[_Other], seconds: float) -> None:
@@ -140,7 +173,7 @@ def _await_end(others: list[_Other], seconds: float) -> None:
         if other.process.exitcode is None:
             raise WorkerStuck(f"training rank {other.rank} did not end within {seconds:g} s (run.timeouts.stall)")
         if other.process.exitcode != 0:
-            raise other.error()
+            raise other.error
 
 
 def _explained(error: RuntimeError, others: list[_Other], watch: Watch, limits: TimeoutsConfig) -> Exception:
@@ -149,7 +182,7 @@ def _explained(error: RuntimeError, others: list[_Other], watch: Watch, limits: 
     stuck = any(part.state == "halted" or part.late for part in watch.lost())
     culprit = None if stuck else _first_dead(others, _LAST_WORD_SECONDS)
     if culprit is not None:
-        return culprit.error()
+        return culprit.error
     if stuck or (others and "timed out" in str(error).lower()):
         return watch.blame("the other training ranks", f"run.timeouts.stall={limits.stall:g}")
     return error

@@ -63,7 +63,8 @@ def loading_universal(engine: Any) -> Any:
     # Under ZeRO-3 every group was given the first one's settings: norms would decay as matrices do.
     for group, settings in zip(engine.optimizer.param_groups, own, strict=True):
         group.update(settings)
-    # ... and all of them share one count of steps, which AdamW then raises once for each.
-    for state in engine.optimizer.optimizer.state.values():
+    # ... and all of them share one count of steps, which AdamW then raises once for each; it lies on the CPU, where a fused
+    # AdamW would not find it.
+    for parameter, state in engine.optimizer.optimizer.state.items():
         if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
+            state["step"] = state["step"].to(parameter.device, copy=True)

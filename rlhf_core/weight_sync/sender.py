@@ -229,7 +229,9 @@ class _VllmTransport:
                 rank=rank,
                 packed_buffer_size_bytes=bucket_bytes,
             )
-            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=self._client, source=Source())
+            # vLLM makes a stream of its own the current one; DeepSpeed counts on the default stream.
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                self._engine = NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=self._client, source=Source())
         else:
             from vllm.distributed.weight_transfer.ipc_engine import (
                 IPCTrainerInitInfo,

@@ -1,6 +1,7 @@
 """Ranks of one stage: what the stage hears when another rank fails. Real processes and gloo.
 
 - an error of another rank arrives with its class and the rank's number, though rank 0 only sees a broken collective
+- so it does where rank 0 sees nothing, as in NCCL's collectives; and all ranks leave their group together
 - a rank that dies without a word, or before it is up, is named within seconds
 - a rank that is halted, or stands still, is named within its timeout and 10 s, in the groups that DeepSpeed makes, too;
   stacks are saved, and no rank is left
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.errors import DataError, WorkerDied, WorkerStuck
-from rlhf_core.training.distributed import WATCH_FIRST_SECONDS, bound_collectives
+from rlhf_core.errors import DataError, OutOfMemory, RLHFError, WorkerDied, WorkerStuck
+from rlhf_core.training import launch
+from rlhf_core.training.distributed import bound_collectives
 from rlhf_core.training.launch import run_ranks
 from rlhf_core.watch import Watch, doing
 
@@ -41,6 +44,18 @@ def _one_raises(rank: Any, _context: Any) -> float:
     return _sum_of_ranks(rank, None)
 
 
+_told: list[RLHFError] = []
+
+
+def _one_fails_unnoticed(rank: Any, _context: Any) -> None:
+    """As under NCCL, whose collectives do not break when a peer is gone."""
+    if rank.rank == 1:
+        raise OutOfMemory("80 GiB are not enough")
+    deadline = time.monotonic() + 60
+    while not _told and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def _one_dies(rank: Any, _context: Any) -> float:
     if rank.rank == 1:
         os._exit(9)
@@ -48,7 +63,7 @@ def _one_dies(rank: Any, _context: Any) -> float:
 
 
 def _one_is_halted(rank: Any, _context: Any) -> float:
-    bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
+    bound_collectives(rank.collective_seconds)
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     return _sum_of_ranks(rank, None)
@@ -60,7 +75,7 @@ def _one_stands_still(rank: Any, _context: Any) -> float:
 
     # As ZeRO does it: without a timeout of its own.
     group = dist.new_group(range(2))
-    bound_collectives(rank.timeout + WATCH_FIRST_SECONDS)
+    bound_collectives(rank.collective_seconds)
     doing("optimizer step 7")
     if rank.rank == 1:
         time.sleep(60)
@@ -85,6 +100,25 @@ def test_rank_zeros_result_comes_back() -> None:
 def test_an_error_of_another_rank_arrives_as_itself() -> None:
     with pytest.raises(DataError, match=r"training rank 1: pairs.jsonl:7: no rejected response"):
         run_ranks(_one_raises, 2, "cpu", rank_zero=None)
+
+
+def test_an_error_that_rank_zero_does_not_notice_ends_the_stage_all_the_same(tmp_path: Path) -> None:
+    with Watch(tmp_path / "stacks", _told.append) as watch, pytest.raises(OutOfMemory):
+        run_ranks(_one_fails_unnoticed, 2, "cpu", rank_zero=None, watch=watch)
+    (error,) = _told
+    assert type(error) is OutOfMemory and error.message == "training rank 1: 80 GiB are not enough"
+
+
+def test_rank_zero_leaves_the_group_with_the_others_and_not_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    await_end, joined = launch._await_end, []
+
+    def waits(*arguments: Any) -> None:
+        joined.append(torch.distributed.is_initialized())
+        await_end(*arguments)
+
+    monkeypatch.setattr(launch, "_await_end", waits)
+    run_ranks(_sum_of_ranks, 2, "cpu", rank_zero=None)
+    assert joined == [False], "the end of NCCL's communicators is a collective"
 
 
 def test_a_rank_that_dies_is_named_within_seconds() -> None:
