@@ -1,7 +1,8 @@
 """Checkpoints: the newest whole one is used, damage falls back to the one before, later attempts shut earlier ones out.
 
 Locks: save and latest, retention of the newest and the best, leftovers ignored, damage with fallback,
-quarantine, never a silent fresh start, fencing of saves, attempt numbers, clearing.
+quarantine, never a silent fresh start, fencing of saves, attempt numbers, what a store lost, clearing, also one that is
+cut short.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
+from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, StoreError, Superseded
 from rlhf_core.storage import checkpoints as module
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
@@ -165,6 +167,23 @@ def test_old_ones_go_only_after_the_new_one_is_committed(
             saver.save(2, state(tmp_path, "2"))
     found = saver.latest()
     assert found is not None and found[0] == 1
+
+
+def test_a_file_that_the_store_did_not_keep_is_missed_before_the_manifest(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = checkpoints(store, tmp_path)
+    saver.save(1, state(tmp_path, "1"))
+    plain = Store.put_file
+
+    def lossy(self: Store, local: Path, key: str, *, link: bool = False) -> None:
+        if not key.endswith("rank1.bin"):
+            plain(self, local, key, link=link)
+
+    monkeypatch.setattr(Store, "put_file", lossy)
+    with pytest.raises(StoreError, match=r"did not keep .*rank1\.bin, which is missing; the same command tries again"):
+        saver.save(2, state(tmp_path, "2"))
+    assert steps(store) == [1]
 
 
 def test_files_without_a_manifest_do_not_exist_and_go_later(store: Store, tmp_path: Path) -> None:
@@ -358,3 +377,34 @@ def test_clearing_keeps_the_attempts(store: Store, tmp_path: Path) -> None:
     saver.clear()
     assert store.list(f"checkpoints/{KEY}") == [f"checkpoints/{KEY}/attempts/000001.json"]
     assert claim(store, KEY).attempt == 2
+
+
+DELETIONS = 1 + 2 * 3
+"""The name of the newest, and of each of two checkpoints its manifest and two files."""
+
+
+@pytest.mark.parametrize("deletions", range(DELETIONS + 1))
+def test_a_clearing_that_is_cut_short_anywhere_leaves_nothing_that_looks_damaged(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, deletions: int
+) -> None:
+    saver = checkpoints(store, tmp_path)
+    for step in (1, 2):
+        saver.save(step, state(tmp_path, str(step)))
+    plain, left = Store.delete, deletions
+
+    def delete(self: Store, keys: Sequence[str]) -> None:
+        nonlocal left
+        for key in keys:
+            if left == 0:
+                raise StoreError("killed")
+            left -= 1
+            plain(self, [key])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", delete)
+        # One by one, in the order of their names: of a checkpoint that would have the manifest last.
+        patch.setattr(Store, "delete_prefix", lambda self, prefix: self.delete(self.list(prefix)))
+        with nullcontext() if deletions == DELETIONS else pytest.raises(StoreError):
+            saver.clear()
+    checkpoints(store, tmp_path).latest()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -1,7 +1,8 @@
 """The local store: keys stay inside, objects appear whole, creation happens once, bad addresses are refused.
 
 Locks: key table, address table, credentials never echoed, put/get/list/delete, no temporary file left or listed,
-an interrupted write changes nothing, one winner among racing creators, linked writes, full disks in one sentence.
+an interrupted write changes nothing, content is on the disk before its name, one winner among racing creators, linked
+writes, full disks in one sentence.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,6 +132,37 @@ def test_an_interrupted_write_leaves_the_old_object_and_no_temporary_file(
         store.put_file(tmp_path / "new", "a/x")
     assert store.read_bytes("a/x") == b"old"
     assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["x"]
+
+
+WRITES: dict[str, Callable[[Store, Path], object]] = {
+    "bytes": lambda store, source: store.put_bytes("a/x", b"new"),
+    "copy": lambda store, source: store.put_file(source, "a/x"),
+    "link": lambda store, source: store.put_file(source, "a/x", link=True),
+    "creation": lambda store, source: store.put_if_absent("a/x", b"new"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_content_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    place, seen = tmp_path / "store" / "a" / "x", []
+    fsync, replace, link = os.fsync, os.replace, os.link
+
+    def recorded(plain: Callable[..., None]) -> Callable[..., None]:
+        def call(source: Path, target: Path, **options: bool) -> None:
+            plain(source, target, **options)
+            seen.extend(["name"] if target == place else [])
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (seen.append(os.fstat(descriptor).st_ino), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", recorded(replace))
+    monkeypatch.setattr(os, "link", recorded(link))
+    (tmp_path / "new").write_bytes(b"new")
+    WRITES[write](store, tmp_path / "new")
+    assert place.read_bytes() == b"new"
+    assert seen == [place.stat().st_ino, "name", place.parent.stat().st_ino]
 
 
 def test_the_unfinished_write_of_a_killed_process_is_not_listed_and_goes_with_its_folder(
