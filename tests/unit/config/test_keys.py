@@ -1,7 +1,7 @@
 """Stage keys.
 
 - a setting changes the keys of its stage and, through digests, of what follows; never of what comes before
-- what only says when or where things happen changes no key
+- what only says when or where things happen changes no key; of all fields these are on a list, and no other is left out
 - what is read from outside counts by content: a folder may move, and its changes are seen
 - names that users choose count, whatever they are; a registration belongs to one registry
 - what decides by rounding alone is named for a checkpoint
@@ -10,13 +10,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import keys
+from rlhf_core.config.base import Section
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.schema import all_fields, locate
 from rlhf_core.types import STAGES
 
 
@@ -53,6 +56,105 @@ def _changed(tree: dict[str, Any]) -> set[str]:
 )
 def test_a_setting_changes_the_keys_of_its_stages_alone(tree: dict[str, Any], stages: set[str]) -> None:
     assert _changed(tree) == stages
+
+
+EVERYTHING = {
+    "run": {"device": "cpu"},
+    "model": {"path": "model"},
+    "sft": {"lora": {}},
+    "reward": {"lora": {}, "early_stop": {}},
+    "ppo": {
+        "algorithm": "grpo",
+        "samples_per_prompt": 2,
+        "lora": {},
+        "overlong": {"buffer": 1},
+        "dynamic_filtering": {},
+        "ptx": {"coef": 1.0},
+        "rewards": [
+            {"type": "model"},
+            {"type": "gold"},
+            {"type": "length", "target": 9, "tolerance": 3},
+            {"type": "keywords", "words": ["sun"]},
+            {"type": "format", "pattern": "x"},
+            {"type": "repetition"},
+            {"type": "relevance"},
+            {"type": "well_formed"},
+            {"type": "token_share", "below": 50},
+            {"type": "answer"},
+            {"type": "python", "function": "a:b"},
+            SERVICE,
+        ],
+    },
+}
+"""A configuration with every section and every type of reward."""
+
+DEEPSPEEDS = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed")
+IN_NO_KEY = {
+    "model.path", "model.revision", "data.chat_template",
+    "data.sft.path", "data.sft.revision", "data.preference.path", "data.preference.revision",
+    "data.prompts.path", "data.prompts.revision",
+    *(f"{section}.{name}" for section in DEEPSPEEDS for name in ("allow_other_ranks", "gradient_checkpointing", "hpz", "ranks")),
+    "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens",
+    "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy",
+    "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens", "ppo.reference_ranks",
+    "ppo.reward_ranks", "ppo.samples_every",
+    "ppo.engine.gpu_memory_utilization", "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
+    "ppo.engine.max_restarts", "ppo.engine.min_count",
+    "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
+    "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",
+    "ppo.rewards.remote.allowed_hosts", "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
+    "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency", "ppo.rewards.remote.items_per_request",
+    "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
+}  # fmt: skip
+"""Whatever they are, the result is the same but for rounding, or its content counts in their place."""
+
+SECTIONS = {
+    "model": {"data", "sft", "reward", "ppo"},
+    "data": {"data"},
+    "sft": {"sft"},
+    "reward": {"reward"},
+    "ppo": {"ppo", "evaluate"},
+    "evaluate": {"evaluate"},
+    "register": {"register"},
+}
+OUTSIDE = {"run.seed": set(STAGES), "run.name": {"register"}, "run.home": {"register"}, "tracking.uri": {"register"}}
+"""Of the sections that say where and when: the seed is for all, a registration's name and registry are its own."""
+
+
+def _with_each_field_changed(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path of a field, `value` with something else in it), unchecked, for each field; a list's items by their type."""
+    if isinstance(value, Section):
+        for name, info in type(value).model_fields.items():
+            for where, new in _with_each_field_changed(getattr(value, name), f"{path}.{info.alias or name}"):
+                yield where, value.model_copy(update={name: new})
+    elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
+        for index, item in enumerate(value):
+            for where, new in _with_each_field_changed(item, f"{path}.{item.type}" if hasattr(item, "type") else path):
+                yield where, (*value[:index], new, *value[index + 1 :])
+    else:
+        yield path.removeprefix("."), "something else"
+
+
+def _stages_of(path: str) -> set[str]:
+    return set() if path in IN_NO_KEY else OUTSIDE.get(path, SECTIONS.get(path.split(".")[0], set()))
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = config_from_tree(EVERYTHING, "test")
+    before = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
+    found = {
+        path: {stage for stage in STAGES if stage_key(changed, stage, {}, {}) != before[stage]}
+        for path, changed in _with_each_field_changed(config)
+        if path != "run.device"
+    }
+    assert found == {path: _stages_of(path) for path in found}
+    single = {".".join(path) for path in all_fields() if locate(path).kind.section is None}  # type: ignore[union-attr]
+    assert single - set(found) == {"run.device", "data.sft", "data.preference", "data.prompts", "ppo.rewards"}
+    assert set(found) >= IN_NO_KEY | set(OUTSIDE)
+    rewards: Any = locate(("ppo", "rewards")).kind
+    assert {source.type for source in config.ppo.rewards} == set(rewards.items.variants)
 
 
 def test_a_folder_may_move_but_its_content_counts() -> None:

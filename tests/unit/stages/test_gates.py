@@ -1,12 +1,20 @@
-"""A gate holds for what was made earlier, too."""
+"""A gate is asked when a stage has made its result, and holds for what was made earlier, too."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from flows.stages import Tries, execute
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
+from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.training import launch
+from rlhf_core.types import ArtifactRef, Services
 
 
 def test_an_accuracy_below_the_limit_is_named_with_both() -> None:
@@ -15,3 +23,28 @@ def test_an_accuracy_below_the_limit_is_named_with_both() -> None:
     check_gate(config, "sft", {})
     with pytest.raises(GateFailed, match=r"accuracy 0.899 is below reward.min_accuracy=0.9; train longer"):
         check_gate(config, "reward", {"accuracy": 0.899})
+
+
+def test_a_reward_model_below_the_limit_fails_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    config = config_from_tree({"run": {"device": "cpu"}, "reward": {"min_accuracy": 0.6}}, "test")
+    nothing: Any = None
+    tracker: Any = SimpleNamespace(flush=lambda: None)
+    services = Services(
+        {"data": tmp_path, "sft": tmp_path}, tmp_path / "out", tmp_path / "work", nothing, tracker, nothing
+    )
+    monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.6})
+    assert reward.run(config, services).metrics == {"accuracy": 0.6}
+    monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.59})
+    with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
+        reward.run(config, services)
+
+
+def test_a_reward_model_made_earlier_below_the_limit_is_not_reused(tmp_path: Path) -> None:
+    config = config_from_tree({"reward": {"min_accuracy": 0.6}}, "test")
+    made = ArtifactRef("reward", "a" * 16, "digest", "/store/reward", {"accuracy": 0.59})
+    run: Any = SimpleNamespace(
+        config=config, began={}, ensure_parent=lambda: None, spec=lambda *_: None, find=lambda _spec: made
+    )
+    with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
+        execute.fn(run, "reward", {}, Tries(0))

@@ -231,6 +231,18 @@ def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, databas
     assert Evaluation.from_json(version.tags["rlhf.evaluation"]) == Evaluation(0.75, gold_reward=0.9)
 
 
+def test_the_stage_asks_for_the_win_rate_of_its_configuration(tmp_path: Path, database: Path) -> None:
+    config = PipelineConfig.model_validate(
+        {
+            "run": {"home": str(tmp_path), "name": "strict"},
+            "tracking": {"uri": f"sqlite:///{database}"},
+            "register": {"min_win_rate": 0.8},
+        }
+    )
+    result = register_stage.run(config, services(tmp_path, json.dumps(EVALUATION)))
+    assert (result.metrics["champion"], result.params["rule"]) == (0.0, "min_win_rate")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_the_stage_refuses_an_evaluation_without_a_win_rate(tmp_path: Path, content: str) -> None:
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
