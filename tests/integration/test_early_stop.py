@@ -3,7 +3,7 @@
 - it ends before its epochs do, with the very weights that had the lowest held-out loss
 - a training that is killed, after that evaluation and again when all that is left is to restore it, ends in the same
   bits, from checkpoints that hold the best weights and the counts
-- checkpoints carry the held-out loss as their score where there was an evaluation
+- checkpoints carry minus the held-out loss as their score where there was an evaluation
 """
 
 from __future__ import annotations
@@ -46,14 +46,21 @@ def pairs(count: int, seed: int) -> list[PairExample]:
 
 
 def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -> dict[str, Any]:
-    """Digests of the weights at the end and of those kept on the way, and where it ended. All ranks die together, after
-    `dies_after` optimizer steps, or with 0 when the best weights are to be restored."""
+    """Digests of the weights at the end and of those kept on the way, the held-out losses by step, and where it ended. All
+    ranks die together, after `dies_after` optimizer steps, or with 0 when the best weights are to be restored."""
+    from rlhf_core.training import reward
     from rlhf_core.training.engine import TrainingEngine
-    from rlhf_core.training.reward import train_reward
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size})
     kept: list[str] = []
+    losses: dict[int, float] = {}
+    evaluate = reward.evaluate_reward
+
+    def evaluated(engine: Any, *args: Any) -> Any:
+        metrics, scores = evaluate(engine, *args)
+        losses[engine.steps_done] = metrics["eval/loss"]
+        return metrics, scores
 
     class Engine(TrainingEngine):
         def train_step(self, *args: Any) -> float:
@@ -74,11 +81,13 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
     store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
     services = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
     metrics: dict[str, float] = {}
-    with contextlib.suppress(_Killed):
-        metrics = train_reward(
+    with contextlib.suppress(_Killed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "evaluate_reward", evaluated)
+        metrics = reward.train_reward(
             engine, pairs(24, 0), pairs(24, 1), CONFIG, seed=0, pad_id=0, work=folder, services=services
         )
-    return {"weights": digest(engine), "kept": kept, "steps": engine.steps_done, "best": metrics.get("best_step")}
+    best = metrics.get("best_step")
+    return {"weights": digest(engine), "kept": kept, "steps": engine.steps_done, "best": best, "losses": losses}
 
 
 def digest(engine: Any) -> str:
@@ -117,4 +126,7 @@ def test_the_best_weights_are_the_result_and_survive_kills_bit_by_bit(ranks: int
     # It never saw the best evaluation itself: the weights came out of the checkpoint.
     assert last["kept"] == []
     manifests = [json.loads(path.read_text()) for path in (tmp_path / "whole" / "store").rglob("manifest.json")]
-    assert {m["step"] % 2: m["score"] is not None for m in manifests} == {0: True, 1: False}
+    assert {m["step"] % 2 for m in manifests} == {0, 1}
+    assert [m["score"] for m in manifests] == [
+        None if m["step"] % 2 else -whole["losses"][str(m["step"])] for m in manifests
+    ]

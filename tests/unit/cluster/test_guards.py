@@ -1,10 +1,12 @@
 """When PPO stops before a policy that has gone wrong does more harm.
 
 - engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError; half of it
-  is an alarm, in the log and among the metrics
+  is an alarm, in the log and among the metrics; without the canary there is only the alarm
 - the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20 %, do not
 - the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
 - a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between starts anew
+- steps in a row are counted across a restart
+- checkpoints are kept by reward minus KL penalty
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import torch
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
 from rlhf_core.types import Services
 
 GOOD = {
@@ -71,6 +75,13 @@ def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
         assert experience.metrics["rollout/logprob_gap_alarm"] == alarm
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"step 2: engine and trainer log-probabilities differ by {loud:.3g} on average"]
+
+
+def test_without_the_canary_a_gap_to_the_engines_does_not_stop_the_run(controller: Any) -> None:
+    controller._ppo = config_from_tree({"ppo": {"weight_sync": {"canary": False}}}, "test").ppo
+    experience = _Experience(rollout__logprob_gap_mean=0.3)
+    controller._guard(experience, 1)
+    assert experience.metrics["rollout/logprob_gap_alarm"] == 1.0
 
 
 def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row(controller: Any) -> None:
@@ -169,3 +180,50 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
 def test_a_step_without_any_score_is_skipped(controller: Any) -> None:
     assert not controller._usable(_Experience(rollout__unscored=4.0), 1)
     assert controller._usable(_Experience(rollout__unscored=3.0), 2)
+
+
+def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_restart(tmp_path: Path) -> None:
+    def started(attempt: str) -> Any:
+        work = tmp_path / attempt
+        work.mkdir()
+        (work / "metrics.jsonl").touch()
+        group = SimpleNamespace(submit=lambda *_: [0])
+        fleet: Any = SimpleNamespace(groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls)
+        tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
+        nothing: Any = None
+        services = Services(
+            {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, 1), tracker, nothing
+        )
+        config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+        return PPOController(config, fleet, [], lambda ids: "", nothing, services)
+
+    high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
+    first = started("first")
+    for first.done in (4, 5):
+        first._guard(high, first.done)
+        first._usable(bad, first.done)
+    first._checkpoint(0.5)
+    second = started("second")
+    second._restore()
+    assert second.done == 5
+    with pytest.raises(GateFailed, match=r"ppo step 6: KL 25\.0 .* for three steps"):
+        second._guard(high, 6)
+    with pytest.raises(NonFiniteError, match="ppo steps 4 to 6 had to be skipped"):
+        second._usable(bad, 6)
+
+
+def test_checkpoints_are_kept_by_reward_minus_kl_penalty(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[int, float | None]] = []
+
+    def iterate() -> dict[str, float]:
+        controller.done += 1
+        return {**GOOD, "objective/kl": 9.0, "objective/rlhf_reward": controller.done / 10}
+
+    controller._ppo = config_from_tree({"ppo": {"steps": 7, "checkpoint_every": 3}}, "test").ppo
+    for name in ("_restore", "sync"):
+        monkeypatch.setattr(controller, name, lambda: None)
+    monkeypatch.setattr(controller, "_log", lambda metrics: None)
+    monkeypatch.setattr(controller, "iterate", iterate)
+    monkeypatch.setattr(controller, "_checkpoint", lambda score: kept.append((controller.done, score)))
+    controller.run()
+    assert kept == [(3, 0.3), (6, 0.6)]

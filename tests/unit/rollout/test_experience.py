@@ -6,6 +6,8 @@
 - the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are trainer
   over engine, within their bounds
 - each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the reward
+- an empty response is one that is its end alone; the spread of the scores, and the share of the returns that the critic
+  explains, are those of statistics
 - one NaN among log-probabilities or values shows in a metric that is watched; responses that repeat are counted
 - a response without a score takes no part; groups that score alike are found and counted
 """
@@ -129,6 +131,20 @@ def test_responses_that_repeat_themselves_are_counted() -> None:
     ]
     numbers = [[-1.0] * 20] * 4
     assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/repeating_rate"] == 0.5
+
+
+def test_a_response_is_empty_if_it_is_its_end_alone() -> None:
+    rollouts = [_rollout((-1.0,)), _rollout((-1.0,), finished=False), _rollout((-1.0,) * 2), _rollout((-1.0,) * 3)]
+    numbers = [[-1.0] * n for n in (1, 1, 2, 3)]
+    assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/empty_rate"] == 0.25
+
+
+def test_the_spread_of_scores_and_what_the_critic_explains_are_those_of_statistics() -> None:
+    logprobs = [[-1.0]] * 3
+    made = _make([_rollout((-1.0,))] * 3, logprobs, logprobs, [[1.0], [2.0], [4.5]], [1.0, 3.0, 5.0])
+    # Deviations -2, 0, 2 of the scores, which are the returns; they are 0, 1 and 0.5 above the values: -0.5, 0.5, 0.
+    assert made.metrics["objective/scores_std"] == pytest.approx(math.sqrt(8 / 3))
+    assert made.metrics["value/explained_variance"] == pytest.approx(1 - 0.5 / 8)
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_while_returns_stay() -> None:
