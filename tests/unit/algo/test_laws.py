@@ -182,26 +182,6 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(
     assert torch.allclose(split, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("loss", "mode"), TOKEN_LOSSES, ids=IDS)
-def test_an_engine_that_averages_is_undone_by_ranks_times_accumulation(loss: Loss, mode: Aggregation) -> None:
-    # Such an engine divides each loss by its accumulation steps and averages the gradients of its ranks.
-    whole = make_batch(3, 8, 5)
-    denominator = step_denominator(mode, whole.tokens(), whole.sequences())
-    ranks = [[[0, 1, 2], [3]], [[4], [5, 6, 7]]]
-    accumulation = 2
-
-    def terms(p: Tensor) -> list[Tensor]:
-        scaled = []
-        for micro_batches in ranks:
-            for rows in micro_batches:
-                term = loss(p, whole.take(rows, math.nan), mode, denominator) * accumulation * len(ranks)
-                scaled.append(term / accumulation / len(ranks))
-        return scaled
-
-    expected = loss_and_gradient(lambda p: [loss(p, whole, mode, None)])
-    assert torch.allclose(loss_and_gradient(terms), expected, rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.parametrize(("loss", "mode"), [x for x in TOKEN_LOSSES if not x[1].startswith("seq")])
 def test_packed_tokens_give_the_loss_and_gradient_of_padded_ones(loss: Loss, mode: Aggregation) -> None:
     padded = make_batch(4, 5, 7)

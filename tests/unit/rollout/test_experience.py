@@ -1,6 +1,7 @@
 """Experience: what a rollout batch becomes, against numbers worked out by hand.
 
-- token rewards are minus the KL everywhere and the score at the last token; returns follow from unwhitened advantages
+- token rewards are minus the KL everywhere, by the estimator asked for, and the score at the last token, clipped before
+  the KL is taken off; returns follow from unwhitened advantages; gamma discounts and lambda blends
 - what pads shorter responses changes nothing
 - a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
 - the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are trainer
@@ -55,6 +56,31 @@ def test_returns_are_the_score_minus_the_priced_kl_still_to_come() -> None:
     torch.testing.assert_close(made.advantages_BT, torch.tensor([[2.6, 2.45]]))
     assert made.metrics["objective/kl"] == pytest.approx(1.5)
     assert made.metrics["objective/rlhf_reward"] == pytest.approx(2.85)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    # One token at log p - log ref = -1: -1, |-1|, 1/2 and e - 1 - 1 nats, at 0.1 a nat.
+    [(None, 0.1), ("k1", 0.1), ("abs", -0.1), ("k2", -0.05), ("k3", -0.1 * (math.e - 2))],
+)
+def test_the_kl_in_the_reward_is_priced_by_the_estimator_asked_for(estimator: str | None, expected: float) -> None:
+    made = _make([_rollout((-2.0,))], [[-2.0]], [[-1.0]], [[0.0]], [0.0], kl={"estimator": estimator})
+    assert made.returns_BT.item() == pytest.approx(expected)
+    assert made.metrics["objective/kl"] == -1.0
+
+
+@pytest.mark.parametrize(("clip", "expected"), [(5.0, [4.9, -5.1]), (None, [8.9, -9.1])])
+def test_the_score_is_clipped_before_the_kl_is_taken_off(clip: float | None, expected: list[float]) -> None:
+    arguments = ([_rollout((-1.0,))] * 2, [[-1.0]] * 2, [[-2.0]] * 2, [[0.0]] * 2, [9.0, -9.0])
+    made = _make(*arguments, score_clip=clip)
+    assert made.returns_BT.flatten().tolist() == pytest.approx(expected)
+    assert made.scores_B.tolist() == [9.0, -9.0]
+
+
+def test_gamma_discounts_and_lambda_blends() -> None:
+    made = _make([_rollout((-1.0,) * 2)], [[-1.0] * 2], [[-1.0] * 2], [[1.0] * 2], [3.0], gamma=0.5, lam=0.25)
+    # TD errors 0.5 * 1 - 1 = -0.5 and 3 - 1 = 2; the first advantage is -0.5 + 0.5 * 0.25 * 2.
+    assert made.advantages_BT.tolist() == [[-0.25, 2.0]]
 
 
 def test_a_longer_neighbour_changes_nothing() -> None:
@@ -184,11 +210,17 @@ def test_by_group_a_response_is_compared_with_its_siblings_on_every_token(
     assert made.metrics["rollout/zero_variance_groups"] == 0.5
 
 
-def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage() -> None:
-    made = _group("rloo", [1.0, 3.0, 5.0, 5.0])
-    # 0.1 nats per token at coefficient 0.1: 0.02 still to be paid at the first token, 0.01 at the second.
-    torch.testing.assert_close(made.advantages_BT[1], torch.tensor([1.98, 1.99]), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(made.advantages_BT[2], torch.tensor([-0.02, -0.01]), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("gamma", "first"), [(1.0, 0.02), (0.5, 0.015)])
+def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage(gamma: float, first: float) -> None:
+    made = _group("rloo", [1.0, 3.0, 5.0, 5.0], gamma=gamma)
+    # 0.1 nats per token at coefficient 0.1: 0.01 to be paid at the second token, at the first 0.01 + gamma * 0.01.
+    torch.testing.assert_close(made.advantages_BT[1], torch.tensor([2.0 - first, 1.99]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(made.advantages_BT[2], torch.tensor([-first, -0.01]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_is_compared_by_its_clipped_scores() -> None:
+    made = _group("rloo", [9.0, 1.0, -9.0, 0.0], score_clip=5.0, kl={"place": "loss"})
+    assert made.advantages_BT[:, 0].tolist() == [4.0, -4.0, -5.0, 5.0]
 
 
 def test_a_kl_that_the_loss_pays_is_not_taken_from_the_reward() -> None:

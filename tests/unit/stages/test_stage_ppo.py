@@ -1,62 +1,103 @@
-"""What the stage `ppo` leaves: the policy as it is at the end, and the average of its weights where one is kept."""
+"""What the stage `ppo` leaves, with a worker whose model is scripted (the integration tests use real ones).
+
+- `policy` has the weights and `policy_ema` their average, which is there only where one is kept; both with the tokenizer
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhf_core.cluster import controller, fleet
-from rlhf_core.config.load import config_from_tree
-from rlhf_core.data import dataset, decoding
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.cluster.worker import ModelWorker
+from rlhf_core.config import PipelineConfig
 from rlhf_core.stages import ppo
-from rlhf_core.types import Services
 
 
-class _Fleet:
-    """Its policy's weights are the word for what was asked for."""
+class Model:
+    """A training engine: what it saves says whether it is the average."""
 
-    def __init__(self, *_: Any) -> None:
-        self.groups = {"policy": self}
+    module = SimpleNamespace(save=None)
 
-    def __enter__(self) -> _Fleet:
+    def save_model(self, folder: Path, _save: Any, *, average: bool = False) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("average" if average else "weights")
+
+
+class Group:
+    """The policy's only rank, which works as soon as it is told."""
+
+    def __init__(self) -> None:
+        self.worker = ModelWorker.__new__(ModelWorker)
+        self.worker.part = SimpleNamespace(name="policy", timeouts=PipelineConfig().run.timeouts)  # type: ignore[assignment]
+        self.worker._models = {"policy": Model()}
+
+    def submit(self, method: str, *given: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*given)]
+
+
+class Fleet:
+    groups: dict[str, Group]
+
+    def __init__(self, *_given: Any) -> None:
+        self.groups = {"policy": Group()}
+
+    def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_error: Any) -> None:
         pass
 
-    def submit(self, method: str, role: str, folder: str, average: bool) -> list[None]:
-        assert (method, role) == ("save_model", "policy")
-        Path(folder).mkdir()
-        Path(folder, "model.safetensors").write_text("average" if average else "last")
-        return []
-
-    def wait(self, calls: list[None], what: str) -> None:
+    def wait(self, calls: list[Any], what: str) -> None:
         pass
+
+
+class Controller(PPOController):
+    """Trains nothing."""
+
+    def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
+        self._fleet, self._out = fleet, given[3].out
+
+    def run(self) -> None:
+        (self._out / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs the stage with this section `ppo`; returns what it leaves."""
+    monkeypatch.setattr("rlhf_core.cluster.controller.PPOController", Controller)
+    monkeypatch.setattr("rlhf_core.cluster.fleet.Fleet", Fleet)
+    monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: [])
+    monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda folder: SimpleNamespace(pad=0))
+    inputs = {name: tmp_path / name for name in ("data", "sft", "reward")}
+    (inputs["data"] / "tokenizer").mkdir(parents=True)
+    (inputs["data"] / "tokenizer" / "tokenizer.json").write_text("{}")
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def run(**section: Any) -> Path:
+        config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
+        services: Any = SimpleNamespace(
+            inputs=inputs, out=out, watch=None, progress=lambda *report: None,
+            metrics=SimpleNamespace(flush=lambda: None),
+        )  # fmt: skip
+        assert ppo.run(config, services).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
+        return out
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("decay", "left"),
-    [(None, {"policy": "last"}), (0.9, {"policy": "last", "policy_ema": "average"})],
+    ("decay", "expected"),
+    [(None, {"policy": "weights"}), (0.9, {"policy": "weights", "policy_ema": "average"})],
 )
-def test_the_average_of_the_weights_is_a_model_of_its_own(
-    decay: float | None, left: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_average_of_the_weights_is_saved_beside_the_policy_where_one_is_kept(
+    run: Callable[..., Path], decay: float | None, expected: dict[str, str]
 ) -> None:
-    data, out = tmp_path / "data", tmp_path / "out"
-    for folder in (data / "tokenizer", out):
-        folder.mkdir(parents=True)
-    (data / "tokenizer" / "tokenizer.json").write_text("{}")
-    (out / "metrics.jsonl").write_text('{"objective/kl": 1.0}\n')
-    monkeypatch.setattr(decoding, "load_decoder", lambda _data: SimpleNamespace(pad=0))
-    monkeypatch.setattr(dataset, "load_prompts", lambda _data, _split: [])
-    monkeypatch.setattr(fleet, "Fleet", _Fleet)
-    monkeypatch.setattr(controller.PPOController, "run", lambda self: None)
-    config = config_from_tree({"run": {"device": "cpu"}, "ppo": {"ema_decay": decay}}, "test")
-    tracker: Any = SimpleNamespace(flush=lambda: None)
-    nothing: Any = None
-    inputs = {"data": data, "sft": tmp_path, "reward": tmp_path}
-    ppo.run(config, Services(inputs, out, tmp_path, nothing, tracker, lambda *_: None))
-    assert {path.parent.name: path.read_text() for path in out.rglob("*.safetensors")} == left
-    assert {path.parent.name for path in out.rglob("tokenizer.json")} == set(left)
+    out = run(ema_decay=decay)
+    assert {file.parent.name: file.read_text() for file in out.rglob("model.safetensors")} == expected
+    assert {file.parent.name for file in out.rglob("tokenizer.json")} == set(expected)

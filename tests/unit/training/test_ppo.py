@@ -4,6 +4,7 @@
   bonus, the KL and its coefficient, the aggregation
 - the new log-probabilities and the entropy have the sampling temperature
 - the critic's values are held near the old ones, or not, as configured
+- the schedule of each counts its own optimizer steps: the critic's those of its warm-up too
 - what is counted as clipped is what the clip held; cutting and packing change nothing
 """
 
@@ -52,6 +53,7 @@ class Tables:
         self.logits_VV = torch.randn(VOCABULARY, VOCABULARY, generator=generator).requires_grad_()
         self.values_V = torch.randn(VOCABULARY, generator=generator).requires_grad_()
         self.loss = 0.0
+        self.total = 0
 
     def __call__(self, batch: TokenBatch, how: float | str, with_entropy: bool = False) -> Any:
         last_N = batch.input_ids_BL.flatten()[batch.select_N]
@@ -63,7 +65,8 @@ class Tables:
         of_labels_N = logprobs_NV.gather(1, batch.labels_N.unsqueeze(1)).squeeze(1)
         return TokenOutputs(of_labels_N, entropy_N if with_entropy else None)
 
-    def train_step(self, losses: Iterator[torch.Tensor], _total: int) -> float:
+    def train_step(self, losses: Iterator[torch.Tensor], total: int) -> float:
+        self.total = total
         for loss in losses:
             self.loss += loss.item()
             loss.backward()
@@ -153,3 +156,12 @@ def test_the_critics_loss_is_the_one_written_out_here(micro_batches: list[list[i
     torch.testing.assert_close(tables.values_V.grad, written.values_V.grad, rtol=1e-5, atol=1e-6)
     assert sums["clipped"] == pytest.approx(held)
     assert (held > 0) == (clip is not None)
+
+
+def test_the_critics_schedule_has_the_steps_of_its_warm_up_too() -> None:
+    ppo = config(steps=5, critic_warmup_steps=2, epochs=3, minibatches=4)
+    steps = [OptimizerStep([[0, 1, 2]], SEQUENCES)]
+    policy, critic = Tables(), Tables()
+    update_policy(policy, samples(policy), steps, ppo, 0)  # type: ignore[arg-type]
+    update_critic(critic, samples(critic), steps, ppo, 0)  # type: ignore[arg-type]
+    assert (policy.total, critic.total) == ((5 - 2) * 3 * 4, 5 * 3 * 4)

@@ -3,13 +3,15 @@
 - the lowest held-out loss is the best; one that is not finite never is, and counts as one without gain
 - patience is counted from the best evaluation on; without `early_stop` it never ends
 - a tie is half right, in training as in evaluation
-- the margin is taken off the gap before the loss: none, one for all pairs, or each row's own
+- the margin is taken off the gap before the loss: none, one for all pairs, or each row's own; centring pulls the pair's
+  sum to 0
+- what is told of a step, and of the held-out pairs, counts those of all ranks
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,25 +50,38 @@ def test_without_early_stop_no_evaluation_ends_the_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("margin", "gaps"),
-    [("none", (2.0, 0.0)), ("constant", (1.5, -0.5)), ("field", (2.0 - 3.0, 0.0 - 0.25))],
+    ("margin", "center", "gaps"),
+    [
+        ("none", 0.0, (2.0, 0.0)),
+        ("constant", 0.0, (1.5, -0.5)),
+        ("field", 0.0, (2.0 - 3.0, 0.0 - 0.25)),
+        ("none", 0.25, (2.0, 0.0)),
+        ("constant", 0.25, (1.5, -0.5)),
+    ],
 )
-def test_the_margin_is_taken_off_the_gap(margin: str, gaps: tuple[float, float]) -> None:
-    config = RewardConfig.model_validate({"margin": margin, "margin_value": 0.5})
+def test_the_margin_is_taken_off_the_gap_and_the_sum_is_centred(
+    margin: str, center: float, gaps: tuple[float, float]
+) -> None:
+    config = RewardConfig.model_validate({"margin": margin, "margin_value": 0.5, "center": center})
     pairs = [PairExample("", "", (1,), (2,), (3,), margin=m) for m in (3.0, 0.25)]
     chosen, rejected = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])
-    # -log sigmoid(gap) = log(1 + exp(-gap)), mean over the pairs
-    wanted = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 2
+    # -log sigmoid(gap) = log(1 + exp(-gap)) and center * sum^2, whose sums are 4 and 2; mean over the pairs
+    wanted = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 2 + center * (16 + 4) / 2
     assert pair_loss(chosen, rejected, pairs, config).item() == pytest.approx(wanted, rel=1e-6)
 
 
-class _Scored:
-    """An engine of one rank whose score of a response is its last token."""
+ALONE = SimpleNamespace(rank=0, world_size=1, torch_device=torch.device("cpu"))
 
-    rank = SimpleNamespace(rank=0, world_size=1, torch_device=torch.device("cpu"))
+
+class _Scored:
+    """An engine whose score of a response is its last token."""
+
     optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}])
     skipped_steps = 0
     module = torch.nn.Module()
+
+    def __init__(self, rank: Any = ALONE) -> None:
+        self.rank = rank
 
     def __call__(self, batch: Any, _at: str) -> torch.Tensor:
         return batch.input_ids_BL.flatten()[batch.last_S].float()
@@ -83,3 +98,15 @@ def test_a_tie_is_half_right_in_training_and_in_evaluation(monkeypatch: pytest.M
     engine: Any = _Scored()
     assert train_step(engine, pairs, RewardConfig(), 1, 0)["train/accuracy"] == 0.5
     assert evaluate_reward(engine, pairs, RewardConfig(), 0)[0]["eval/accuracy"] == 0.5
+
+
+def test_a_step_and_the_held_out_pairs_are_told_over_all_ranks(
+    on_two_ranks: Callable[[Callable[[Any], Any]], Any],
+) -> None:
+    # Gaps 4, 1 and -2: two of three are right.
+    pairs = [PairExample("", "", (1,) * n, (c,), (r,)) for n, c, r in ((1, 7, 3), (2, 3, 2), (9, 2, 4))]
+    wanted = {"accuracy": 2 / 3, "margin": 1.0, "loss": sum(math.log1p(math.exp(-gap)) for gap in (4, 1, -2)) / 3}
+    step = on_two_ranks(lambda rank: train_step(_Scored(rank), pairs, RewardConfig(), 1, 0))  # type: ignore[arg-type]
+    held_out, _ = on_two_ranks(lambda rank: evaluate_reward(_Scored(rank), pairs, RewardConfig(), 0))  # type: ignore[arg-type]
+    for name, value in wanted.items():
+        assert (step[f"train/{name}"], held_out[f"eval/{name}"]) == pytest.approx((value, value), rel=1e-6)

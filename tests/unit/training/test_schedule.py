@@ -1,6 +1,6 @@
 """Learning rates and batches as functions of the step.
 
-- linear warm-up, then cosine or linear decay to the floor, or constant
+- linear warm-up, then cosine or linear decay from the peak to the floor over the steps that are left, or constant
 - every epoch is a fresh permutation that holds every sample once
 """
 
@@ -26,6 +26,15 @@ def test_the_rate_is_halfway_down_in_the_middle_and_ends_at_the_floor(schedule: 
     # 0.2 + 0.8 / 2
     assert learning_rate(config, 50, 100) == pytest.approx(0.6)
     assert learning_rate(config, 100, 100) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_after_the_warm_up_the_rate_falls_from_the_peak(schedule: str) -> None:
+    config = OptimizerConfig.model_validate(
+        {"learning_rate": 1.0, "warmup_ratio": 0.1, "schedule": schedule, "min_lr_ratio": 0.0}
+    )
+    # 4 steps of warm-up and 36 of decay, half of which are done at step 22.
+    assert [learning_rate(config, step, 40) for step in (4, 22, 40)] == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_a_constant_rate_stays() -> None:
