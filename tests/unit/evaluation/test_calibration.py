@@ -4,6 +4,7 @@
 - length bias compares what the model prefers with what annotators chose
 - accuracy is told by source and by length, over all pairs
 - a tie counts half in all of them
+- the plot has a point for each bin, as large as the bin is full, and names the error
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ def test_a_tie_counts_half_wherever_it_is_counted() -> None:
     assert calibration(scores).accuracy == [0.5]
 
 
-def test_the_reliability_plot_is_a_figure() -> None:
-    figure = reliability(calibration(_pairs(0.8, 8, 2) + _pairs(0.6, 6, 4)))
-    assert len(figure.axes) == 1
+def test_the_reliability_plot_shows_each_bin_by_confidence_accuracy_and_size() -> None:
+    (axes,) = reliability(calibration(_pairs(0.9, 6, 4) + _pairs(0.7, 21, 9))).axes
+    (points,) = axes.collections
+    bins = [[0.7, 0.7], [0.9, 0.6]]
+    np.testing.assert_allclose(points.get_offsets(), bins)
+    diagonal, curve = axes.lines
+    np.testing.assert_allclose(curve.get_xydata(), bins)
+    np.testing.assert_allclose(diagonal.get_xydata(), [[0.5, 0.5], [1.0, 1.0]])
+    # 30 and 10 pairs: beyond the smallest area of 20, the second has a third of the first.
+    large, small = points.get_sizes()
+    assert small - 20 == pytest.approx((large - 20) / 3)
+    assert axes.get_title(loc="left").endswith("calibration error 0.075")

@@ -3,7 +3,8 @@
 - both models answer the same prompts, and the files, metrics and tracker entries agree with their scores;
 - the judge is gold where the prompts are synthetic, else the reward model, else the rules; an impossible one is refused;
 - a prompt on which a reward source masks a failure is left out for both models, and counted;
-- batch-normalised rules treat both models' responses as one batch; the same run gives the same bytes.
+- batch-normalised rules treat both models' responses as one batch; the same run gives the same bytes;
+- intervals have the level asked for.
 """
 
 import json
@@ -18,6 +19,7 @@ from rlhf_core.data.decoding import Decoder
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
 from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, Services
 
@@ -224,6 +226,15 @@ def test_a_judge_that_this_run_does_not_have_is_refused(
     scripted(["How are you?"])
     with pytest.raises(ConfigError, match=f"evaluate.judge .* got {judge}; {use}"):
         evaluate.run(config_of(evaluate={"judge": judge}, **sections), services)
+
+
+@pytest.mark.parametrize(("confidence", "deviations"), [(0.5, 0.674), (0.95, 1.960)])
+def test_intervals_have_the_level_asked_for(confidence: float, deviations: float) -> None:
+    interval = Intervals(config_of(evaluate={"bootstrap": 1000, "confidence": confidence}))
+    # Of 400 values, half of them 1 and half -1, the mean's standard deviation is 1/20; quantiles of the normal distribution.
+    found = interval.mean("kl", [1.0, -1.0] * 200)
+    assert found.high - found.low == pytest.approx(2 * deviations / 20, rel=0.1)
+    assert interval.confidence == confidence
 
 
 def test_no_held_out_prompt_is_an_error(scripted: Any, services: Services) -> None:
