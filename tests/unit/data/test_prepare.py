@@ -2,7 +2,8 @@
 
 Locked here:
 - a prompt held out in one set is in no training set, whatever the seed; tiny sets keep a row on either side;
-- every row is accounted for: read = bad + dropped + train + eval;
+- every row is accounted for: read = bad + dropped + train + eval; one that the chat template refuses is bad;
+- `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in the file;
 - duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
 - too many bad rows, or too few usable ones, stop the run with a message that says what to do;
 - the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the same bytes;
@@ -26,10 +27,11 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.card import card_markdown, overlap
-from rlhf_core.data.collect import held_out, split_key
+from rlhf_core.data.collect import held_out, split_key, split_position
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import Made
 from rlhf_core.data.prepare import prepare
+from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.stages.data import run
 from rlhf_core.types import Services, SFTExample
@@ -163,6 +165,31 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     assert {(row["line"], row["reason"]) for row in quarantine} == {(66, "'chosen' is missing or null")}
     assert '"broken"' in quarantine[0]["row"]
     assert load_prompts(tmp_path / "out", "train")[0].meta == {"answer": 0}
+
+
+def test_a_row_that_the_template_refuses_is_quarantined_and_counted(tmp_path: Path) -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tmp_path / "strict.jinja").write_text(refusing + TINY_TEMPLATE)
+    talk = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    rows = [{"messages": [{**turn, "content": f"{turn['role']} {i}"} for turn in talk[1:]]} for i in range(29)]
+    source = [{"path": str(write_jsonl(tmp_path / "talks.jsonl", [*rows, {"messages": talk}]))}]
+    card = prepared(demo(sft=source, chat_template=str(tmp_path / "strict.jinja")), tmp_path / "out")
+    counts = card["counts"]["sft"]
+    assert (counts["read"], counts["bad"], counts["train"] + counts["eval"]) == (30, 1, 29)
+    [row] = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert row["line"] == 30 and "no system" in row["reason"]
+
+
+@pytest.mark.parametrize(("fraction", "most"), [(0.4, 512), (0.1, 512), (0.4, 3), (0.4, 6)])
+def test_held_out_are_the_prompts_of_the_lowest_split_positions(fraction: float, most: int, tmp_path: Path) -> None:
+    rows = pairs(60)
+    prepared(files(tmp_path, rows, eval_fraction=fraction, max_eval=most), tmp_path / "out")
+    position = {row["prompt"]: split_position(0, row["prompt"]) for row in rows}
+    low = sorted((prompt for prompt in position if position[prompt] < fraction), key=position.__getitem__)
+    found = [prompt.prompt for prompt in load_prompts(tmp_path / "out", "eval")]
+    assert found == [row["prompt"] for row in rows if row["prompt"] in low[:most]]
+    trained = {prompt.prompt for prompt in load_prompts(tmp_path / "out", "train")}
+    assert trained == set(position) - set(low)
 
 
 def test_too_many_bad_rows_stop_the_run_with_the_first_three_reasons(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 - `retries` times in a row; what it has committed in between makes up for the failures before
 - not at all after what only the user can mend, or what would come out again
 - once after memory did not suffice
+- all tries share the time of the stage
 - Prefect's own engine takes it from there
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 from prefect.task_engine import SyncTaskRunEngine
 
+from flows import stages
 from flows.stages import NEVER_RETRIED, Tries, configured
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed
@@ -67,6 +71,33 @@ def test_memory_counts_apart_from_what_else_fails() -> None:
     ]
     tries = Tries(3)
     assert [again(tries, error) for error in (OutOfMemory("x"), OutOfMemory("x"))] == [True, False]
+
+
+def test_all_tries_share_the_time_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [1000.0], []
+
+    def child(spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any) -> Any:
+        given.append(timeout)
+        now[0] += 45.0
+        raise KILLED
+
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(stages, "run_child", child)
+    run: Any = SimpleNamespace(
+        config=PipelineConfig.model_validate({"run": {"stage_timeout": 100}}),
+        began={},
+        parent_run_id=None,
+        ensure_parent=lambda: None,
+        spec=lambda stage, inputs: SimpleNamespace(stage=stage, key="0" * 16),
+        find=lambda spec: None,
+        log_file=lambda stage: tmp_path / "data.log",
+        begin=lambda stage, log_file: None,
+        tracking=SimpleNamespace(finish_stage=lambda *given: None),
+    )
+    for _ in range(4):
+        with pytest.raises(StageFailed):
+            stages.execute.fn(run, "data", {}, Tries(5))
+    assert given == [100.0, 55.0, 10.0, 0.0]
 
 
 @pytest.mark.parametrize("retries", [0, 2])

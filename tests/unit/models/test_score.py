@@ -2,7 +2,7 @@
 
 - the score is read at the last real token, whatever pads the row
 - a head made from a causal model has mean 0 and standard deviation 1/sqrt(h+1), and no bias
-- statistics travel with the saved model and normalise to mean 0 and standard deviation 1
+- statistics of scores travel with the saved model and normalise to mean 0 and standard deviation 1
 - the head of a model in bfloat16 computes in float32, with an adapter too, and folding statistics in rounds nothing
 """
 
@@ -54,6 +54,15 @@ def test_a_new_head_starts_small_and_has_no_bias(causal: Path) -> None:
     assert head.bias is None
     # 256 draws: the sample's deviation is within a quarter of 1/sqrt(257) with near certainty.
     assert head.weight.std().item() == pytest.approx(1 / math.sqrt(257), rel=0.25)
+
+
+def test_scores_normalised_by_their_own_statistics_have_mean_0_and_standard_deviation_1() -> None:
+    scores = torch.tensor([[0.0, 2.0], [4.0, 10.0]])
+    # Mean 16 / 4; squared deviations 16 + 4 + 0 + 36 = 56, over 3.
+    statistics = ScoreStatistics.of(scores)
+    assert (statistics.mean, statistics.std) == pytest.approx((4.0, math.sqrt(56 / 3)))
+    normalised = statistics.normalize(scores)
+    assert (normalised.mean().item(), normalised.std().item()) == pytest.approx((0.0, 1.0), abs=1e-6)
 
 
 def test_the_statistics_and_the_head_come_back_from_the_saved_model(causal: Path, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@
 - memory falls with checkpointing, smaller micro-batches, higher ZeRO stages, adapters and offload, and with adapters the
   reference and the reward model cost nothing more
 - what does not fit is named, and the changes offered make it fit, each of them needed, pasted as they are printed
-- more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more
+- an engine's KV cache holds as many tokens as have room in what it has of memory
+- more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more; the time of a
+  rollout and of an optimizer step is the arithmetic, memory and links written out here
 - `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the same
 - before a run, GPUs of this machine that are known and too small are refused; unknown ones and a cluster's are not judged
 - every shipped profile fits the hardware that it names; a reward model of 8B on six cards of 24 GB fits with half the
@@ -27,9 +29,9 @@ from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import advise, check_memory, judge
-from rlhf_core.planning.hardware import GIB, Hardware, parse_gpus, visible_hardware
+from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import device_loads
-from rlhf_core.planning.memory import Model
+from rlhf_core.planning.memory import Model, engine_memory
 from rlhf_core.planning.shape import ModelShape, shape_of
 from rlhf_core.planning.speed import optimizer_step_time, step_time
 
@@ -187,6 +189,16 @@ def test_an_engine_beside_the_trainers_takes_its_share_of_their_device() -> None
     assert both - peak(config(colocate="all", engine={"gpu_memory_utilization": 0.25}), "ppo", "policy", "H100") > GIB
 
 
+@pytest.mark.parametrize(
+    ("engine", "per_token"),
+    # Keys and values of 32 layers and 8 heads of 128 numbers, 2 or 4 bytes each; half of them on each of two GPUs.
+    [({}, 131_072), ({"tensor_parallel": 2}, 65_536), ({"dtype": "float32"}, 262_144)],
+)
+def test_an_engine_holds_as_many_tokens_as_its_cache_has_room_for(engine: dict[str, Any], per_token: int) -> None:
+    found = engine_memory(eight_b(), config(engine=engine).ppo.engine, parse_gpus("H100").device)
+    assert found.tokens == found.bytes.cache // per_token > 1000
+
+
 # -- what fits --------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +269,38 @@ def test_time_follows_devices_and_settings() -> None:
     assert step(policy_deepspeed=offloaded).training > base.training
     assert step(lora={"r": 16}).training < base.training
     assert step(lora={"r": 16}, weight_sync={"lora": "adapter"}).sync < base.sync / 50
+
+
+def test_a_rollout_takes_the_time_to_read_weights_and_cache_for_every_token() -> None:
+    engine = {"count": 2, "tensor_parallel": 2, "max_num_seqs": 4, "enforce_eager": True}
+    wanted = config_from_tree(
+        {
+            "model": {"path": "an/8b-model"},
+            "data": {"max_prompt_tokens": 128},
+            "ppo": {"prompts_per_step": 16, "max_new_tokens": 64, "engine": {"dtype": "bfloat16", **engine}},
+        },
+        "test",
+    )
+    found = step_time(wanted, eight_b(), Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11)).rollout
+    # Each engine has two waves of 4 responses, on two devices at 0.45 of their arithmetic and 0.6 of their bandwidth.
+    weights = 8_030_261_248
+    prefill = 2 * weights * 8 * 128 + 2 * 8 * 128**2 * 4096 * 32
+    read = 2 * weights + 4 * (128 + 64 / 2) * 131_072
+    decoding = 2 * 64 * (read / (2 * 2e12 * 0.6) + 32 * 0.3e-3)
+    assert found == pytest.approx(prefill / (2 * 3e14 * 0.45) + decoding, rel=1e-6)
+
+
+def test_an_optimizer_step_computes_on_its_ranks_share_and_tells_gradients_and_weights() -> None:
+    deepspeed = config(sft={"deepspeed": {"ranks": 4, "zero_stage": 3, **BFLOAT16}}).sft.deepspeed
+    device = Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11)
+    found = optimizer_step_time(Model(eight_b(), deepspeed), 64, 1024, 8192, device)
+    weights = 8_030_261_248
+    # A pass forward, two backward, and one that checkpointing computes again, at 0.35 of the arithmetic of 4 ranks.
+    computing = 4 * (2 * weights * 64 * 1024 + 2 * 64 * 1024**2 * 4096 * 32) / (4 * 3e14 * 0.35)
+    # 64 x 1024 tokens are two micro-batches of 8192 for each: each reduces gradients once and gathers weights twice, of
+    # which three quarters come from others, over half of the link.
+    talking = 2 * (1 + 2) * 2 * weights * 3 / 4 / (1e11 / 2)
+    assert found == pytest.approx(computing + talking, rel=1e-6)
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------
