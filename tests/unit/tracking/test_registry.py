@@ -240,7 +240,7 @@ def test_the_stage_asks_for_the_win_rate_of_its_configuration(tmp_path: Path, da
         }
     )
     result = register_stage.run(config, services(tmp_path, json.dumps(EVALUATION)))
-    assert (result.metrics["champion"], result.params["rule"]) == (0.0, "min_win_rate")
+    assert (result.metrics["champion"], result.facts["rule"]) == (0.0, "min_win_rate")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
