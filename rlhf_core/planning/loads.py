@@ -14,7 +14,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.config.placement import plan as place
 from rlhf_core.planning.hardware import GIB, Device
-from rlhf_core.planning.memory import NOTHING, Bytes, ForwardPass, Model, engine_memory
+from rlhf_core.planning.memory import ENGINE_CONTEXT, NOTHING, Bytes, ForwardPass, Model, engine_memory
 from rlhf_core.planning.shape import ModelShape
 from rlhf_core.types import StageName
 
@@ -53,8 +53,8 @@ class DeviceLoad:
         if self.device == "cpu":
             return self.bytes.total + CONTEXT["cpu"]
         slack = 1.0 if self.phase == "load" else FRAGMENTATION
-        context = CONTEXT["cuda"] if self.trainer.total else 0.0
-        return self.trainer.total * slack + context + self.engine.total
+        contexts = (CONTEXT["cuda"] if self.trainer.total else 0.0) + (ENGINE_CONTEXT if self.engine.total else 0.0)
+        return self.trainer.total * slack + contexts + self.engine.total
 
 
 def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> tuple[DeviceLoad, ...]:

@@ -30,8 +30,10 @@ LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time (sub_group_size)."""
-ENGINE_CONTEXT = 0.8 * GIB
-"""CUDA's context and libraries of an engine, inside its share."""
+ENGINE_CONTEXT = 0.5 * GIB
+"""CUDA's context and NCCL of an engine, beside its share: vLLM measures what it takes from after they were made."""
+ENGINE_LIBRARIES = 0.3 * GIB
+"""Workspaces of CUDA's libraries of an engine, inside its share."""
 GRAPHS = 1.0 * GIB
 """CUDA graphs of an engine."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -286,7 +288,7 @@ def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device) -> En
     batched = 16384 if device.memory >= 70 * GIB and not device.name.startswith("A100") else 8192
     layer = size * (3 * shape.intermediate / parallel + 6 * shape.hidden)
     work = batched * layer + engine.max_num_seqs * shape.vocabulary * (size + 8)
-    work += ENGINE_CONTEXT + (0 if engine.enforce_eager else GRAPHS)
+    work += ENGINE_LIBRARIES + (0 if engine.enforce_eager else GRAPHS)
     if device.is_cpu:
         work, cache = 0.0, engine.kv_cache_gib * GIB
     else:
