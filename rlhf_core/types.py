@@ -5,7 +5,7 @@ Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tupl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 from rlhf_core.stopping import StopRequest
 from rlhf_core.watch import Watch
 
+PromptAndResponse = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt and of a response to it."""
 StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
 STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
 

@@ -23,7 +23,7 @@ from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_inputs
 from rlhf_core.rollout.dispatch import assign, prompts_of_step
 from rlhf_core.rollout.experience import shaped_scores, uniform_groups
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.types import PromptAndResponse, PromptExample, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RolloutBatch:
     """Sampled by an earlier attempt."""
 
     @property
-    def sequences(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def sequences(self) -> list[PromptAndResponse]:
         return [(r.prompt_ids, r.response_ids) for r in self.rollouts]
 
 

@@ -8,14 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlhf_core.config.pipeline import TimeoutsConfig
-
-FloatArray = NDArray[np.float32]
-Sequence2 = tuple[tuple[int, ...], tuple[int, ...]]
-"""(prompt ids, response ids)."""
+from rlhf_core.training.records import FloatArray
 
 
 @dataclass(frozen=True)

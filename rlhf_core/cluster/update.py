@@ -19,6 +19,8 @@ from rlhf_core.training.sft import epoch_batches
 from rlhf_core.types import Rollout, SFTExample
 
 Metrics = dict[str, float]
+_IdsAndMask = tuple[tuple[int, ...], tuple[int, ...]]
+"""(input ids, target mask) of a demonstration."""
 
 
 class Updater:
@@ -84,7 +86,7 @@ class Updater:
     ) -> list[Any]:
         group = self._fleet.groups["policy"]
         mine, steps = self._cut("policy", samples, batches)
-        rows: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in range(group.ranks)]
+        rows: list[list[_IdsAndMask]] = [[] for _ in range(group.ranks)]
         if self._ppo.ptx is not None:
             rows, steps = self._with_demonstrations(steps, step)
         arguments = [(mine[rank], steps[rank], kl_coef, rows[rank]) for rank in range(group.ranks)]
@@ -111,12 +113,12 @@ class Updater:
 
     def _with_demonstrations(
         self, steps: list[list[OptimizerStep]], step: int
-    ) -> tuple[list[list[tuple[tuple[int, ...], tuple[int, ...]]]], list[list[OptimizerStep]]]:
+    ) -> tuple[list[list[_IdsAndMask]], list[list[OptimizerStep]]]:
         """Each optimizer step's own demonstrations: a walk over one fresh permutation after the other."""
         ppo = self._ppo
         assert ppo.ptx is not None
         size, per_iteration = ppo.ptx.batch_size, len(steps[0])
-        rows: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in steps]
+        rows: list[list[_IdsAndMask]] = [[] for _ in steps]
         joined: list[list[OptimizerStep]] = [[] for _ in steps]
         for number in range(per_iteration):
             batch = self._demonstrations_at((step - 1) * per_iteration + number, size)

@@ -15,19 +15,14 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.cluster.calls import Actor, called
-from rlhf_core.cluster.records import (
-    FloatArray,
-    LogprobResult,
-    PartSpec,
-    Sequence2,
-    Usage,
-)
+from rlhf_core.cluster.records import LogprobResult, PartSpec, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.failpoints import failpoint
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, free_port, join
-from rlhf_core.training.records import OptimizerStep, TrainSample
+from rlhf_core.training.records import FloatArray, OptimizerStep, TrainSample
+from rlhf_core.types import PromptAndResponse
 
 
 class ModelWorker(Actor):
@@ -97,13 +92,13 @@ class ModelWorker(Actor):
 
     @called()
     def logprobs(
-        self, role: Role, sequences: list[Sequence2], micro_batches: list[list[int]], with_entropy: bool
+        self, role: Role, sequences: list[PromptAndResponse], micro_batches: list[list[int]], with_entropy: bool
     ) -> LogprobResult:
         """Of each response token, in float32, at the sampling temperature."""
-        from rlhf_core.models.scoring import token_logprobs
+        from rlhf_core.models.scoring import sequence_logprobs
 
         bad = failpoint(f"{role}.logprobs", "nan")
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy = sequence_logprobs(
             self._models[role], self._batches(sequences, micro_batches), self._config.ppo.temperature, with_entropy
         )
         arrays = [values.numpy() for values in logprobs]
@@ -112,18 +107,18 @@ class ModelWorker(Actor):
         return LogprobResult(arrays, None if entropy is None else [values.numpy() for values in entropy])
 
     @called()
-    def values(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[FloatArray]:
+    def values(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> list[FloatArray]:
         """The critic's value before each response token, (T,) each."""
-        from rlhf_core.models.scoring import token_values
+        from rlhf_core.models.scoring import sequence_values
 
         bad = failpoint("critic.values", "nan")
-        values = token_values(self._models["critic"], self._batches(sequences, micro_batches))
+        values = sequence_values(self._models["critic"], self._batches(sequences, micro_batches))
         if bad == "nan":
             values[0][-1] = np.nan
         return [tensor.numpy() for tensor in values]
 
     @called()
-    def scores(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> list[float]:
+    def scores(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> list[float]:
         """The reward model's score of each response, normalised by its stored statistics."""
         from rlhf_core.models.scoring import sequence_scores
 
@@ -133,7 +128,7 @@ class ModelWorker(Actor):
         scores = sequence_scores(model, statistics, self._batches(sequences, micro_batches))
         return [np.nan] * len(scores) if bad == "nan" else scores
 
-    def _batches(self, sequences: list[Sequence2], micro_batches: list[list[int]]) -> Any:
+    def _batches(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> Any:
         from rlhf_core.models.scoring import Batches
 
         device, pack = self._rank.torch_device, self._config.ppo.pack

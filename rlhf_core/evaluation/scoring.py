@@ -117,14 +117,14 @@ def _logprobs(
     config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
 ) -> list[Tensor]:
     from rlhf_core.models.policy import load_policy
-    from rlhf_core.models.scoring import token_logprobs, whole_list
+    from rlhf_core.models.scoring import sequence_logprobs, whole_list
 
     dtype = config.ppo.policy_deepspeed.dtype
     doing("load a policy", config.run.timeouts.start)
     model = load_policy(folder, dtype=dtype, attention=config.model.attention, device=device).eval()
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
-    logprobs, _ = token_logprobs(model, batches, config.evaluate.temperature)
+    logprobs, _ = sequence_logprobs(model, batches, config.evaluate.temperature)
     del model
     _free(device)
     return logprobs

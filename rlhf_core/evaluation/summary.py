@@ -13,7 +13,7 @@ from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import RewardInput
 
-Pair = dict[str, list[float]]
+ByModel = dict[str, list[float]]
 """model (`sft`, `ppo`) -> (n,) values, prompt by prompt."""
 
 
@@ -21,9 +21,9 @@ Pair = dict[str, list[float]]
 class Measured:
     """All values of both models' responses; n prompts, in the same order everywhere."""
 
-    measures: Mapping[str, Pair]
+    measures: Mapping[str, ByModel]
     """`gold`, `reward_model`, `rules` (the weighted sum), where they exist."""
-    rules: Mapping[str, Pair]
+    rules: Mapping[str, ByModel]
     """Raw value of each rule source."""
     kl: list[float]
     """(n,) nats per response of the policy."""
@@ -38,7 +38,7 @@ def scored(
     ]
     whole = [i for i in range(len(measured.kl)) if not any(math.isnan(values[i]) for values in columns)]
 
-    def kept(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    def kept(pairs: Mapping[str, ByModel]) -> dict[str, ByModel]:
         return {
             name: {model: [values[i] for i in whole] for model, values in pair.items()} for name, pair in pairs.items()
         }
@@ -77,7 +77,7 @@ class Intervals:
     def mean(self, name: str, values: Sequence[float]) -> Interval:
         return bootstrap_mean(values, **self.settings(name))
 
-    def pair(self, name: str, pair: Pair) -> dict[str, dict[str, float]]:
+    def pair(self, name: str, pair: ByModel) -> dict[str, dict[str, float]]:
         return {model: self.mean(name, values).to_json() for model, values in pair.items()}
 
 

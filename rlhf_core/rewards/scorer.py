@@ -12,7 +12,8 @@ from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ModelError
 from rlhf_core.models.score import is_classifier, load_score_model
-from rlhf_core.models.scoring import Pair, sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.types import PromptAndResponse
 
 
 class ItemError(ValueError):
@@ -49,7 +50,7 @@ class Scorer:
         self.micro_batch_tokens = micro_batch_tokens
         """Tokens of one forward pass."""
 
-    def encode(self, item: Any) -> Pair:
+    def encode(self, item: Any) -> PromptAndResponse:
         """((P,), (T,)) tokens of prompt and response: the item's own, or those of its texts. Raises `ItemError`.
 
         A response that is finished ends with EOS, as in the pairs the model was trained on and in the policy's rollouts.
@@ -67,7 +68,7 @@ class Scorer:
             raise ItemError("the response has no tokens")
         return pair
 
-    def scores(self, pairs: Sequence[Pair]) -> list[float]:
+    def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]:
         """(n,) normalised by the stored statistics."""
         batches = whole_list(self._model, pairs, self.micro_batch_tokens, self._pad_id)
         scores = sequence_scores(self._model, self._model.statistics, batches)

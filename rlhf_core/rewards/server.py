@@ -32,9 +32,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.scoring import Pair
 from rlhf_core.rewards.remote import TOKEN_VARIABLE
 from rlhf_core.rewards.scorer import ItemError
+from rlhf_core.types import PromptAndResponse
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class Scores(Protocol):
 
     micro_batch_tokens: int
 
-    def encode(self, item: Any) -> Pair: ...
+    def encode(self, item: Any) -> PromptAndResponse: ...
 
-    def scores(self, pairs: Sequence[Pair]) -> list[float]: ...
+    def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]: ...
 
 
 class MicroBatches:
@@ -58,10 +58,10 @@ class MicroBatches:
 
     def __init__(self, scorer: Scores) -> None:
         self._scorer = scorer
-        self._waiting: deque[tuple[list[Pair], asyncio.Future[list[float]]]] = deque()
+        self._waiting: deque[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = deque()
         self._arrived = asyncio.Event()
 
-    async def score(self, pairs: list[Pair]) -> list[float]:
+    async def score(self, pairs: list[PromptAndResponse]) -> list[float]:
         """(n,) scores; HTTPException 500 if the model fails."""
         result: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._waiting.append((pairs, result))
@@ -86,9 +86,9 @@ class MicroBatches:
                     mine, scores = scores[: len(own)], scores[len(own) :]
                     result.set_result(mine)
 
-    def _next(self) -> list[tuple[list[Pair], asyncio.Future[list[float]]]]:
+    def _next(self) -> list[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]]:
         """The first request, and those behind it while their tokens fit."""
-        chosen: list[tuple[list[Pair], asyncio.Future[list[float]]]] = []
+        chosen: list[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = []
         tokens = 0
         while self._waiting:
             tokens += sum(len(prompt) + len(response) for prompt, response in self._waiting[0][0])
@@ -205,9 +205,9 @@ async def _items(request: Request) -> list[Any]:
     return items
 
 
-def _encode(scorer: Scores, items: Sequence[Any]) -> list[Pair | str]:
+def _encode(scorer: Scores, items: Sequence[Any]) -> list[PromptAndResponse | str]:
     """Tokens of each item, or why it has none."""
-    encoded: list[Pair | str] = []
+    encoded: list[PromptAndResponse | str] = []
     for item in items:
         try:
             encoded.append(scorer.encode(item))

@@ -19,9 +19,9 @@ from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.history import History, read_history
 from rlhf_core.evaluation.judge import ScoreJudge, compare
 from rlhf_core.evaluation.summary import (
+    ByModel,
     Intervals,
     Measured,
-    Pair,
     answers,
     evaluation_json,
     flat_metrics,
@@ -84,11 +84,11 @@ def _measure(
     count = len(responses["sft"])
     both = [*responses["sft"], *responses["ppo"]]
 
-    def pair(values: Sequence[float]) -> Pair:
+    def pair(values: Sequence[float]) -> ByModel:
         return {"sft": list(values[:count]), "ppo": list(values[count:])}
 
-    measures: dict[str, Pair] = {}
-    rules: dict[str, Pair] = {}
+    measures: dict[str, ByModel] = {}
+    rules: dict[str, ByModel] = {}
     report()
     if gold_known:
         measures["gold"] = pair(scoring.score_gold(both))

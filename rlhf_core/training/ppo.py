@@ -43,11 +43,11 @@ def update_policy(
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
-        for group in step.micro_batches:
-            yield _policy_part(engine, samples, group, step.denominator, ppo, pad_id, kl_coef, sums)
-        for group in step.ptx_micro_batches:
+        for micro_batch in step.micro_batches:
+            yield _policy_part(engine, samples, micro_batch, step.denominator, ppo, pad_id, kl_coef, sums)
+        for micro_batch in step.ptx_micro_batches:
             assert ppo.ptx is not None
-            batch = collate([demonstrations[i] for i in group], pad_id=pad_id, pack=ppo.pack)
+            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.pack)
             logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
             sums["ptx_loss"] += loss.item()
@@ -61,7 +61,7 @@ def update_policy(
 def _policy_part(
     engine: TrainingEngine,
     samples: Sequence[TrainSample],
-    group: list[int],
+    micro_batch: list[int],
     denominator: float,
     ppo: PPOConfig,
     pad_id: int,
@@ -69,9 +69,9 @@ def _policy_part(
     sums: defaultdict[str, float],
 ) -> torch.Tensor:
     """One micro-batch's part of the policy's loss; adds its metrics to `sums`."""
-    batch, chosen = _batch(engine, samples, group, ppo, pad_id)
+    batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
     output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
-    if not group:
+    if not micro_batch:
         nothing: torch.Tensor = 0.0 * output.logprobs_N.sum()
         return nothing
     mask_ST = _mask(chosen, batch)
@@ -110,10 +110,10 @@ def update_critic(
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
-        for group in step.micro_batches:
-            batch, chosen = _batch(engine, samples, group, ppo, pad_id)
+        for micro_batch in step.micro_batches:
+            batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
             values_N = engine(batch, "tokens")
-            if not group:
+            if not micro_batch:
                 yield 0.0 * values_N.sum()
                 continue
             mask_ST = _mask(chosen, batch)
@@ -144,9 +144,9 @@ def _count(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -
 
 
 def _batch(
-    engine: TrainingEngine, samples: Sequence[TrainSample], group: list[int], ppo: PPOConfig, pad_id: int
+    engine: TrainingEngine, samples: Sequence[TrainSample], micro_batch: list[int], ppo: PPOConfig, pad_id: int
 ) -> tuple[TokenBatch, list[TrainSample]]:
-    chosen = [samples[i] for i in group]
+    chosen = [samples[i] for i in micro_batch]
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
     return collate(sequences, pad_id=pad_id, pack=ppo.pack).to(engine.rank.torch_device), chosen
 

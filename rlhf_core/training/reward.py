@@ -132,12 +132,14 @@ def train_step(
     sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
 
     def losses() -> Iterator[torch.Tensor]:
-        for group in _my_groups(engine, batch, config):
-            chosen, rejected = _forward(engine, [batch[i] for i in group], config, pad_id)
-            if not group:
+        for micro_batch in _my_micro_batches(engine, batch, config):
+            chosen, rejected = _forward(engine, [batch[i] for i in micro_batch], config, pad_id)
+            if not micro_batch:
                 yield 0.0 * chosen.sum()
                 continue
-            loss = pair_loss(chosen, rejected, [batch[i] for i in group], config) * (len(group) / len(batch))
+            loss = pair_loss(chosen, rejected, [batch[i] for i in micro_batch], config) * (
+                len(micro_batch) / len(batch)
+            )
             gap = (chosen - rejected).detach()
             sums.add_(torch.stack([loss.detach(), _right(gap).sum(), gap.sum()]).double())
             yield loss
@@ -164,10 +166,10 @@ def evaluate_reward(
     first. A collective."""
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
-    for group in _my_groups(engine, held_out, config):
+    for micro_batch in _my_micro_batches(engine, held_out, config):
         doing("evaluation")
-        chosen, rejected = _forward(engine, [held_out[i] for i in group], config, pad_id)
-        for i, c, r in zip(group, chosen.tolist(), rejected.tolist(), strict=False):
+        chosen, rejected = _forward(engine, [held_out[i] for i in micro_batch], config, pad_id)
+        for i, c, r in zip(micro_batch, chosen.tolist(), rejected.tolist(), strict=False):
             scores[i] = torch.tensor([c, r], dtype=torch.float64)
     scores = scores.to(engine.rank.torch_device)
     dist.all_reduce(scores)
@@ -214,7 +216,7 @@ def _table_row(pair: PairExample) -> dict[str, Any]:
     return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
 
 
-def _my_groups(engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig) -> list[list[int]]:
+def _my_micro_batches(engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig) -> list[list[int]]:
     rank = engine.rank
     lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in batch]
     if config.pack:

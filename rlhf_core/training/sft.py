@@ -96,8 +96,10 @@ def train_step(
     loss_sum = torch.zeros((), device=engine.rank.torch_device)
 
     def losses() -> Iterator[torch.Tensor]:
-        for group in _my_groups(engine, batch, config):
-            tensors = collate([batch[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
+        for micro_batch in _my_micro_batches(engine, batch, config):
+            tensors = collate([batch[i] for i in micro_batch], pad_id=pad_id, pack=config.pack).to(
+                engine.rank.torch_device
+            )
             logprobs_N = engine(tensors).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=targets)
             loss_sum.add_(loss.detach())
@@ -120,9 +122,11 @@ def evaluate_sft(
     """Mean loss per target token over the held-out set, in nats, and its exponential. A collective."""
     engine.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.rank.torch_device)
-    for group in _my_groups(engine, held_out, config):
+    for micro_batch in _my_micro_batches(engine, held_out, config):
         doing("evaluation")
-        tensors = collate([held_out[i] for i in group], pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device)
+        tensors = collate([held_out[i] for i in micro_batch], pad_id=pad_id, pack=config.pack).to(
+            engine.rank.torch_device
+        )
         logprobs_N = engine(tensors).logprobs_N
         sums[0] -= logprobs_N.double().sum()
         sums[1] += logprobs_N.numel()
@@ -136,7 +140,7 @@ def _table_row(row: TokenSequence) -> dict[str, Any]:
     return {"tokens": len(row), "targets": row.targets, "input_ids": str(list(row.input_ids))}
 
 
-def _my_groups(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
+def _my_micro_batches(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
     rank = engine.rank
     lengths = [len(sequence) for sequence in batch]
     return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.pack)[rank.rank]

@@ -28,14 +28,14 @@ from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import Pair, sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.rewards import server
 from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.rewards.server import MicroBatches, listen, make_server
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import RewardInput
+from rlhf_core.types import PromptAndResponse, RewardInput
 from tests.tiny_llama import save_tiny_llama
 
 
@@ -58,7 +58,7 @@ def scorer(folder: Path) -> Scorer:
     return Scorer(folder)
 
 
-def expected(folder: Path, pairs: Sequence[Pair]) -> list[float]:
+def expected(folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:
     model = load_score_model(folder, dtype="float32", attention="sdpa", device="cpu").eval()
     return sequence_scores(model, ScoreStatistics(mean=0.25, std=0.5), whole_list(model, pairs, 1000, 0))
 
@@ -97,12 +97,12 @@ class Scripted:
         self.hold = threading.Event()
         self.hold.set()
 
-    def encode(self, item: Any) -> Pair:
+    def encode(self, item: Any) -> PromptAndResponse:
         if "text" not in item:
             raise ItemError("no text")
         return (), tuple(range(len(item["text"])))
 
-    def scores(self, pairs: Sequence[Pair]) -> list[float]:
+    def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]:
         self.hold.wait(10)
         lengths = [len(response) for _, response in pairs]
         self.passes.append(lengths)
