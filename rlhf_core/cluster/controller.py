@@ -6,8 +6,9 @@
                           critic, reward         (both at once)
 
 Consumes the prompts of the data artifact; produces `metrics.jsonl`, sample tables, checkpoints and, at the end, the
-policy. Waits for every engine and rank as long as it moves (`rlhf_core.watch`); a dead engine is replaced on the way. A step's engines hold the weights of the step before: with
-synchronous steps the policy version of every rollout is the number of steps done.
+policy. Waits for every engine and rank as long as it moves (`rlhf_core.watch`); a dead engine is replaced on the way.
+A step's engines hold the weights of the step before: with synchronous steps the policy version of every rollout is the
+number of steps done.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from pathlib import Path
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.collect import Collector, RolloutBatch
 from rlhf_core.cluster.fleet import Fleet
+from rlhf_core.cluster.guards import StepGuards
 from rlhf_core.cluster.journal import RolloutJournal
 from rlhf_core.cluster.spread import Spread
 from rlhf_core.cluster.update import Updater
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
-from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.errors import NonFiniteError
 from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.rollout.experience import Experience, make_experience
@@ -39,9 +41,6 @@ from rlhf_core.types import PromptExample, Services, SFTExample
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
-
-WATCHED = ("objective/kl", "objective/rlhf_reward", "policy/entropy", "value/mean", "rollout/logprob_gap_mean")
-"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only masks its own."""
 
 
 class PPOController:
@@ -78,10 +77,7 @@ class PPOController:
         self._clocked: Metrics = {}
         """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest must be the
         same wherever and however fast it is made."""
-        self._high_kl = 0
-        self._unusable = 0
-        self._uniform = False
-        """Whether the step before had nothing to compare; only for saying it once."""
+        self._guards = StepGuards(config.ppo, lambda: services.checkpoints.best())
         self.done = 0
         """Steps finished: the policy version."""
         self._restorable = 0
@@ -185,8 +181,8 @@ class PPOController:
         update: Metrics = {}
         everything = len(batch.rollouts)
         try:
-            if self._usable(experience, step):
-                self._guard(experience, step)
+            if self._guards.usable(experience.metrics, everything, step):
+                self._guards.check(experience.metrics, step)
                 with self._timed("training"):
                     update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
                 if step > self._ppo.warmup_steps:  # before, no coefficient could move the KL
@@ -197,68 +193,6 @@ class PPOController:
         if not update or any(name.endswith("/non_finite_steps") for name in update):
             self._log_samples(batch, experience, "skipped", step, everything)
         return update
-
-    def _usable(self, experience: Experience, step: int) -> bool:
-        """False for a step with numbers that are not finite: it is skipped and counted; the third in a row ends the run."""
-        bad = [name for name in WATCHED if not math.isfinite(experience.metrics.get(name, 0.0))]
-        if experience.metrics["rollout/unscored"] == len(experience.scores_B):
-            bad.append("every score")
-        self._unusable = self._unusable + 1 if bad else 0
-        if self._unusable >= 3:
-            raise NonFiniteError(
-                f"ppo steps {step - 2} to {step} had to be skipped: {', '.join(bad)} not finite; see the tables "
-                "`skipped/` of the run for their samples"
-            )
-        if bad:
-            log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
-        return not bad
-
-    def _guard(self, experience: Experience, step: int) -> None:
-        """Stop before a policy that has gone wrong, or engines with other weights, do more harm."""
-        metrics = experience.metrics
-        gap = metrics["rollout/logprob_gap_mean"]
-        sync = self._ppo.weight_sync
-        exact = self._ppo.engine.dtype == self._ppo.policy_deepspeed.dtype == "float32"
-        # Kernels in low precision differ by more than a stale weight would in float32.
-        limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
-        if sync.canary and gap > limit:
-            raise WeightSyncError(
-                f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the same weights "
-                f"(ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other weights"
-            )
-        alarm = gap > (self._ppo.logprob_gap_limit or limit / 2)
-        metrics["rollout/logprob_gap_alarm"] = float(alarm)
-        if alarm:
-            log.warning("step %d: engine and trainer log-probabilities differ by %.3g on average", step, gap)
-        empty = metrics["rollout/empty_rate"]
-        if empty >= 0.9:
-            raise GateFailed(
-                f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
-                f"lower ppo.policy.learning_rate, or look at the reward{self._best_kept()}"
-            )
-        if empty >= 0.2:
-            log.warning("step %d: %.0f %% of the responses are empty", step, 100 * empty)
-        if (repeating := metrics["rollout/repeating_rate"]) >= 0.2:
-            log.warning("step %d: %.0f %% of the responses repeat one or two tokens", step, 100 * repeating)
-        uniform = metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
-        if uniform and not self._uniform:
-            log.warning(
-                "step %d: nearly all scores that are compared with each other are the same: nothing is learned from them; "
-                "look at the reward, or raise ppo.samples_per_prompt or ppo.temperature",
-                step,
-            )
-        self._uniform = uniform
-        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > self._ppo.max_kl else 0
-        if self._high_kl >= 3:
-            raise GateFailed(
-                f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
-                f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
-                f"ppo.max_kl to go on from the last checkpoint{self._best_kept()}"
-            )
-
-    def _best_kept(self) -> str:
-        best = self._services.checkpoints.best()
-        return f"; the best checkpoint, by reward minus KL penalty, is kept: {best}" if best else ""
 
     def sync(self) -> int:
         """Weights of `done` into all engines; the version that they acknowledged."""
@@ -320,8 +254,7 @@ class PPOController:
         state = {
             "done": self.done,
             "kl": self._kl.state_dict(),
-            "high_kl": self._high_kl,
-            "unusable": self._unusable,
+            **self._guards.state_dict(),
         }
         (folder / "controller.json").write_text(json.dumps(state))
         self._services.metrics.flush()
@@ -342,7 +275,7 @@ class PPOController:
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.done = self._restorable = int(state["done"])
-        self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
+        self._guards.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         log.info("ppo continues after step %d", self.done)

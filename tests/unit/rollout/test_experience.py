@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.cluster.controller import WATCHED
+from rlhf_core.cluster.guards import WATCHED
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.rollout.experience import make_experience, uniform_groups

@@ -1,0 +1,114 @@
+"""Judges each PPO step before it is trained on.
+
+usable   no      numbers that are not finite: the step is skipped; the third in a row ends the run
+check    raises  engines with other weights, a KL above its limit for three steps, nothing but empty responses
+         warns   a gap to the engines, empty or repeated text, scores that do not differ
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+
+log = logging.getLogger(__name__)
+
+WATCHED = ("objective/kl", "objective/rlhf_reward", "policy/entropy", "value/mean", "rollout/logprob_gap_mean")
+"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only masks its own."""
+_PATIENCE = 3
+"""Bad steps in a row that end the run."""
+
+
+class StepGuards:
+    """What it counts goes into the checkpoint: a restart is no new beginning."""
+
+    def __init__(self, ppo: PPOConfig, best: Callable[[], str | None]) -> None:
+        """`best`: address of the best checkpoint, for the messages."""
+        self._ppo = ppo
+        self._best = best
+        self._high_kl = 0
+        self._unusable = 0
+        self._uniform = False
+        """Whether the step before had nothing to compare; only for saying it once."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Bad steps in a row up to now."""
+        return {"high_kl": self._high_kl, "unusable": self._unusable}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting."""
+        self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
+
+    def usable(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
+        """False for a step that must be skipped. `metrics` of its experience, which has so many `responses`. Raises
+        NonFiniteError for the third in a row."""
+        bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
+        if metrics["rollout/unscored"] == responses:
+            bad.append("every score")
+        self._unusable = self._unusable + 1 if bad else 0
+        if self._unusable >= _PATIENCE:
+            raise NonFiniteError(
+                f"ppo steps {step - _PATIENCE + 1} to {step} had to be skipped: {', '.join(bad)} not finite; see the tables "
+                "`skipped/` of the run for their samples"
+            )
+        if bad:
+            log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
+        return not bad
+
+    def check(self, metrics: dict[str, float], step: int) -> None:
+        """Warn, or stop before a policy that has gone wrong, or engines with other weights, do more harm. Adds
+        `rollout/logprob_gap_alarm` to `metrics`. Raises WeightSyncError or GateFailed."""
+        self._check_gap(metrics, step)
+        self._check_text(metrics, step)
+        self._check_scores(metrics, step)
+        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > self._ppo.max_kl else 0
+        if self._high_kl >= _PATIENCE:
+            raise GateFailed(
+                f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
+                f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
+                f"ppo.max_kl to go on from the last checkpoint{self._best_kept()}"
+            )
+
+    def _check_gap(self, metrics: dict[str, float], step: int) -> None:
+        gap, sync = metrics["rollout/logprob_gap_mean"], self._ppo.weight_sync
+        exact = self._ppo.engine.dtype == self._ppo.policy_deepspeed.dtype == "float32"
+        # Kernels in low precision differ by more than a stale weight would in float32.
+        limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
+        if sync.canary and gap > limit:
+            raise WeightSyncError(
+                f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the same weights "
+                f"(ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other weights"
+            )
+        alarm = gap > (self._ppo.logprob_gap_limit or limit / 2)
+        metrics["rollout/logprob_gap_alarm"] = float(alarm)
+        if alarm:
+            log.warning("step %d: engine and trainer log-probabilities differ by %.3g on average", step, gap)
+
+    def _check_text(self, metrics: Mapping[str, float], step: int) -> None:
+        empty, repeating = metrics["rollout/empty_rate"], metrics["rollout/repeating_rate"]
+        if empty >= 0.9:
+            raise GateFailed(
+                f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
+                f"lower ppo.policy.learning_rate, or look at the reward{self._best_kept()}"
+            )
+        if empty >= 0.2:
+            log.warning("step %d: %.0f %% of the responses are empty", step, 100 * empty)
+        if repeating >= 0.2:
+            log.warning("step %d: %.0f %% of the responses repeat one or two tokens", step, 100 * repeating)
+
+    def _check_scores(self, metrics: Mapping[str, float], step: int) -> None:
+        uniform = metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
+        if uniform and not self._uniform:
+            log.warning(
+                "step %d: nearly all scores that are compared with each other are the same: nothing is learned from them; "
+                "look at the reward, or raise ppo.samples_per_prompt or ppo.temperature",
+                step,
+            )
+        self._uniform = uniform
+
+    def _best_kept(self) -> str:
+        best = self._best()
+        return f"; the best checkpoint, by reward minus KL penalty, is kept: {best}" if best else ""

@@ -1,0 +1,130 @@
+"""The loop of PPO around its parts, which are scripted here.
+
+- the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
+- a step that is skipped is logged like any other, with its samples, and the run goes on
+- bad steps in a row are counted across a restart
+- checkpoints are kept by reward minus KL penalty
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.cluster.controller import PPOController
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import GateFailed, NonFiniteError
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
+from rlhf_core.types import Services
+from tests.unit.cluster.test_guards import GOOD
+
+
+class _Experience:
+    scores_B = torch.zeros(4)
+
+    def __init__(self, **changed: float) -> None:
+        self.metrics = GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Any:
+    nothing: Any = None
+    config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+    return PPOController(
+        config, nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+    )
+
+
+def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
+    nothing: Any = None
+    kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
+    config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
+    controller: Any = PPOController(
+        config, nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+    )
+    controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
+    batch = SimpleNamespace(rollouts=[None] * 40)
+    coefs = []
+    for step in (1, 2, 3, 4):
+        controller._train(batch, _Experience(), step)
+        coefs.append(controller._kl.coef)
+    # KL 1 is far below the target: 1 - 0.2 x 40 / 400 with each step that trains the policy.
+    assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
+
+
+def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, float]] = []
+    logged: list[dict[str, float]] = []
+    kept: list[tuple[Any, ...]] = []
+    bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
+    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, kept=True)
+    monkeypatch.setattr(controller, "collect", lambda: batch)
+    monkeypatch.setattr(controller, "score", lambda batch: bad)
+    monkeypatch.setattr(controller, "sync", lambda: 1)
+    monkeypatch.setattr(controller, "_log_samples", lambda *arguments: kept.append(arguments[2:]))
+    tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
+    report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
+    monkeypatch.setattr(controller, "_services", report)
+    controller._log(controller.iterate())
+    assert shown == [{}]
+    assert logged[0]["ppo/skipped_steps"] == 1.0
+    assert "objective/kl" not in logged[0]
+    assert controller.done == 1
+    controller._log(controller.iterate())
+    with pytest.raises(NonFiniteError):
+        controller.iterate()
+    assert [entry for entry in kept if entry[0] == "skipped"] == [("skipped", step, 40) for step in (1, 2, 3)]
+
+
+def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_restart(tmp_path: Path) -> None:
+    def started(attempt: str) -> Any:
+        work = tmp_path / attempt
+        work.mkdir()
+        (work / "metrics.jsonl").touch()
+        group = SimpleNamespace(submit=lambda *_: [0])
+        fleet: Any = SimpleNamespace(groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls)
+        tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
+        nothing: Any = None
+        services = Services(
+            {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, 1), tracker, nothing
+        )
+        config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+        return PPOController(config, fleet, [], lambda ids: "", nothing, services)
+
+    high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
+    first = started("first")
+    for first.done in (4, 5):
+        first._guards.check(high.metrics, first.done)
+        first._guards.usable(bad.metrics, 4, first.done)
+    first._checkpoint(0.5)
+    second = started("second")
+    second._restore()
+    assert second.done == 5
+    with pytest.raises(GateFailed, match=r"ppo step 6: KL 25\.0 .* for three steps"):
+        second._guards.check(high.metrics, 6)
+    with pytest.raises(NonFiniteError, match="ppo steps 4 to 6 had to be skipped"):
+        second._guards.usable(bad.metrics, 4, 6)
+
+
+def test_checkpoints_are_kept_by_reward_minus_kl_penalty(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[int, float | None]] = []
+
+    def iterate() -> dict[str, float]:
+        controller.done += 1
+        return {**GOOD, "objective/kl": 9.0, "objective/rlhf_reward": controller.done / 10}
+
+    controller._ppo = config_from_tree({"ppo": {"steps": 7, "checkpoint_every": 3}}, "test").ppo
+    for name in ("_restore", "sync"):
+        monkeypatch.setattr(controller, name, lambda: None)
+    monkeypatch.setattr(controller, "_log", lambda metrics: None)
+    monkeypatch.setattr(controller, "iterate", iterate)
+    monkeypatch.setattr(controller, "_checkpoint", lambda score: kept.append((controller.done, score)))
+    controller.run()
+    assert kept == [(3, 0.3), (6, 0.6)]
