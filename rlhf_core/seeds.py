@@ -1,8 +1,10 @@
-"""Seeds are functions of what they are for, never state that must be carried along."""
+"""Seeds, and the orders they decide, are functions of what they are for, never state that must be carried along."""
 
 from __future__ import annotations
 
 import hashlib
+import random
+from functools import lru_cache
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:
@@ -13,3 +15,17 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
     """
     text = "\x1f".join([str(run_seed), *(f"{type(part).__name__}:{part}" for part in parts)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@lru_cache(maxsize=4)
+def permutation(count: int, seed: int) -> tuple[int, ...]:
+    """0..count-1 in the order that `seed` decides."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
+
+
+def epoch_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[tuple[int, ...]]:
+    """A fresh permutation of 0..count-1, cut into batches; every sample once, the last batch may be smaller."""
+    order = permutation(count, derive_seed(seed, "epoch", epoch))
+    return [order[i : i + batch_size] for i in range(0, count, batch_size)]

@@ -13,9 +13,8 @@ from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.rollout.experience import Experience
-from rlhf_core.seeds import derive_seed
+from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.training.records import OptimizerStep, TrainSample
-from rlhf_core.training.sft import epoch_batches
 from rlhf_core.types import Rollout, SFTExample
 
 Metrics = dict[str, float]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 
-from rlhf_core.seeds import derive_seed
+from rlhf_core.seeds import derive_seed, permutation
 
 
 def prompts_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
@@ -14,21 +13,8 @@ def prompts_of_step(count: int, per_step: int, seed: int, step: int) -> list[int
     start = (step - 1) * per_step
     for position in range(start, start + per_step):
         epoch, place = divmod(position, count)
-        indices.append(_permutation(count, seed, epoch)[place])
+        indices.append(permutation(count, derive_seed(seed, "prompts", epoch))[place])
     return indices
-
-
-_cache: dict[tuple[int, int, int], list[int]] = {}
-
-
-def _permutation(count: int, seed: int, epoch: int) -> list[int]:
-    key = (count, seed, epoch)
-    if key not in _cache:
-        _cache.clear()
-        order = list(range(count))
-        random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
-        _cache[key] = order
-    return _cache[key]
 
 
 def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:

@@ -21,9 +21,9 @@ from rlhf_core.config.training import RewardConfig
 from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
+from rlhf_core.seeds import epoch_batches
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
-from rlhf_core.training.sft import epoch_batches
 from rlhf_core.training.skipped import batch_kept
 from rlhf_core.types import PairExample, Services
 from rlhf_core.watch import doing

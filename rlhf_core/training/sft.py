@@ -6,7 +6,6 @@ The loss of one optimizer step is the mean over ALL target tokens of its batch, 
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,19 +19,12 @@ from rlhf_core.config.training import SFTConfig
 from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
-from rlhf_core.seeds import derive_seed
+from rlhf_core.seeds import epoch_batches
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
 from rlhf_core.training.skipped import batch_kept
 from rlhf_core.types import Services
 from rlhf_core.watch import doing
-
-
-def epoch_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """A fresh permutation of 0..count-1, cut into batches; every sample once, the last batch may be smaller."""
-    order = list(range(count))
-    random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
-    return [order[i : i + batch_size] for i in range(0, count, batch_size)]
 
 
 def train_sft(

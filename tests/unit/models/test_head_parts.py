@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.algo import logprobs
 from rlhf_core.models import policy as module
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import Policy
 from rlhf_core.planning import memory
+from rlhf_core.training import engine
 
 VOCABULARY = 53
 TOKENS = 24
@@ -93,3 +95,5 @@ def test_ranks_that_share_the_weight_call_the_head_equally_often(
 
 def test_the_plan_counts_on_it() -> None:
     assert memory.HEAD_CHUNK == module.HEAD_CHUNK
+    assert memory.LOSS_CHUNK == {"cuda": logprobs._DEVICE_CHUNK, "cpu": logprobs._CPU_CHUNK}
+    assert memory.REDUCE_BUCKET == engine.REDUCE_BUCKET

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.config.training import OptimizerConfig
+from rlhf_core.seeds import epoch_batches
 from rlhf_core.training.engine import learning_rate
-from rlhf_core.training.sft import epoch_batches
 
 
 def test_the_rate_rises_linearly_over_the_warm_up_to_the_peak() -> None:
