@@ -12,7 +12,6 @@ import http.client
 import logging
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flows.environment import prefect_environment
+from flows.local_http import answers
 from rlhf_core.errors import StageFailed
-from rlhf_core.processes import die_with_parent
+from rlhf_core.processes import die_with_parent, free_port
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EmbeddedPrefect:
         else:
             for left in folder.glob("prefect.db*"):
                 left.unlink()
-        self._port = free_port(0)
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}/api"
         os.environ.update(prefect_environment(folder))
         os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
@@ -129,16 +129,6 @@ def _without_client_logging() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_LOGGING_")}
 
 
-def answers(url: str, seconds: float = 2.0) -> bool:
-    """Whether a server answers `url` with success. No proxy: the servers asked are on this machine."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=seconds) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
-
-
 def reachable(url: str, tries: int = 3) -> bool:
     """Whether anybody answers at the Prefect API `url`, with whatever status: it may ask for a key."""
     for attempt in range(tries):
@@ -153,16 +143,3 @@ def reachable(url: str, tries: int = 3) -> bool:
                 return True
         time.sleep(attempt < tries - 1)
     return False
-
-
-def free_port(preferred: int) -> int:
-    """`preferred` if nothing listens there on loopback, else a free port."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise StageFailed("no free TCP port on 127.0.0.1")

@@ -20,15 +20,14 @@ Only runs with the tag `auto-recover` are touched. It holds for one machine: ser
 from __future__ import annotations
 
 import http.client
-import json
 import logging
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from flows.local_http import get, post
 from rlhf_core.processes import carriers
 
 log = logging.getLogger(__name__)
@@ -183,22 +182,6 @@ class Reconciler:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return post(f"{self._api}{path}", body)
-
-
-def post(url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
-    """POST JSON to a server on this machine; the parsed answer."""
-    return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), seconds)
-
-
-def get(url: str, seconds: float = 10.0) -> Any:
-    """The same by GET."""
-    return _ask(urllib.request.Request(url), seconds)
-
-
-def _ask(request: urllib.request.Request, seconds: float) -> Any:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=seconds) as answer:
-        return json.load(answer)
 
 
 def flow_runs_alive() -> set[str]:

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flows.embedded import answers
 from flows.files import read_json
-from flows.reconcile import post
+from flows.local_http import answers, post
 from flows.report import duration
 from flows.servers import supervisor_of
 from rlhf_core.config.redact import printable

@@ -24,13 +24,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.embedded import answers, free_port
 from flows.environment import DATABASE_VARIABLES, NO_TELEMETRY, prefect_environment
 from flows.files import write_json
-from flows.reconcile import ENGINE_VARIABLE, Reconciler, post
+from flows.local_http import answers, post
+from flows.reconcile import ENGINE_VARIABLE, Reconciler
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import InputError, RLHFError, StageFailed
-from rlhf_core.processes import ProcessId, carriers, die_with_parent, listens, stop
+from rlhf_core.processes import ProcessId, carriers, die_with_parent, free_port, listens, stop
 
 log = logging.getLogger(__name__)
 

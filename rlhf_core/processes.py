@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from rlhf_core.errors import InfrastructureError
+
 _PR_SET_PDEATHSIG = 1
 _HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _KILL_SECONDS = 5.0
@@ -61,6 +63,16 @@ class ProcessId:
 def lives(pid: int, started: float, host: str) -> bool | None:
     """Whether the process that noted these of itself still runs; None where that was on another host."""
     return ProcessId(pid, started).alive() if host == socket.gethostname() else None
+
+
+def free_port(preferred: int = 0) -> int:
+    """`preferred` if nobody listens there on loopback now, else a port that nobody listens on."""
+    for port in (preferred, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise InfrastructureError("no TCP port is free on 127.0.0.1")
 
 
 def listens(process: ProcessId, port: int) -> bool:

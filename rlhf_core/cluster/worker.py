@@ -19,8 +19,9 @@ from rlhf_core.cluster.records import LogprobResult, PartSpec, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.failpoints import failpoint
+from rlhf_core.processes import free_port
 from rlhf_core.seeds import derive_seed
-from rlhf_core.training.distributed import Rank, free_port, join
+from rlhf_core.training.distributed import Rank, join
 from rlhf_core.training.records import FloatArray, OptimizerStep, TrainSample
 from rlhf_core.types import PromptAndResponse
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from rlhf_core.processes import free_port
+
 _WATCH_FIRST_SECONDS = {"cpu": 3.0, "cuda": 60.0}
 """What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each other. A
 broken one of gloo raises; NCCL's own watchdog takes the process down, so the stage is to be ended before."""
@@ -54,13 +56,6 @@ class Rank:
             int(env["MASTER_PORT"]),
             device,
         )
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def rendezvous(address: str, port: int, size: int, *, master: bool, timeout: timedelta) -> Any:

@@ -23,7 +23,8 @@ from typing import Any
 from rlhf_core.config.devices import leads_to_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
-from rlhf_core.training.distributed import Rank, free_port, join, leave
+from rlhf_core.processes import free_port
+from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.watch import Watch, doing, idle, leave_part, take_part
 
 _LOOK_SECONDS = 0.5

@@ -28,7 +28,8 @@ from urllib.error import HTTPError
 
 from flows.environment import DATABASE_VARIABLES
 from flows.files import read_json
-from flows.reconcile import ENGINE_VARIABLE, post
+from flows.local_http import post
+from flows.reconcile import ENGINE_VARIABLE
 from flows.supervisor import flow_processes
 from rlhf_core.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig
+from rlhf_core.processes import free_port
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.training.distributed import Rank, free_port, join
+from rlhf_core.training.distributed import Rank, join
 from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
 from tests.small_ppo import services as nowhere

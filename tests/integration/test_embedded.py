@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.embedded import answers, reachable
-from flows.reconcile import post
+from flows.embedded import reachable
+from flows.local_http import answers, post
 from rlhf_core.processes import ProcessId
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait

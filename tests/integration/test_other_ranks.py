@@ -19,7 +19,8 @@ import torch
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.training.distributed import Rank, free_port, join
+from rlhf_core.processes import free_port
+from rlhf_core.training.distributed import Rank, join
 from tests.integration import deepspeed_step
 
 SETTINGS = [("policy", dtype, stage) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.reconcile import ENGINE_VARIABLE, post
+from flows.local_http import post
+from flows.reconcile import ENGINE_VARIABLE
 from flows.supervisor import LOOK_SECONDS, MARK, flow_processes
 from rlhf_core.processes import carriers
 from tests.chaos.harness import read_passes

@@ -30,7 +30,6 @@ import pytest
 
 from flows import cli, supervisor
 from flows.display import Lines
-from flows.embedded import free_port
 from flows.environment import stage_environment
 from flows.files import write_json
 from flows.servers import down, supervisor_of, up
@@ -38,7 +37,7 @@ from flows.status import describe
 from flows.supervisor import Server
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError, WorkerDied
-from rlhf_core.processes import ProcessId, stop, wait_gone
+from rlhf_core.processes import ProcessId, free_port, stop, wait_gone
 
 DEMO = "deployments/configs/demo.yaml"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")

@@ -1,0 +1,35 @@
+"""Questions to the servers of this machine, by plain HTTP and past any proxy."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def answers(url: str, seconds: float = 2.0) -> bool:
+    """Whether a server answers `url` with success."""
+    try:
+        with _opener.open(url, timeout=seconds) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def post(url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
+    """POST JSON; the parsed answer."""
+    return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), seconds)
+
+
+def get(url: str, seconds: float = 10.0) -> Any:
+    """GET; the parsed answer."""
+    return _ask(urllib.request.Request(url), seconds)
+
+
+def _ask(request: urllib.request.Request, seconds: float) -> Any:
+    with _opener.open(request, timeout=seconds) as answer:
+        return json.load(answer)
