@@ -209,9 +209,11 @@ class Pipeline:
         files = (self.home / "runs").glob("*/run.json")
         others = [known for file in files if (known := read_json(file)) and known.get("config") == self.config_path]
         last = max(others, key=lambda known: known["updated"], default=None)
-        if last is None or last["state"] == "finished" or _lives_elsewhere(last.get("process")):
+        if last is None or last["state"] == "finished" or "decided_by" not in last:
             return ""
-        then, now = last.get("decided_by", {}), decisive(self.config, self.sources)
+        if last["state"] == "running" and lives(*last["process"]) is not False:
+            return ""
+        then, now = last["decided_by"], decisive(self.config, self.sources)
         names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
         changes = [
             f"{name} was {then.get(name, 'unset')} and is {now.get(name, 'unset')}" for name in names[:_CHANGES_TOLD]
@@ -220,7 +222,7 @@ class Pipeline:
         where = f" in {stage}" if (stage := last.get("making", {}).get("stage")) else ""
         return scrubbed(
             f"the last run of {self.config_path} stopped{where}; this one does not continue it, because "
-            f"{', '.join([*changes, *more])}. With the settings of then it goes on where it stopped"
+            f"{', '.join([*changes, *more])}. With settings, data and code of then it goes on where it stopped"
         )
 
     def where(self, mlflow_run_id: str | None) -> dict[str, str]:

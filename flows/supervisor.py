@@ -124,8 +124,9 @@ class Server:
 
     def lost_its_port(self) -> bool:
         """Whether it ended, and somebody else has its port."""
-        taken = self.port is not None and free_port(self.port) != self.port
-        return self.restarts > 0 and taken and not self._listens()
+        if self.port is None or self.restarts == 0:
+            return False
+        return free_port(self.port) != self.port and not self._listens()
 
     def _listens(self) -> bool:
         me = self.id()
@@ -223,6 +224,7 @@ class Supervisor:
         self._write_state("starting")
         try:
             while not self._started():
+                stop(flow_processes(self.environment[MARK]), FLOW_STOP_SECONDS)
                 self._stop_servers()
                 self._choose_ports()
             self._write_state("ready")

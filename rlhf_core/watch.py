@@ -8,6 +8,7 @@
     Watch     in the stage's own process: a thread looks at all parts, and counts how long each has not moved
                   late()          parts that stood still, or were halted by a SIGSTOP, for longer than their limit
                   blame(...)      the error that names them, with the stacks of all parts saved
+                  give_up(error)  fails the stage: for a thread that knows why whoever waits will wait in vain
               Whoever waits for parts asks it. For where nobody asks, or whoever asks is stuck, `fail` is called.
 
 Seconds are counted by the watching thread, so that no clock is compared and a machine that was asleep blames nobody.
@@ -53,6 +54,7 @@ class _Own:
         assert process is not None
         self.limit = limit
         self.moves = 0
+        self.what = ""
         self._who = [process.pid, process.started, socket.gethostname()]
         self._path = _file(folder, name)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -62,6 +64,7 @@ class _Own:
 
     def write(self, what: str, limit: float) -> None:
         self.moves += 1
+        self.what = what
         record = json.dumps([*self._who, self.moves, limit, what[:100]])
         os.pwrite(self._file, record.ljust(_RECORD_BYTES).encode(), 0)
 
@@ -98,6 +101,11 @@ def doing(what: str, limit: float | None = None) -> None:
     """This process moved, and is at `what` now, for `limit` seconds at most (None: its own). Nothing if it is no part."""
     if _own is not None:
         _own.write(what, _own.limit if limit is None else limit)
+
+
+def working_on() -> str:
+    """What this process said last that it is doing."""
+    return "" if _own is None else _own.what
 
 
 def idle() -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -110,5 +111,7 @@ class StepGuards:
         self._uniform = uniform
 
     def _best_kept(self) -> str:
-        best = self._best()
+        best = None
+        with suppress(StoreError):  # it must not take the place of the verdict
+            best = self._best()
         return f"; the best checkpoint, by reward minus KL penalty, is kept: {best}" if best else ""

@@ -13,7 +13,14 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+
+
+def _at_home(path: str) -> str:
+    scheme, bare = ("file://", path[7:]) if path.startswith("file://") else ("", path)
+    return scheme + os.path.expanduser(bare)
+
+
+UserPath = Annotated[str, AfterValidator(_at_home)]
 """A path as people write it: `~` is their home folder, as in a shell."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 

@@ -18,8 +18,8 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf_core.config.redact import ScrubbingFormatter, scrubbed
-from rlhf_core.errors import RLHFError, to_record
+from rlhf_core.config.redact import ScrubbingFormatter
+from rlhf_core.errors import RLHFError
 from rlhf_core.stages.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events, Warnings
 from rlhf_core.stages.guard import go_on_under_guard
 from rlhf_core.stopping import EXIT_STOPPED, StopRequest
@@ -51,11 +51,11 @@ def main() -> int:
         ref = execute(StageSpec.read(Path(sys.argv[1])), events, stop)
     except RLHFError as error:
         log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
-        events.send("error", **_record(error))
+        events.error(error)
         return error.exit_code
     except Exception as error:
         log.exception("the stage failed")
-        events.send("error", **_record(error))
+        events.error(error)
         return RLHFError.exit_code
     except BaseException:
         # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
@@ -63,10 +63,6 @@ def main() -> int:
         return EXIT_STOPPED
     events.send("result", artifact=ref.to_json())
     return 0
-
-
-def _record(error: BaseException) -> dict[str, str]:
-    return {name: scrubbed(text) for name, text in to_record(error).items()}
 
 
 def _settle() -> Events:

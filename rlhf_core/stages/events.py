@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.config.redact import printable, scrubbed
+from rlhf_core.errors import to_record
 
 FD_VARIABLE = "RLHF_EVENTS_FD"
 PARENT_VARIABLE = "RLHF_PARENT_PID"
@@ -66,6 +67,10 @@ class Events:
                     data = data[os.write(self._fd, data) :]
             except OSError:
                 self._fd = None
+
+    def error(self, error: BaseException) -> None:
+        """The last word of a stage that fails, without secrets."""
+        self.send("error", **{name: scrubbed(text) for name, text in to_record(error).items()})
 
     def progress(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         """`rlhf_core.types.Progress`."""

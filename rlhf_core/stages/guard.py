@@ -4,8 +4,8 @@
 
 The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in whatever
 session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide their environment.
-Temporary files (Ray's sockets and logs, the meeting places of engines and ranks) lie in a private folder, which the
-guard clears as well; what actors say is in the stage's log.
+Temporary files (the meeting places of engines and ranks; Ray's sockets and logs) lie in private folders, which the guard
+clears as well; what actors say is in the stage's log.
 
     stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
@@ -54,7 +54,8 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     if stage:
         os.closerange(3, 256)  # the pipe of the events is the stage's: its end must mean the stage's end
         code = _watch(stage, flow, stop_seconds, halt_seconds)
-        shutil.rmtree(scratch, ignore_errors=True)
+        for folder in scratch:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(code)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != guard:
@@ -62,8 +63,8 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 
-def _take_scratch() -> str:
-    """A new private folder for temporary files, this process's and its descendants'.
+def _take_scratch() -> tuple[str, str]:
+    """New private folders for temporary files and for Ray's, this process's and its descendants'.
 
     The usual one is everybody's on this host, and nobody clears it: a killed engine or rank cannot.
     """
@@ -71,9 +72,11 @@ def _take_scratch() -> str:
     os.makedirs(base, exist_ok=True)
     # What torch has compiled is for later stages, too.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-    scratch = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
-    os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = tempfile.tempdir = scratch
-    return scratch
+    usual = tempfile.mkdtemp(prefix="rlhf-")
+    ray = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
+    os.environ["TMPDIR"] = tempfile.tempdir = usual
+    os.environ["RAY_TMPDIR"] = ray
+    return usual, ray
 
 
 def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> int:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, roundings
-from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified, to_record
+from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
 from rlhf_core.failpoints import failpoint
 from rlhf_core.stages.events import Events
 from rlhf_core.stages.spec import StageSpec
@@ -70,7 +70,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     failpoint("stage.started")
     try:
         stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
-        with Watch(stacks, fail=lambda error: _give_up(error, watch, events)) as watch:
+        with Watch(stacks, fail=lambda error: _give_up(_advised(error, spec), watch, events)) as watch:
             ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), watch).run()
         status = "FINISHED"
     except Exception as error:
@@ -80,12 +80,17 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
             with suppress(StoreError):
                 fence.check()
         if isinstance(ours := classified(error), OutOfMemory):
-            raise OutOfMemory(f"{ours.message}; {_what_needs_less(spec)}") from error
+            raise _advised(ours, spec) from error
         raise
     finally:
         stage_run.finish(status)
         shutil.rmtree(work, ignore_errors=True)
     return ref
+
+
+def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
+    """The error, with what to lower where memory did not suffice."""
+    return OutOfMemory(f"{error.message}; {_what_needs_less(spec)}") if isinstance(error, OutOfMemory) else error
 
 
 def _what_needs_less(spec: StageSpec) -> str:
@@ -111,7 +116,7 @@ def _what_needs_less(spec: StageSpec) -> str:
 def _give_up(error: RLHFError, watch: Watch, events: Events) -> NoReturn:
     """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing running."""
     log.critical("%s: %s", type(error).__name__, error.message)
-    events.send("error", **to_record(error))
+    events.error(error)
     watch.kill()
     logging.shutdown()
     os._exit(error.exit_code)

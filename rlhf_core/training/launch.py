@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from rlhf_core.config.devices import leads_to_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
 from rlhf_core.processes import free_port
+from rlhf_core.stopping import EXIT_STOPPED
 from rlhf_core.training.distributed import Rank, join, leave
-from rlhf_core.watch import Watch, doing, idle, leave_part, take_part
+from rlhf_core.watch import Watch, doing, idle, leave_part, take_part, working_on
 
 _LOOK_SECONDS = 0.5
 _NOTICE_SECONDS = 5.0
@@ -43,8 +45,8 @@ def resolve_device(wanted: str) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"run.device={wanted} leads to a GPU here, but torch cannot use any: mend the driver (`nvidia-smi` tells) or "
-            "say run.device=cpu"
+            f"device {wanted} leads to a GPU here, but torch cannot use any: mend the driver (`nvidia-smi` tells), or say "
+            "that the device is cpu"
         )
     return "cuda"
 
@@ -77,8 +79,8 @@ def run_ranks(
             join(own)
             with _told_of_failures(others, seen):
                 result = work(own, *args, rank_zero)
-            # Before the others are waited for: the end of NCCL's communicators takes all of their ranks.
-            leave()
+                # Before the others are waited for: the end of NCCL's communicators takes all of their ranks.
+                leave()
             _await_end(others, limits.stall)
             return result
         except RuntimeError as error:
@@ -115,6 +117,11 @@ class _Other:
         there.close()
         return _Other(rank.rank, process, here)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, and neither well nor because all were asked to stop."""
+        return self.process.exitcode not in (None, 0, EXIT_STOPPED)
+
     @cached_property
     def error(self) -> RLHFError:
         """What it said before it ended, or that it said nothing."""
@@ -148,15 +155,18 @@ def _await_start(others: list[_Other], seconds: float) -> None:
 @contextmanager
 def _told_of_failures(others: list[_Other], watch: Watch) -> Iterator[None]:
     """While it lasts, the stage fails with the error of a rank that ends with one, if rank 0 does not notice: a
-    collective of gloo breaks when a peer is gone, one of NCCL waits."""
+    collective of gloo breaks when a peer is gone, one of NCCL waits for it."""
     over = threading.Event()
 
     def look() -> None:
+        patience = _NOTICE_SECONDS
         while not over.wait(_LOOK_SECONDS):
-            failed = next((other for other in others if other.process.exitcode not in (None, 0)), None)
-            if failed is not None:
-                if not over.wait(_NOTICE_SECONDS):
-                    watch.give_up(failed.error)
+            failed = next((other for other in others if other.has_failed), None)
+            # What rank 0 commits is worth having, and it waits for nobody there.
+            if failed is not None and working_on() != "commit":
+                patience -= _LOOK_SECONDS
+            if failed is not None and patience <= 0:
+                watch.give_up(failed.error)
                 return
 
     thread = threading.Thread(target=look, name="other-ranks", daemon=True)
@@ -221,12 +231,14 @@ def _other_rank(
         join(rank)
         work(rank, *args, None)
         leave()
+        code = 0
     except Exception as error:
+        traceback.print_exc()
         pipe.send(to_record(error))
-        raise
+        code = 1
     finally:
         leave_part()
-    # Where Python takes itself apart while torch's threads still run, it aborts now and then, after all is done.
+    # Where Python takes itself apart while torch's threads still run, it aborts now and then, or waits for other ranks.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

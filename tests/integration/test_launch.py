@@ -23,6 +23,7 @@ import torch
 
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import DataError, OutOfMemory, RLHFError, WorkerDied, WorkerStuck
+from rlhf_core.stopping import EXIT_STOPPED
 from rlhf_core.training import launch
 from rlhf_core.training.distributed import bound_collectives
 from rlhf_core.training.launch import run_ranks
@@ -51,6 +52,26 @@ def _one_fails_unnoticed(rank: Any, _context: Any) -> None:
     """As under NCCL, whose collectives do not break when a peer is gone."""
     if rank.rank == 1:
         raise OutOfMemory("80 GiB are not enough")
+    deadline = time.monotonic() + 60
+    while not _told and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _all_are_asked_to_stop(rank: Any, context: Any) -> None:
+    """The others leave; rank 0 still commits."""
+    if rank.rank == 1:
+        raise SystemExit(EXIT_STOPPED)
+    time.sleep(8)
+    raise SystemExit(EXIT_STOPPED)
+
+
+def _one_fails_during_a_commit(rank: Any, committed: Any) -> None:
+    if rank.rank == 1:
+        raise OutOfMemory("80 GiB are not enough")
+    doing("commit")
+    time.sleep(8)
+    committed.append(list(_told))
+    doing("the next step")
     deadline = time.monotonic() + 60
     while not _told and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -103,10 +124,26 @@ def test_an_error_of_another_rank_arrives_as_itself() -> None:
 
 
 def test_an_error_that_rank_zero_does_not_notice_ends_the_stage_all_the_same(tmp_path: Path) -> None:
+    _told.clear()
     with Watch(tmp_path / "stacks", _told.append) as watch, pytest.raises(OutOfMemory):
         run_ranks(_one_fails_unnoticed, 2, "cpu", rank_zero=None, watch=watch)
     (error,) = _told
     assert type(error) is OutOfMemory and error.message == "training rank 1: 80 GiB are not enough"
+
+
+def test_ranks_that_leave_because_they_were_asked_to_have_not_failed(tmp_path: Path) -> None:
+    failures: list[RLHFError] = []
+    with Watch(tmp_path / "stacks", failures.append) as watch, pytest.raises(SystemExit):
+        run_ranks(_all_are_asked_to_stop, 2, "cpu", rank_zero=None, watch=watch)
+    assert failures == []
+
+
+def test_a_commit_is_finished_before_a_failed_rank_ends_the_stage(tmp_path: Path) -> None:
+    committed: list[list[RLHFError]] = []
+    _told.clear()
+    with Watch(tmp_path / "stacks", _told.append) as watch, pytest.raises(OutOfMemory):
+        run_ranks(_one_fails_during_a_commit, 2, "cpu", rank_zero=committed, watch=watch)
+    assert committed == [[]] and len(_told) == 1
 
 
 def test_rank_zero_leaves_the_group_with_the_others_and_not_after_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from rlhf_core.cluster.guards import StepGuards
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, StoreUnavailable, WeightSyncError
 
 GOOD = {
     "objective/kl": 1.0,
@@ -79,6 +79,15 @@ def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row() -> None:
     ) as caught:
         guards.check(metrics(objective__kl=25.0), 6)
     assert caught.value.message.endswith("by reward minus KL penalty, is kept: s3://bucket/step-00000004")
+
+
+def test_a_store_that_is_away_does_not_take_the_place_of_the_verdict() -> None:
+    def away() -> None:
+        raise StoreUnavailable("the bucket does not answer")
+
+    guards = StepGuards(config_from_tree({}, "test").ppo, away)
+    with pytest.raises(GateFailed, match="the policy has collapsed"):
+        guards.check(metrics(rollout__empty_rate=1.0), 1)
 
 
 def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(

@@ -60,7 +60,8 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
     text = config_from_tree(tree, "test").model_dump_json()
     assert "~" not in text
     assert all(f'"/home/ada/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py"))
-    assert config_from_tree({"store": {"url": "s3://b/~x"}}, "test").store_url == "s3://b/~x"
+    urls = {"s3://b/~x": "s3://b/~x", "file://~/s": "file:///home/ada/s"}
+    assert [config_from_tree({"store": {"url": url}}, "test").store_url for url in urls] == list(urls.values())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("cpu") == "cpu"
     for wanted in ("auto", "cuda"):
-        with pytest.raises(ConfigError, match=f"run.device={wanted} leads to a GPU here, but torch cannot use any"):
+        with pytest.raises(ConfigError, match=f"device {wanted} leads to a GPU here, but torch cannot use any"):
             resolve_device(wanted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [resolve_device(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]

@@ -131,13 +131,18 @@ def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_pa
     other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
     assert other.left_unfinished() == (
         "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0 and is 1, "
-        "ppo.kl.coef was 0.05 and is 0.1. With the settings of then it goes on where it stopped"
+        "ppo.kl.coef was 0.05 and is 0.1. With settings, data and code of then it goes on where it stopped"
     )
     moved = pipeline(tmp_path, run={"seed": 2})
     moved.sources = {**moved.sources, "data.sft[0]": "abc"}
     assert "because run.seed was 0 and is 2, sources.data.sft[0] was synthetic@" in moved.left_unfinished()
-    first.save_state("finished")
-    assert other.left_unfinished() == ""
+    file = first.folder / "run.json"
+    known = json.loads(file.read_text())
+    for changed in ({"state": "running", "process": [1, 0.0, "another-host"]}, {"state": "finished"}):
+        file.write_text(json.dumps({**known, **changed}))
+        assert other.left_unfinished() == "", changed
+    file.write_text(json.dumps({name: value for name, value in known.items() if name != "decided_by"}))
+    assert other.left_unfinished() == "", "it does not say why"
 
 
 def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:

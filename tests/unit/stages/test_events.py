@@ -1,5 +1,5 @@
 """What a stage's log has as a warning reaches the flow: each once, the first of them, nothing secret, and not what comes
-with the error that ends the stage."""
+with the error that ends the stage, which has no secrets either."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlhf_core.errors import DataError
 from rlhf_core.stages.events import Events, Warnings
 
 
@@ -48,3 +49,13 @@ def test_warnings_and_errors_are_sent_once(sent: tuple[logging.Logger, int]) -> 
     messages = [event["message"] for event in events]
     assert messages[0] == "step 4 is skipped" and "damaged" in messages[1] and "hunter2" not in messages[1]
     assert messages[2:] == ["another, 0", "a third; further warnings are in the log", "an error is always told"]
+
+
+def test_the_last_word_of_a_stage_has_no_secrets() -> None:
+    reader, writer = os.pipe()
+    Events(writer).error(DataError("training rank 1: https://me:hunter2@host/x does not answer"))
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        event = json.loads(pipe.readline())
+    assert (event["event"], event["type"]) == ("error", "DataError")
+    assert "training rank 1" in event["message"] and "hunter2" not in event["message"]
