@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import os
+import re
 import shutil
 import signal
 import sys
@@ -70,13 +72,24 @@ def _take_scratch() -> tuple[str, str]:
     """
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
     os.makedirs(base, exist_ok=True)
-    # What torch has compiled is for later stages, too.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     usual = tempfile.mkdtemp(prefix="rlhf-")
+    # What torch has compiled is for later stages, too: its folder stays where it was.
+    compiled = os.path.join(tempfile.gettempdir(), _inductor_folder())
+    os.makedirs(compiled, mode=0o700, exist_ok=True)
+    os.symlink(compiled, os.path.join(usual, _inductor_folder()))
     ray = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
     os.environ["TMPDIR"] = tempfile.tempdir = usual
     os.environ["RAY_TMPDIR"] = ray
     return usual, ray
+
+
+def _inductor_folder() -> str:
+    """As torch names it (`torch._inductor.runtime.cache_dir_utils`), which takes seconds to import."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
 
 
 def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> int:
