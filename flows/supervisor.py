@@ -133,7 +133,7 @@ class Server:
         return me is not None and self.port is not None and listens(me, self.port)
 
 
-class PortTaken(StageFailed):
+class PortTaken(Exception):
     """A port was free when it was chosen, and is not any more."""
 
 

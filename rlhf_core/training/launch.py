@@ -175,7 +175,7 @@ def _told_of_failures(others: list[_Other], watch: Watch) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(_LAST_WORD_SECONDS)
 
 
 def _await_end(others: list[_Other], seconds: float) -> None:
