@@ -81,7 +81,10 @@ def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
 def _cancel_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
     began = time.time()
     name = servers.deploy("sft.epochs=500", "sft.checkpoint_every=10000", until="sft")
-    steps = lambda: [p.time for p in read_passes(trace) if p.point == "sft.step" and p.time > began]  # noqa: E731
+
+    def steps() -> list[float]:
+        return [p.time for p in read_passes(trace) if p.point == "sft.step" and p.time > began]
+
     assert wait(lambda: len(steps()) > 1, 240), servers.run(name)
     servers.cancel(name)
     assert wait(lambda: not flow_processes(str(home)), 35), "20 s for the stage, some more for its flow"

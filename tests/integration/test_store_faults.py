@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, Stor
 from rlhf_core.stages import run
 from rlhf_core.stages.events import PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.stages.spec import StageSpec
+from rlhf_core.stopping import EXIT_STOPPED
 from rlhf_core.storage import s3
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -299,9 +301,9 @@ def test_an_upload_that_nobody_reads_is_given_up_and_made_again(
     assert (tmp_path / "back").read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("times", "code"), [(1, EXIT_STOPPED), (2, 128 + signal.SIGKILL)])
 def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
-    times: int, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
+    times: int, code: int, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
 ) -> None:
     config = load_config(TINY, [f"run.home={tmp_path}", f"store.url={url}"])
     config = config.model_copy(update={"store": config.store.model_copy(update={"endpoint": proxy.endpoint})})
@@ -319,8 +321,9 @@ def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
     asked = time.monotonic()
     for _ in range(times):
         stage.terminate()
-        time.sleep(1.0)
-    stage.wait(timeout=25 - 1.0 * times)
+        time.sleep(0.3)  # before it has left
+    assert stage.wait(timeout=25) == code
+    assert time.monotonic() - asked < 25
     seconds = time.monotonic() - asked
     direct = Store(url, s3_server.endpoint)
     assert ArtifactStore(direct, tmp_path / "eyes").find("data", "k") is None

@@ -48,8 +48,8 @@ def test_numbers_reach_fields_of_both_kinds() -> None:
     assert config.ppo.steps == 7
 
 
-def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     tree = {
         "run": {"home": "~/runs"},
         "store": {"url": "~/store"},
@@ -59,8 +59,8 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
     }
     text = config_from_tree(tree, "test").model_dump_json()
     assert "~" not in text
-    assert all(f'"/home/ada/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py"))
-    urls = {"s3://b/~x": "s3://b/~x", "file://~/s": "file:///home/ada/s"}
+    assert all(f'"{tmp_path}/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py"))
+    urls = {"s3://b/~x": "s3://b/~x", "file://~/s": f"file://{tmp_path}/s"}
     assert [config_from_tree({"store": {"url": url}}, "test").store_url for url in urls] == list(urls.values())
 
 
