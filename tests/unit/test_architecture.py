@@ -2,7 +2,7 @@
 
 Locked here:
 - imports go one way: flows -> stages -> cluster, evaluation, tracking -> training, rollout, weight_sync, rewards
-  -> models, data, storage -> algo -> config, types, seeds -> errors, and packages do not import each other in a circle;
+  -> models, data, storage -> algo -> config, types, seeds -> errors, files, and packages do not import each other in a circle;
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
 - configuration, types and algorithms start without any of them;
 - every shipped configuration loads;
@@ -26,7 +26,7 @@ from rlhf_core.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    ("rlhf_core.errors",),
+    ("rlhf_core.errors", "rlhf_core.files"),
     (
         "rlhf_core.config",
         "rlhf_core.types",
