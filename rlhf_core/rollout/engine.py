@@ -15,6 +15,8 @@ from rlhf_core.watch import doing
 
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
+CPU_TOKENS_PER_STEP = 4096
+"""Tokens of one scheduler step of an engine on the CPU, where no sequence is longer: vLLM's own default there."""
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 
 
@@ -54,6 +56,11 @@ class Engine:
             options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
         if device == "cuda":
             options["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        else:
+            # A prompt cut over two scheduler steps makes vLLM rewind its seeded generator, which a CPU generator cannot
+            # do. Whole sequences always fit the budget, also one that was preempted and is computed again.
+            options["enable_chunked_prefill"] = False
+            options["max_num_batched_tokens"] = max(CPU_TOKENS_PER_STEP, max_model_len, engine.max_num_seqs)
         try:
             self.llm = LLM(
                 model=str(model),

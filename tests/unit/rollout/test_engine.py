@@ -1,6 +1,7 @@
 """What vLLM is asked for; vLLM is scripted here.
 
 - an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
+- on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded request drew there
 - memory that is not there is told by who has it: others on the device, or a share too small; any other error stays
 """
 
@@ -47,6 +48,22 @@ def test_an_engine_starts_its_own_processes(asked: dict[str, Any], tmp_path: Pat
     Engine(tmp_path, config, device="cuda", max_model_len=64, seed=0, weight_transfer="nccl")
     assert asked["tensor_parallel_size"] == devices
     assert asked["distributed_executor_backend"] == backend
+
+
+@pytest.mark.parametrize(("longest", "sequences", "budget"), [(64, 256, 4096), (5000, 256, 5000), (64, 6000, 6000)])
+def test_on_the_cpu_no_sequence_is_computed_in_parts(
+    asked: dict[str, Any], tmp_path: Path, longest: int, sequences: int, budget: int
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(max_num_seqs=sequences), device="cpu", max_model_len=longest, seed=0)
+    assert asked["enable_chunked_prefill"] is False
+    assert asked["max_num_batched_tokens"] == budget
+
+
+def test_on_a_gpu_vllm_schedules_as_it_likes(asked: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(), device="cuda", max_model_len=64, seed=0)
+    assert not {"enable_chunked_prefill", "max_num_batched_tokens"} & asked.keys()
 
 
 @pytest.mark.parametrize(
