@@ -114,8 +114,9 @@ class Pipeline:
         """What the child process of `stage` is told, key included."""
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
-        key = stage_key(self.config, stage, digests, self._sources_of(stage))
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key)
+        sources = self._sources_of(stage)
+        key = stage_key(self.config, stage, digests, sources)
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
 
     def _sources_of(self, stage: StageName) -> dict[str, str]:
         """Digests of what `stage` reads from outside; other stages see it through their inputs."""

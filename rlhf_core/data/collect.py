@@ -20,7 +20,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record, RowError, normalise
-from rlhf_core.data.sources import kind_of, read_rows, source_name
+from rlhf_core.data.sources import Contents, kind_of, read_rows, source_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.errors import DataError
 
@@ -88,14 +88,19 @@ class Quarantine:
         self._file.close()
 
 
-def load_set(config: PipelineConfig, name: SetName, quarantine: Quarantine, counts: Counts) -> list[Loaded]:
-    """Every usable record of one set. Raises DataError for an empty source or one with too many bad rows."""
+def load_set(
+    config: PipelineConfig, name: SetName, quarantine: Quarantine, counts: Counts, contents: Mapping[str, Contents]
+) -> list[Loaded]:
+    """Every usable record of one set. `contents`: what the sources must hold, by field.
+
+    Raises DataError for an empty source, one with too many bad rows, or one that does not hold that.
+    """
     records: list[Loaded] = []
     sources: tuple[Source, ...] = getattr(config.data, name)
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
         read = bad = 0
-        for row in _rows(config, name, source):
+        for row in _rows(config, name, source, contents[field_name]):
             read += 1
             loaded = row if isinstance(row, BadRow) else _checked(row, source, name)
             if isinstance(loaded, BadRow):
@@ -125,9 +130,9 @@ def check_bad_share(
         log.warning("%s: %d of %d rows are in quarantine.jsonl", field_name, bad, read)
 
 
-def _rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row | BadRow]:
+def _rows(config: PipelineConfig, name: SetName, source: Source, contents: Contents) -> Iterator[Row | BadRow]:
     if kind_of(source.path) != "synthetic":
-        yield from read_rows(source, config.store)
+        yield from read_rows(source, config.store, contents)
         return
     for index, data in enumerate(generate(config.data.synthetic, config.run.seed, name), start=1):
         if source.limit is not None and index > source.limit:

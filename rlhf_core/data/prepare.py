@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from rlhf_core.data.collect import (
 )
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
-from rlhf_core.data.sources import source_digests
+from rlhf_core.data.sources import model_digests, read_chat_template, require_unchanged, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
@@ -53,18 +53,29 @@ class Prepared:
     """Every example of every set."""
 
 
-def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], None]) -> Prepared:
+def prepare(
+    config: PipelineConfig,
+    out: Path,
+    progress: Callable[[int, int], None],
+    key_digests: Mapping[str, str] | None = None,
+) -> Prepared:
     """Read, check, encode, split and write everything into `out`; `progress(done, total)` counts encoded rows.
 
-    Raises DataError or ModelError with the source, the rule and a fix.
+    `key_digests`: the sources' digests in the stage's key; None outside a pipeline. Raises DataError or ModelError with
+    the source, the rule and a fix, also where a source is no longer what its digest says.
     """
-    digests = source_digests(config)
+    contents = source_contents(config)
+    digests = {name: found.digest for name, found in contents.items()} | model_digests(config)
+    require_unchanged(digests, key_digests or {}, config)
     counts = {name: Counts() for name in SETS}
     quarantine = Quarantine(out / "quarantine.jsonl")
     try:
         loaded = {
             name: drop_repeats(
-                load_set(config, name, quarantine, counts[name]), name, config.data.deduplicate, counts[name].dropped
+                load_set(config, name, quarantine, counts[name], contents),
+                name,
+                config.data.deduplicate,
+                counts[name].dropped,
             )
             for name in SETS
         }
@@ -92,6 +103,8 @@ def prepare(config: PipelineConfig, out: Path, progress: Callable[[int, int], No
     tokenizer.save_pretrained(out / "tokenizer")
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
+    # The tokenizer and the template were read between these two looks.
+    require_unchanged(model_digests(config), digests, config)
     card = build_card(config, digests, counts, splits, tokenizer)
     if near := card["overlap"]["near"]:
         log.warning(
@@ -113,8 +126,8 @@ def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> t
         positions = _check_model(config, len(tokenizer))
     if config.data.chat_template is not None:
         try:
-            tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            tokenizer.chat_template = read_chat_template(config.data.chat_template).decode()
+        except UnicodeDecodeError as error:
             raise ModelError(
                 f"data.chat_template: cannot read {config.data.chat_template}: {error}; give a UTF-8 Jinja file"
             ) from error

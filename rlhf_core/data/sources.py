@@ -2,6 +2,9 @@
 
 A malformed row comes out as `BadRow` with its line and reason; a file that is unusable as a whole raises one
 DataError. Byte-order marks, CRLF and blank lines are accepted.
+
+A stage's key holds the digest of each source. `Contents` has the digest of every file of a source; `read_rows` compares
+each file that it opens with it, so that a file that grows or is replaced meanwhile is an error.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -25,12 +30,19 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
+from rlhf_core.files import UnfitFile, open_regular, read_bounded, unfit
 from rlhf_core.storage.s3 import filesystem, patiently
 
 _CHUNK = 2**20
+MAX_TEMPLATE_BYTES = 2**20
+_CHANGED = (
+    "was changed after {}: what is read is not what the stage's key stands for; nothing was stored; run again when "
+    "nobody writes to it, or give a copy"
+)
 _AWS = StoreConfig()
 _T = TypeVar("_T")
 
+_SETS = ("sft", "preference", "prompts")
 Kind = Literal["synthetic", "local", "s3", "hub"]
 
 
@@ -55,20 +67,44 @@ def source_name(source: Source) -> str:
     return source.path if kind_of(source.path) in ("synthetic", "hub") else source.path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def read_rows(source: Source, store: StoreConfig = _AWS) -> Iterator[Row | BadRow]:
+@dataclass(frozen=True)
+class Contents:
+    """What a source holds at one moment."""
+
+    digest: str
+    """sha256 over names and contents of its files; id, commit and split of a hub data set."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """sha256 of each local file or object by its address, in the order of reading; empty for other kinds of sources."""
+
+
+def read_rows(source: Source, store: StoreConfig = _AWS, contents: Contents | None = None) -> Generator[Row | BadRow]:
     """Every row of `source` in order, at most `source.limit`; `only_split` is applied.
 
-    `store`: the server of buckets, and for how long its failures are sat out. Raises DataError where a whole file is
-    missing or unusable, StoreUnavailable where a bucket does not answer.
+    `store`: the server of buckets, and for how long its failures are sat out. `contents`: what the files must still
+    be; None: what they are now. Raises DataError where a whole file is missing, unusable or changed, StoreUnavailable
+    where a bucket does not answer.
     """
     kind = kind_of(source.path)
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
-    rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, store)
-    kept = (
-        row for row in rows if isinstance(row, BadRow) or not source.only_split or row.data.get("split") == source.split
-    )
-    yield from islice(kept, source.limit)
+    rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, store, contents)
+    with closing(rows):  # also where `limit` ends the reading: a changed file is then still found
+        kept = (
+            row
+            for row in rows
+            if isinstance(row, BadRow) or not source.only_split or row.data.get("split") == source.split
+        )
+        yield from islice(kept, source.limit)
+
+
+def source_contents(config: PipelineConfig) -> dict[str, Contents]:
+    """Contents of each data source, by its field: `data.sft[0]`. Missing files raise DataError."""
+    contents: dict[str, Contents] = {}
+    for name in _SETS:
+        sources: tuple[Source, ...] = getattr(config.data, name)
+        for index, source in enumerate(sources):
+            contents[f"data.{name}[{index}]"] = _contents(source, config.store)
+    return contents
 
 
 def source_digests(config: PipelineConfig) -> dict[str, str]:
@@ -76,19 +112,37 @@ def source_digests(config: PipelineConfig) -> dict[str, str]:
 
     Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
+    return {name: found.digest for name, found in source_contents(config).items()} | model_digests(config)
+
+
+def model_digests(config: PipelineConfig) -> dict[str, str]:
+    """The digests of the chat template and of the base model, where the configuration names them."""
     digests: dict[str, str] = {}
-    for name in ("sft", "preference", "prompts"):
-        sources: tuple[Source, ...] = getattr(config.data, name)
-        for index, source in enumerate(sources):
-            digests[f"data.{name}[{index}]"] = _source_digest(source, config.store)
     if config.data.chat_template is not None:
-        path = Path(config.data.chat_template)
-        if not path.is_file():
-            raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file")
-        digests["data.chat_template"] = _stream_digest(path.open("rb"))
+        digests["data.chat_template"] = hashlib.sha256(read_chat_template(config.data.chat_template)).hexdigest()
     if config.model.path is not None:
         digests["model"] = _model_digest(config.model.path, config.model.revision)
     return digests
+
+
+def read_chat_template(path: str) -> bytes:
+    """The content of `data.chat_template`. Raises ModelError."""
+    try:
+        return read_bounded(path, MAX_TEMPLATE_BYTES)
+    except FileNotFoundError as error:
+        raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file") from error
+    except OSError as error:
+        raise ModelError(f"data.chat_template: cannot read {path}: {error}; give a UTF-8 Jinja file") from error
+
+
+def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config: PipelineConfig) -> None:
+    """DataError for each source, template or model whose digest is not what it was before; names that `before` lacks are
+    not compared."""
+    places = {f"data.{name}[{i}]": s.path for name in _SETS for i, s in enumerate(getattr(config.data, name))}
+    places |= {"data.chat_template": config.data.chat_template, "model": config.model.path}
+    changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
+    if changed:
+        raise DataError("\n".join(f"{name}: {places[name]} {_CHANGED.format('the run began')}" for name in changed))
 
 
 def pinned(config: PipelineConfig) -> PipelineConfig:
@@ -99,7 +153,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
             return source
         return source.model_copy(update={"revision": resolve_revision(source.path, "dataset", source.revision)})
 
-    data = {name: tuple(map(commit_of, getattr(config.data, name))) for name in ("sft", "preference", "prompts")}
+    data = {name: tuple(map(commit_of, getattr(config.data, name))) for name in _SETS}
     model = {}
     if config.model.path is not None and not is_local_model(config.model.path):
         model = {"revision": resolve_revision(config.model.path, "model", config.model.revision)}
@@ -108,17 +162,15 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
     )
 
 
-def _source_digest(source: Source, store: StoreConfig) -> str:
+def _contents(source: Source, store: StoreConfig) -> Contents:
     kind = kind_of(source.path)
     if kind == "synthetic":
-        return f"synthetic@{SYNTHETIC_VERSION}"
+        return Contents(f"synthetic@{SYNTHETIC_VERSION}")
     if kind == "hub":
-        return f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
-    parts = [
-        f"{_relative(file, source.path)}\x1f{_stream_digest(_open(file, kind, store))}"
-        for file in _list_files(source.path, kind, store)
-    ]
-    return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
+        return Contents(f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}")
+    files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source.path, kind, store)}
+    parts = [f"{_relative(file, source.path)}\x1f{digest}" for file, digest in files.items()]
+    return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
 
 def _model_digest(path: str, revision: str | None) -> str:
@@ -141,10 +193,16 @@ def _relative(file: str, root: str) -> str:
 
 
 def _stream_digest(stream: IO[bytes]) -> str:
-    digest = hashlib.sha256()
     with stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
+        return _digest_from_start(stream)
+
+
+def _digest_from_start(stream: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    stream.seek(0)
+    while chunk := stream.read(_CHUNK):
+        digest.update(chunk)
+    stream.seek(0)
     return digest.hexdigest()
 
 
@@ -156,12 +214,12 @@ def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
     if kind == "s3":
         return _list_s3(path, store)
     place = Path(path.removeprefix("file://"))
-    if place.is_file():
-        return [str(place)]
     if not place.is_dir():
-        raise DataError(
-            f"file not found: {path}; give an existing file or folder, s3://bucket/key, or a Hugging Face dataset id"
-        )
+        problem = unfit(place)
+        if problem is None:
+            return [str(place)]
+        what = f"{problem}; give" if isinstance(problem, UnfitFile) else f"file not found: {path}; give an existing"
+        raise DataError(f"{what} file or folder, s3://bucket/key, or a Hugging Face dataset id")
     files = sorted(
         str(file)
         for file in place.rglob("*")
@@ -201,7 +259,7 @@ def _open(file: str, kind: Kind, store: StoreConfig) -> IO[bytes]:
     if kind == "s3":
         return _asked(f"cannot read {file}", store, lambda: _download(file, store))
     try:
-        return Path(file).open("rb")
+        return open_regular(file)
     except OSError as error:
         raise DataError(
             f"cannot read {file}: {error.strerror or error}; check that it exists and may be read"
@@ -231,13 +289,33 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
     return cast("IO[bytes]", copy)
 
 
-def _read_files(path: str, kind: Kind, store: StoreConfig) -> Iterator[Row | BadRow]:
-    for file in _list_files(path, kind, store):
-        with _open(file, kind, store) as stream:
+def _read_files(path: str, kind: Kind, store: StoreConfig, contents: Contents | None) -> Generator[Row | BadRow]:
+    """The rows of each file, which must be one file from its first to its last row: that of `contents`, if given."""
+    digests = contents.files if contents is not None else dict.fromkeys(_list_files(path, kind, store))
+    for file, expected in digests.items():
+        with _open(file, kind, store) as stream, _unwritten(file, stream):
+            if expected is not None and _digest_from_start(stream) != expected:
+                raise DataError(f"{file} {_CHANGED.format('its digest was taken')}")
             yield from read_file(file, stream)
 
 
-def _read_hub(source: Source) -> Iterator[Row | BadRow]:
+@contextmanager
+def _unwritten(file: str, stream: IO[bytes]) -> Generator[None]:
+    """Raises DataError if the open file was written to in between, whatever else went wrong because of it."""
+    descriptor = os.dup(stream.fileno())  # the parsers close the stream
+    try:
+        before = os.fstat(descriptor)
+        try:
+            yield
+        finally:
+            after = os.fstat(descriptor)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise DataError(f"{file} {_CHANGED.format('reading it began')}")
+    finally:
+        os.close(descriptor)
+
+
+def _read_hub(source: Source) -> Generator[Row | BadRow]:
     import datasets
 
     try:

@@ -14,7 +14,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     def report(done: int, total: int) -> None:
         services.progress("data", done, total, "rows")
 
-    prepared = prepare(config, services.out, report)
+    prepared = prepare(config, services.out, report, services.sources)
     card = prepared.card
     metrics: dict[str, float] = {}
     for name, file_name in FILE_NAMES.items():

@@ -182,6 +182,7 @@ class _Attempt:
             stop=self.stop,
             watch=self.watch,
             journal=spec.journal,
+            sources=spec.sources,
         )
         failpoint("stage.fetched")
         # Stages with ranks and actors name their own parts in its place.

@@ -52,6 +52,7 @@ def _train(
 
     from rlhf_core.data.dataset import load_sft
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.data.sources import model_digests, require_unchanged
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.training.engine import TrainingEngine
@@ -68,6 +69,8 @@ def _train(
         revision=revision,
         quantize=None if sft.lora is None else sft.lora.quantize,
     )
+    if services is not None:
+        require_unchanged(model_digests(config), services.sources, config)
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
     policy.lm.generation_config.update(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)

@@ -26,6 +26,8 @@ class StageSpec:
     """MLflow run of the whole pipeline; None when tracking could not be reached."""
     pipeline_key: str = ""
     """Key of the whole pipeline, for lineage."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Digests in `key` of what the stage reads from outside."""
 
     @property
     def home(self) -> Path:
@@ -51,6 +53,7 @@ class StageSpec:
             "inputs": {name: ref.to_json() for name, ref in self.inputs.items()},
             "parent_run_id": self.parent_run_id,
             "pipeline_key": self.pipeline_key,
+            "sources": dict(self.sources),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(payload, indent=1), encoding="utf-8")
@@ -61,4 +64,12 @@ class StageSpec:
         payload: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = PipelineConfig.model_validate_json(json.dumps(payload["config"]))
         inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
-        return cls(payload["stage"], payload["key"], config, inputs, payload["parent_run_id"], payload["pipeline_key"])
+        return cls(
+            payload["stage"],
+            payload["key"],
+            config,
+            inputs,
+            payload["parent_run_id"],
+            payload["pipeline_key"],
+            payload["sources"],
+        )

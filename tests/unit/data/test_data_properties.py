@@ -27,7 +27,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.data.collect import Counts, Quarantine, load_set
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Message, Record, RowError, normalise
-from rlhf_core.data.sources import read_rows
+from rlhf_core.data.sources import read_rows, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import DataError, ModelError
 
@@ -148,7 +148,7 @@ def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
     source = {"path": str(tmp_path / "rows.jsonl")}
     config = PipelineConfig.model_validate({"data": {"preference": [source], "max_bad_rows": 1.0}}, strict=False)
     quarantine, counts = Quarantine(tmp_path / "quarantine.jsonl"), Counts()
-    kept = load_set(config, "preference", quarantine, counts)
+    kept = load_set(config, "preference", quarantine, counts, source_contents(config))
     quarantine.close()
     bad = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert counts.read == len(kept) + len(bad) == sum(bool(line.strip()) for line in lines)

@@ -31,6 +31,7 @@ from rlhf_core.data.collect import held_out, split_key, split_position
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import Made
 from rlhf_core.data.prepare import prepare
+from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.stages.data import run
@@ -454,3 +455,18 @@ def test_an_answer_that_a_reward_looks_for_must_be_in_every_prompt(tmp_path: Pat
 def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared(files(tmp_path, pairs(20)), tmp_path / "out")
     assert re.search(r"there are \d+ prompts to train on, fewer than ppo.prompts_per_step=", caplog.text)
+
+
+def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: Path) -> None:
+    config = files(tmp_path, pairs(30))
+    key = source_digests(config)
+    write_jsonl(tmp_path / "pairs.jsonl", pairs(31))
+    out = tmp_path / "out"
+    out.mkdir()
+    nowhere: Any = None
+    services = Services({}, out, out, nowhere, nowhere, lambda *_, **__: None, sources=key)
+    with pytest.raises(
+        DataError, match=r"data.sft\[0\]: .*pairs.jsonl was changed after the run began.*nothing was stored"
+    ):
+        run(config, services)
+    assert list(out.iterdir()) == []

@@ -6,7 +6,8 @@ Locked here:
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
-- digests follow contents, not names or times.
+- digests follow contents, not names or times;
+- a file that is written to or replaced after its digest was taken is an error that names it, however the reading ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.sources import kind_of, read_rows, source_digests
+from rlhf_core.data.sources import kind_of, read_rows, require_unchanged, source_contents, source_digests
 from rlhf_core.errors import DataError, ModelError
 
 ROWS = [{"prompt": 'ä, "b"', "completion": "c\nd"}, {"prompt": "e", "completion": "f"}]
@@ -218,3 +219,71 @@ def test_the_digest_of_a_folder_changes_with_any_of_its_files(tmp_path: Path) ->
     assert {name for name in after if after[name] != before[name]} == {"model"}
     with pytest.raises(ModelError, match="model path not found"):
         source_digests(config_for(data, tmp_path / "nowhere"))
+
+
+MANY = [{"text": f"row {number} " + "x" * 2000} for number in range(200)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_file_that_grows_while_it_is_read_is_an_error_that_names_it(
+    tmp_path: Path, name: str, limit: int | None
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = tmp_path / name
+    text = as_jsonl(MANY).encode()
+    contents = {
+        "a.jsonl": text,
+        "a.jsonl.gz": gzip.compress(text),
+        "a.json": json.dumps(MANY).encode(),
+        "a.csv": "\n".join(["text", *(row["text"] for row in MANY)]).encode(),
+    }
+    if name in contents:
+        file.write_bytes(contents[name])
+    else:
+        pq.write_table(pa.Table.from_pylist(MANY), file)
+    assert len(read(file, limit=limit)) == (limit or 200)
+    rows = read_rows(Source(path=str(file), limit=limit))
+    next(rows)
+    with file.open("ab") as stream:
+        stream.write(b'{"text": "one more"}\n')
+    with pytest.raises(DataError, match=f"{name} was changed after reading it began"):
+        list(rows)
+
+
+def test_a_file_that_was_replaced_between_its_digest_and_its_rows_is_an_error_though_it_is_put_back(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "d").mkdir()
+    first = write(tmp_path / "d" / "a.jsonl", as_jsonl(MANY[:10]))
+    write(tmp_path / "d" / "b.jsonl", as_jsonl(MANY[10:20]))
+    config = PipelineConfig.model_validate({"data": {"sft": [{"path": str(tmp_path / "d")}]}}, strict=False)
+    source, contents = config.data.sft[0], source_contents(config)["data.sft[0]"]
+    assert contents.digest == source_digests(config)["data.sft[0]"]
+    assert len(list(read_rows(source, contents=contents))) == 20
+    kept = first.rename(tmp_path / "kept")
+    write(first, as_jsonl(MANY[20:30]))
+    rows = read_rows(source, contents=contents)
+    with pytest.raises(DataError, match=r"a\.jsonl was changed after its digest was taken"):
+        next(rows)
+    os.replace(kept, first)
+    assert len(list(read_rows(source, contents=contents))) == 20
+
+
+def test_a_source_that_is_no_longer_what_the_key_says_is_named(tmp_path: Path) -> None:
+    template = write(tmp_path / "t.jinja", "{{ messages }}")
+    file = write(tmp_path / "a.jsonl", as_jsonl(MANY[:3]))
+    config = PipelineConfig.model_validate(
+        {"data": {"sft": [{"path": str(file)}], "chat_template": str(template)}}, strict=False
+    )
+    key = source_digests(config)
+    require_unchanged(source_digests(config), key, config)
+    write(file, as_jsonl(MANY[:4]))
+    write(template, "{{ messages[0] }}")
+    with pytest.raises(DataError) as caught:
+        require_unchanged(source_digests(config), key, config)
+    first, second = caught.value.message.split("\n")
+    assert first.startswith(f"data.sft[0]: {file} was changed") and "nothing was stored" in first
+    assert second.startswith(f"data.chat_template: {template} was changed")

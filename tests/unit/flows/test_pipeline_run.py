@@ -27,7 +27,9 @@ from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
+from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
+from rlhf_core.stages.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
@@ -284,3 +286,12 @@ def test_only_where_nobody_waits_is_the_store_waited_for(tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}):
         raise RuntimeError("asked enough")
     assert asked == [2.0, 45.0]
+
+
+def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with_what_it_reads(tmp_path: Path) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    run = pipeline(tmp_path, data={"sft": [{"path": str(rows)}]})
+    run.spec("data", {}).write(tmp_path / "spec.json")
+    told = StageSpec.read(tmp_path / "spec.json").sources
+    assert told == source_digests(run.config) and set(told) >= {"data.sft[0]", "data.prompts[0]"}
