@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from flows.embedded import EMBEDDED
 from flows.files import read_json, write_json
 from flows.parameters import check_range
-from flows.report import run_markdown, summarize
+from flows.report import nothing_made, reuse_sentence, run_markdown, summarize
 from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.checkrewards import module_file
@@ -295,6 +296,7 @@ def open_pipeline(
     state: str = "stopped"
     status: Status = "KILLED"
     failure = ""
+    reused = False
     followed = False
     """Whether another process goes on with this run."""
     try:
@@ -304,8 +306,9 @@ def open_pipeline(
         summary = run.summary()
         write_json(run.summary_file, summary)
         run.tracking.log_results(run.key, run.results())
-        # MLflow shows this tag as the run's description.
-        run.tracking.set_tags(run.parent_run_id, {"mlflow.note.content": run_markdown(summary)})
+        reused = nothing_made(summary)
+        sentence = reuse_sentence(summary, datetime.now(UTC)) if reused else ""
+        run.tracking.describe(run.parent_run_id, run_markdown(summary), sentence)
         _finished.append(run)
     except Exception as error:
         state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
@@ -314,7 +317,7 @@ def open_pipeline(
     finally:
         run.save_state(state, failure)
         if not followed:
-            run.tracking.finish(run.parent_run_id, status)
+            run.tracking.finish(run.parent_run_id, status, reused=reused)
 
 
 def warm_up(config: PipelineConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -138,6 +139,16 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
+def nothing_made(summary: Mapping[str, Any]) -> bool:
+    """Whether every stage was reused."""
+    return all(entry["reused"] for entry in summary["stages"].values())
+
+
+def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
+    """When all stages were reused, for a description that stays that of the run which made them."""
+    return f"last on {time:%Y-%m-%d %H:%M} UTC, all {len(summary['stages'])} stages, in {duration(summary['seconds'])}."
+
+
 def _time(entry: Mapping[str, Any]) -> str:
     """Of a reused or continued stage, what it took to make it, over all runs, in brackets."""
     spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
@@ -175,7 +186,7 @@ def run_markdown(summary: Mapping[str, Any]) -> str:
     """The whole run's page in Prefect."""
     stages = [(name, _time(entry), entry["how"], f"`{entry['artifact']}`") for name, entry in summary["stages"].items()]
     lines = [
-        f"# Pipeline finished in {duration(summary['seconds'])}",
+        f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
         "",
         *_markdown_table(("result", "value"), results(summary)),
         "",

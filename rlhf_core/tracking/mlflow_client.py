@@ -146,9 +146,14 @@ class Mlflow:
         """Mark a run as RUNNING again."""
         self._client.update_run(run_id, status="RUNNING")
 
-    def terminate(self, run_id: str, status: str) -> None:
-        """`status`: FINISHED, FAILED or KILLED."""
-        self._client.set_terminated(run_id, status)
+    def terminate(self, run_id: str, status: str, *, keep_end: bool = False) -> None:
+        """`status`: FINISHED, FAILED or KILLED. `keep_end`: a run that ended before it was reopened keeps that time."""
+        end = self._client.get_run(run_id).info.end_time if keep_end else None
+        self._client.set_terminated(run_id, status, end_time=end)
+
+    def tags(self, run_id: str) -> dict[str, str]:
+        """All tags of a run."""
+        return dict(self._client.get_run(run_id).data.tags)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set or change tags."""

@@ -39,6 +39,11 @@ _PAUSE_SECONDS = 2.0
 
 PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
 
+_DESCRIPTION = "mlflow.note.content"
+"""MLflow shows this tag, as Markdown, as the description of a run."""
+_REUSED = "\n\n**Reused:** "
+"""Begins the last paragraph of the description of a run that was typed again."""
+
 
 def open_tracking(config: PipelineConfig) -> Tracking:
     """The tracker at `tracking_uri`. Connects to nothing.
@@ -165,12 +170,25 @@ class Tracking:
 
         self._try(log_all)
 
-    def finish(self, run_id: str | None, status: Status) -> None:
-        """End a run."""
+    def describe(self, run_id: str | None, text: str, reused: str = "") -> None:
+        """Set a run's description. `reused`: a sentence; a description that the run has is then kept, and the sentence
+        put at its end, in the place of the one before."""
+        if run_id is None:
+            return
+
+        def set_text() -> None:
+            known = self.mlflow.tags(run_id).get(_DESCRIPTION, "") if reused else ""
+            kept = known.partition(_REUSED)[0]
+            self.mlflow.set_tags(run_id, {_DESCRIPTION: f"{kept}{_REUSED}{reused}" if kept else text})
+
+        self._try(set_text)
+
+    def finish(self, run_id: str | None, status: Status, *, reused: bool = False) -> None:
+        """End a run. `reused`: nothing was made, so it keeps the time at which it ended before."""
         if status == "KILLED":
             hurry()
         if run_id is not None:
-            self._try(lambda: self.mlflow.terminate(run_id, status))
+            self._try(lambda: self.mlflow.terminate(run_id, status, keep_end=reused))
 
     def finish_stage(self, parent_id: str | None, key: str, status: Status) -> None:
         """End the run of a stage whose process is gone, if it is still RUNNING."""
@@ -230,7 +248,7 @@ class Tracking:
         }
         if ref.mlflow_run_id is not None:
             tags["rlhf.producer_run_id"] = ref.mlflow_run_id
-            tags["mlflow.note.content"] = f"Reused from {self._markdown_link(ref.mlflow_run_id)}."
+            tags[_DESCRIPTION] = f"Reused from {self._markdown_link(ref.mlflow_run_id)}."
         state = self.mlflow.create_run(f"{stage} (reused)", tags)
         points = [Point(clean_name(name), value, 0, state.start + MS_PER_STEP) for name, value in ref.metrics.items()]
         self.mlflow.log_points(state.run_id, points)

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 
 from flows.parameters import check_range, overrides_of
 from flows.pipeline import Pipeline, StageRecord, open_pipeline, outside_digests
-from flows.report import duration, results, run_markdown, stage_markdown, summarize
+from flows.report import duration, results, reuse_sentence, run_markdown, stage_markdown, summarize
 from flows.retrain import finished_run
 from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
@@ -222,6 +223,16 @@ def test_markdown_shows_every_stage_and_keeps_its_tables_whole() -> None:
     assert all(f"| {stage} |" in text for stage in STAGES)
     assert "| data | 2.5 s | reused |" in text
     assert "win rate, PPO over SFT | 0.800  [0.700, 0.900]" in text
+
+
+def test_a_run_in_which_nothing_was_made_is_called_reused() -> None:
+    made = {stage: StageRecord(ref(stage), 0.5, True) for stage in STAGES}
+    summary = summarize(made, 8.8, IDENTITY)
+    assert run_markdown(summary).startswith("# Pipeline reused in 8.8 s\n")
+    sentence = reuse_sentence(summary, datetime(2026, 11, 22, 6, 30, tzinfo=UTC))
+    assert sentence == "last on 2026-11-22 06:30 UTC, all 6 stages, in 8.8 s."
+    made["ppo"] = StageRecord(ref("ppo"), 0.5, False)
+    assert run_markdown(summarize(made, 8.8, IDENTITY)).startswith("# Pipeline finished in 8.8 s\n")
 
 
 @pytest.mark.parametrize(

@@ -325,6 +325,30 @@ def test_the_run_of_a_stage_whose_process_is_gone_can_be_ended(tracking: Trackin
     assert run_of(database, parent)["status"] == "FINISHED"
 
 
+def test_a_run_that_is_reused_keeps_its_description_and_its_end_and_says_when_it_was_reused(
+    tracking: Tracking, database: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{database}")
+
+    def typed(text: str, reused: str = "") -> tuple[str, int]:
+        run_id = tracking.parent_run("p1", "demo")
+        tracking.describe(run_id, text, reused)
+        tracking.finish(run_id, "FINISHED", reused=bool(reused))
+        run = client.get_run(run_id)
+        assert run.info.status == "FINISHED"
+        return run.data.tags["mlflow.note.content"], run.info.end_time
+
+    first, ended = typed("# Pipeline finished in 7 min 12 s")
+    assert first == "# Pipeline finished in 7 min 12 s"
+    for sentence in ("last on Monday in 8.8 s.", "last on Tuesday in 9 s."):
+        kept = f"# Pipeline finished in 7 min 12 s\n\n**Reused:** {sentence}"
+        assert typed("# Pipeline reused in 8.8 s", sentence) == (kept, ended)
+    text, again = typed("# Pipeline finished in 1 s")
+    assert text == "# Pipeline finished in 1 s" and again > ended, "something was made"
+
+
 def test_a_reused_stage_shows_its_numbers_and_who_made_it(tracking: Tracking, database: Path) -> None:
     first = tracking.parent_run("p1", "demo")
     made = stage(tracking, first)
