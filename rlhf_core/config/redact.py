@@ -2,41 +2,82 @@
 
 from __future__ import annotations
 
+import html
+import json
 import logging
 import math
 import os
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, unquote
 
 HIDDEN = "(hidden)"
 
 _SECRET_NAME = re.compile(
-    r"(^|[_.-])(token|secret|password|passwd|pwd|api_?key|access_?key(_id)?|credentials?|auth(_string)?|private_?key)$",
+    r"(^|[_.-])(token|secret|password|passwd|passphrase|pwd|api_?key|access_?key(_id)?|cred(ential)?s?|auth(_string)?"
+    r"|authorization|private_?key)$",
     re.I,
 )
 _SECRET_VARIABLE = re.compile(
-    _SECRET_NAME.pattern + r"|secret|passw(or)?d|passphrase|pass$|token(s|_\w+)?$|_key$|connection_string$|_dsn$", re.I
-)
-"""Variables are named by many programs, and hiding one too many costs little."""
-_SECRET_QUERY = r"[?&;](sig|signature|token|key|secret|password|access_token|x-amz-\w+)="
-_SECRET_VALUE = re.compile(
-    r"AKIA[0-9A-Z]{12}|ASIA[0-9A-Z]{12}|\bhf_[A-Za-z0-9]{8}|\bsk-[\w-]{8}|\bgh[pousr]_\w{8}|github_pat_|xox[abpr]-"
-    r"|-----BEGIN|\beyJ[\w-]{10,}\.|" + _SECRET_QUERY,
+    _SECRET_NAME.pattern
+    + r"|secret|passw(or)?d|passphrase|pass$|token(s|_\w+)?$|_key$|connection_string$|_dsn$|webhook"
+    r"|cookies?$|jwt$|_sas$|_cert(ificate)?$",
     re.I,
 )
-_URL_WITH_SECRET = re.compile(r"://([^/\s@]*@|[^@\s/]*:[^@\s]*@|\S*" + _SECRET_QUERY + ")", re.I)
+"""Variables are named by many programs, and hiding one too many costs little."""
+_SECRET_PARAMETER = re.compile(
+    r"token|secret|passw|passphrase|signature|credential|jwt|(api|access|private|account)[_.-]?key|(^|[_.-])auth([_.-]|$)"
+    r"|authorization|^(sig|sas|key|code|pwd|pass|sid|session|x-(amz|goog|ms)-[\w-]+)$|[_-]pwd$",
+    re.I,
+)
+"""Names of parameters in the query or the fragment of a URL."""
+_PARAMETER = re.compile(r"(?<=[?&;#])([^\s?&;#=/'\"]{1,80})=([^\s&;#'\"<>]+)")
+_SECRET_VALUE = re.compile(
+    r"(?:AKIA|ASIA)[0-9A-Z]{12,}|\bhf_[A-Za-z0-9]{8,}|\bsk-[\w-]{8,}|\bgh[pousr]_\w{8,}|github_pat_\w+|xox[abpr]-[\w-]+"
+    r"|-----BEGIN[\s\S]*?(?:-----END[^-]*-----|$)|\beyJ[\w-]{10,}\.[\w.-]*|hooks\.slack\.com/\S+|discord(?:app)?\.com/api/webhooks/\S+"
+    r"|\w+\.webhook\.office\.com/\S+"
+)
+"""Values that tell what they are by their form."""
 
-_URL_USER = re.compile(r"://[^/\s@'\"]*:[^@\s'\"]*@")
+_SLASHES = r"(?:https?:[/\\]+|:[/\\]{2,}|(?<![^\s'\"=(,])//(?=[^/\s@]*:))"
+"""What a URL's host or user follows; clients read a backslash as a slash, and take URLs without a scheme."""
+_URL_USER = re.compile(rf"({_SLASHES})(?:[^/\\\s@?#'\"]+|[^/\s@'\"]*:[^@\s'\"]*)@", re.I)
+_HEADER = re.compile(
+    r"(authorization['\"]?\s*[:=]\s*['\"b]*(?:(?:basic|bearer|digest|token|negotiate)\s+)?|"
+    r"\b(?:bearer|basic)\s+(?=\S*\d))[\w.~+/=%;:-]{8,}",
+    re.I,
+)
+_COOKIE = re.compile(r"(cookie['\"]?\s*:\s*)[^\n'\"]+", re.I)
+_ASSIGNED = re.compile(
+    r"((?:passw(?:or)?d|passwd|pwd|passphrase|secret|api_?key|access_?key|private_?key|credentials?)['\"]?\s*(?:=|(?<=['\"]):)\s*)"
+    r"('[^']+'|\"[^\"]+\"|[^\s'\",;&}]+)",
+    re.I,
+)
+"""`password=...` of connection strings, `"password": "..."` of JSON."""
 _FOLDERS = {"PWD", "OLDPWD"}
 """Variables of every shell that hold a folder, though elsewhere a name like theirs is a password's."""
-_SHORTEST_SECRET = 8
+_URL_PASSWORD = re.compile(rf"{_SLASHES}[^/\\\s:@]*:([^@\s]+)@", re.I)
+_SHORTEST_SECRET = 6
 """Shorter values are words such as `true`, and would be taken out of every line."""
+_WORDS = {"default", "disabled", "enabled", "password", "secret"}
+"""Values that are no secrets though their variable's name says so."""
 
 
 def has_credentials(text: str) -> bool:
-    """True for a URL with a user part (`scheme://user:password@host`) or with a secret in its query (`?token=`)."""
-    return _URL_WITH_SECRET.search(text) is not None
+    """True for a URL with a user part (`scheme://user:password@host`) or with a secret in its query or fragment
+    (`?token=`), percent-encoded or not."""
+    forms = [form for form in {text, unquote(text)} if re.search(r":[/\\]|//", form)]
+    return any(_URL_USER.search(form) or any(_secret_parameters(form)) for form in forms)
+
+
+def _secret_parameters(text: str) -> Iterator[str]:
+    """Values of the secret parameters of the URLs in `text`."""
+    for match in _PARAMETER.finditer(text):
+        if _SECRET_PARAMETER.search(unquote(match[1])):
+            yield match[2]
 
 
 def is_secret(name: str, value: Any) -> bool:
@@ -65,16 +106,55 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
 
 
 def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`text` without user parts of URLs and without the value of any variable that has a secret's name.
+    """`text` without user parts and secret parameters of URLs, authorization headers, keys of known form, and without
+    the value of any variable that has a secret's name, however it is encoded.
 
     The net below all sinks: a library's error message, which nobody here wrote, may echo what it was given.
     """
-    text = _URL_USER.sub(f"://{HIDDEN}@", text)
-    for name, value in environ.items():
-        secret = name not in _FOLDERS and _SECRET_VARIABLE.search(name)
-        if secret and len(value) >= _SHORTEST_SECRET and value in text:
-            text = text.replace(value, HIDDEN)
-    return text
+    for form in _secret_forms(tuple(environ.items())):
+        if form in text:
+            text = text.replace(form, HIDDEN)
+    text = _URL_USER.sub(rf"\1{HIDDEN}@", text)
+    text = _PARAMETER.sub(_hidden_parameter, text)
+    for pattern in (_HEADER, _COOKIE, _ASSIGNED):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return _SECRET_VALUE.sub(HIDDEN, text)
+
+
+def _hidden_parameter(match: re.Match[str]) -> str:
+    return f"{match[1]}={HIDDEN}" if _SECRET_PARAMETER.search(unquote(match[1])) else match[0]
+
+
+@lru_cache(maxsize=8)
+def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Every form in which a secret of these variables may be written, the longest first: one secret may begin with
+    another."""
+    values: set[str] = set()
+    for name, value in environ:
+        if name in _FOLDERS:
+            continue
+        if _SECRET_VARIABLE.search(name):
+            values |= {value, value.strip(), *value.split("\n")}
+        # A database's or a proxy's address has a password, whatever the variable is called.
+        values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
+    values |= {unquote(value) for value in values}
+    long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}
+    return tuple(sorted({form for value in long for form in _encoded(value)}, key=lambda form: (-len(form), form)))
+
+
+def _encoded(value: str) -> Iterator[str]:
+    """`value` as messages, JSON, URLs, HTML and headers spell it."""
+    data = value.encode("utf-8", "surrogateescape")
+    escaped = quote(data, safe="")
+    yield from (value, repr(value)[1:-1], repr(data)[2:-1], json.dumps(value)[1:-1])
+    yield from (json.dumps(value, ensure_ascii=False)[1:-1], html.escape(value))
+    yield from (quote(data), escaped, escaped.lower(), escaped.replace("%20", "+"))
+    for before in range(3):
+        # In base64, as in basic authentication, what stands before decides about the first and last characters.
+        text = b64encode(b"\0" * before + data).decode()
+        core = text[(0, 2, 3)[before] : len(text) - (0, 3, 2)[(before + len(data)) % 3]]
+        if len(core) >= _SHORTEST_SECRET:
+            yield from (core, core.replace("+", "-").replace("/", "_"))
 
 
 class ScrubbingFormatter(logging.Formatter):

@@ -8,7 +8,6 @@ warning.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -280,4 +279,8 @@ def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:
 
 
 def _shown(uri: str) -> str:
-    return re.sub(r"://[^/@\s]*@", "://", uri)
+    """Without user, query and fragment, any of which may be a secret; a file's path as it is."""
+    if uri.startswith("sqlite:"):
+        return uri
+    parts = urlsplit(uri)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -9,12 +9,17 @@ Locked here (the canary through a whole run is in `tests/integration/test_pipeli
 
 from __future__ import annotations
 
+import html
+import json
 import logging
 import os
 import stat
 import subprocess
 import sys
+from base64 import b64encode, urlsafe_b64encode
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -23,7 +28,8 @@ from flows.child import run_child
 from flows.environment import stage_environment
 from flows.files import make_home
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.redact import ScrubbingFormatter, is_secret, scrubbed
+from rlhf_core.config.checkplaces import check_places
+from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials, is_secret, scrubbed, shown
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.stages.spec import StageSpec
 
@@ -52,6 +58,139 @@ LESS_COMMON = (
 @pytest.mark.parametrize("name", LESS_COMMON)
 def test_so_is_that_of_one_that_others_named(name: str) -> None:
     assert CANARY not in scrubbed(f"401 for {CANARY}", {name: CANARY})
+
+
+BY_NAME = (
+    "MY_CREDS", "AUTHORIZATION", "PROXY_AUTHORIZATION", "SESSION_COOKIE", "SLACK_WEBHOOK_URL", "TLS_CERT", "AZURE_SAS",
+    "CI_JOB_JWT", "HF_HUB_AUTH", "my_creds",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_so_is_that_of_a_credential_under_any_other_name(name: str) -> None:
+    assert CANARY not in scrubbed(f"401 for {CANARY}", {name: CANARY})
+
+
+ODD = "can'ary\"0f8c\\1e77 \u00fc+/&<d2"
+"""A secret that every encoding spells differently."""
+
+ENCODINGS: dict[str, Callable[[str], str]] = {
+    "as it is": str,
+    "repr": repr,
+    "repr of bytes": lambda secret: repr(secret.encode()),
+    "JSON": json.dumps,
+    "JSON in UTF-8": lambda secret: json.dumps(secret, ensure_ascii=False),
+    "URL": lambda secret: quote(secret, safe=""),
+    "path of a URL": quote,
+    "form": quote_plus,
+    "URL in lower case": lambda secret: quote(secret, safe="").lower(),
+    "HTML": html.escape,
+    "basic authentication": lambda secret: b64encode(f"user:{secret}".encode()).decode(),
+    "basic authentication, another user": lambda secret: b64encode(f"a:{secret}".encode()).decode(),
+    "base64": lambda secret: b64encode(secret.encode()).decode(),
+    "base64 for URLs": lambda secret: urlsafe_b64encode(f"ab:{secret}:x".encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("form", ENCODINGS)
+@pytest.mark.parametrize("secret", [CANARY, ODD, f"{CANARY}/+"])
+def test_a_secret_is_taken_out_however_it_is_encoded(form: str, secret: str) -> None:
+    written = ENCODINGS[form](secret)
+    text = scrubbed(f"403 for <{written}>", {"HF_TOKEN": secret})
+    core = written.strip("'\"b=")[8:-4]
+    assert core not in text and HIDDEN in text and text.startswith("403 for <")
+
+
+@pytest.mark.parametrize("written", [repr(f"Bearer {CANARY}\n".encode()), f"{CANARY}\n", CANARY, repr(CANARY + "\n")])
+def test_a_secret_from_a_file_with_its_newline_is_taken_out_with_it_and_without(written: str) -> None:
+    assert CANARY not in scrubbed(f"Illegal header value {written}", {"RLHF_REWARD_TOKEN": f"{CANARY}\n"})
+
+
+def test_a_secret_that_begins_with_another_is_taken_out_whole() -> None:
+    environ = {"A_TOKEN": CANARY, "B_TOKEN": f"{CANARY}-and-more"}
+    assert scrubbed(f"got {CANARY}-and-more and {CANARY}", environ) == "got (hidden) and (hidden)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DATABASE_URL", f"postgresql://me:{CANARY}@db/mlflow"),
+        ("PREFECT_API_URL", f"https://me:{CANARY}@prefect.example/api"),
+        ("HTTPS_PROXY", f"http://me:%40%2F{CANARY}@proxy:3128"),
+        ("MLFLOW_TRACKING_URI", f"http://h:5000/?api_key={CANARY}"),
+        ("AZURE_BLOB", f"https://x.blob.core.windows.net/c?sv=1&sig={CANARY}"),
+    ],
+)
+def test_the_password_of_an_address_is_taken_out_where_it_stands_alone(name: str, value: str) -> None:
+    password = f"@/{CANARY}" if "%40" in value else CANARY
+    assert CANARY not in scrubbed(f"authentication failed with {password} at {value}", {name: value})
+
+
+WITHOUT_A_VARIABLE = (
+    "https://{}@host/x", "https://{}:x-oauth-basic@github.com/x.git", "http://h/?token={}", "http://h/?a=1&api_key={}#top",
+    "https://b.s3.amazonaws.com/k?X-Amz-Expires=60&X-Amz-Signature={}", "http://h/cb#access_token={}&x=1", "http://h/?%74oken={}",
+    "host=db user=me password={} dbname=x", "host=db password='{} x' dbname=x", '{{"user": "me", "password": "{}"}}',
+    "Authorization: Bearer {}", "{{'Authorization': 'Basic {}='}}", "Bearer {} is not known", "Cookie: a=b; session={}; c=d",
+    "https://hooks.slack.com/services/T0/B0/{}", "https://discord.com/api/webhooks/1/{}", "https:/\\me:{}@host", "//me:{}@host/x",
+    "hf_{}", "client_secret={}&grant_type=x", "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WITHOUT_A_VARIABLE)
+def test_what_looks_like_a_secret_is_taken_out_though_no_variable_has_it(text: str) -> None:
+    secret = "canary0f8c1e77d2"
+    found = scrubbed(f"cannot reach {text.format(secret)} now, try a@b.example", {})
+    assert secret not in found
+    assert found.startswith("cannot reach ") and HIDDEN in found
+
+
+def test_the_id_of_an_aws_key_is_taken_out() -> None:
+    assert scrubbed("the key AKIAIOSFODNN7EXAMPLE does not exist", {}) == "the key (hidden) does not exist"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=64 tokens_per_s=1234.5 key=0f8c1e77d2b64aa1 pad_token='<pad>'",
+        "basic authentication of the bearer is refused; Basic settings follow",
+        "https://h:5000/#/experiments/3/runs/0f8c1e77?workflowType=machine_learning&author=me#note=1",
+        "mailto:a@b.example, see https://docs.example/a?page=2 and file:///data/x@y/z",
+    ],
+)
+def test_ordinary_text_stays(text: str) -> None:
+    assert scrubbed(text, {"RUN_NAME": "demo"}) == text
+
+
+CREDENTIALS_IN_URLS = (
+    *(f"http://h/?{name}=SECRET" for name in (
+        "token", "api_key", "apikey", "api-key", "auth", "sas", "sig", "pwd", "passwd", "password", "client_secret", "jwt",
+        "X-Goog-Signature", "X-Amz-Credential", "code", "access_token", "%74oken", "a=1&key", "a=1;secret", "db_password",
+    )),
+    "http://h/#token=SECRET", "http://h/cb#id_token=SECRET", "https://h%3Ftoken=SECRET", "https://SECRET@h", "https://u:SECRET@h",
+    "https:/\\u:SECRET@h", "https:\\\\u:SECRET@h", "https:/u:SECRET@h", "//u:SECRET@h", "https://u%3ASECRET%40h",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("url", CREDENTIALS_IN_URLS)
+def test_credentials_in_a_url_are_seen_and_refused_in_whatever_spelling(url: str, tmp_path: Path) -> None:
+    assert has_credentials(url) and shown(url) == HIDDEN
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": url}})
+    messages = [str(finding) for finding in check_places(config)]
+    assert any(message.startswith("tracking.uri: credentials in a URL are refused") for message in messages)
+    assert not any("SECRET" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://h:5000/x?page=2&sort_by=author",
+        "s3://bucket/a@b/c",
+        "Is 3 > 2? token=x; a//b c:d@e",
+        "postgresql://h/db",
+    ],
+)
+def test_addresses_and_texts_without_credentials_are_taken(text: str) -> None:
+    assert not has_credentials(text)
 
 
 def test_other_variables_and_short_values_stay() -> None:

@@ -437,7 +437,7 @@ def test_the_address_is_the_config_then_the_environment_then_a_file_in_home(
     home = {"run": {"home": str(tmp_path)}}
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert open_tracking(PipelineConfig.model_validate(home)).uri == f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hunter2@h:5000")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hunter2@h:5000?api_key=hunter3#hunter4")
     tracking = open_tracking(PipelineConfig.model_validate(home))
     assert tracking.uri == "http://h:5000" == tracking.url(None)
     config = PipelineConfig.model_validate({**home, "tracking": {"uri": f"sqlite:///{tmp_path}/other.db"}})
