@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flows.pipeline import StageRecord
-    from rlhf_core.types import StageName
+    from rlhf_core.types import ArtifactRef, StageName
 
 _INTERVAL = ("mean", "low", "high")
+_WHO = {"sft": "SFT", "ppo": "PPO", "difference": "difference by prompt"}
 
 
 def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,8 +23,10 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
     stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null where not known
     reward.accuracy                             held-out accuracy of the reward model
-    evaluate.gold_reward.{sft,ppo}.{mean,low,high}   where a true reward exists; likewise reward_model and rules/<name>
+    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}   where a true reward exists; likewise reward_model and
+                                                rules/<name>; difference: paired by prompt, policy minus SFT
     evaluate.win_rate.{mean,low,high}           policy against SFT
+    evaluate.judge, evaluate.judge_trained_on   who decided the wins, and whether the policy was trained on it
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors
     mlflow_run_id                               of the run that holds the stages' runs
@@ -47,7 +50,7 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
     if "reward" in records and "accuracy" in records["reward"].ref.metrics:
         summary["reward"] = {"accuracy": records["reward"].ref.metrics["accuracy"]}
     if "evaluate" in records:
-        summary["evaluate"] = _evaluation(records["evaluate"].ref.metrics)
+        summary["evaluate"] = _evaluation(records["evaluate"].ref)
     for name in ("ppo", "evaluate", "register"):
         facts = records[name].ref.facts if name in records else {}
         if "weights_sha256" in facts:
@@ -62,14 +65,18 @@ def _made_in(record: StageRecord) -> float | None:
     return float(record.ref.facts["seconds"]) if "seconds" in record.ref.facts else None
 
 
-def _evaluation(metrics: Mapping[str, float]) -> dict[str, Any]:
+def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    metrics = {name: value for name, value in ref.metrics.items() if not name.startswith("by_source/")}
     for name in sorted({key.rpartition("/")[0] for key in metrics if key.endswith("/mean")}):
         measure, _, who = name.rpartition("/")
-        if who in ("sft", "ppo") and (interval := _interval(metrics, name)):
+        if who in _WHO and (interval := _interval(metrics, name)):
             found.setdefault(measure, {})[who] = interval
     if interval := _interval(metrics, "win_rate"):
         found["win_rate"] = interval
+    if "judge" in ref.facts:
+        found["judge"] = ref.facts["judge"]
+        found["judge_trained_on"] = ref.facts.get("judge_trained_on") == "True"
     if "kl" in metrics:
         found["kl"] = metrics["kl"]
     return found
@@ -111,14 +118,20 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
             label = measure.removeprefix("rules/").replace("_", " ")
-            rows += [
-                (f"{label}, {who.upper()}", _with_interval(values[who])) for who in ("sft", "ppo") if who in values
-            ]
+            rows += [(f"{label}, {name}", _with_interval(values[who])) for who, name in _WHO.items() if who in values]
     if "win_rate" in evaluation:
-        rows.append(("win rate, PPO over SFT", _with_interval(evaluation["win_rate"])))
+        rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))
     if "kl" in evaluation:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     return rows
+
+
+def _judged(evaluation: Mapping[str, Any]) -> str:
+    """Who decided, as part of the row's name."""
+    if "judge" not in evaluation:
+        return ""
+    trained = ", which PPO was trained on" if evaluation["judge_trained_on"] else ""
+    return f" (judge: {evaluation['judge'].replace('_', ' ')}{trained})"
 
 
 def _with_interval(interval: Mapping[str, float]) -> str:

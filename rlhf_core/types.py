@@ -55,6 +55,8 @@ class PromptExample:
     """(P,) tokens with the chat template and the generation prompt applied once; starts with BOS if the model has one."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Whatever the source row had besides (`answer`, gold specification): JSON, for rule rewards."""
+    source: str = ""
+    """Name of the data source, for measures by source."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,10 @@ class DataConfig(Section):
     eval_fraction: Fraction = Field(
         0.1, description="Share of the distinct prompts held out, the same in all three sets"
     )
+    split_seed: NonNegativeInt = Field(
+        0,
+        description="Decides with a prompt's text whether it is held out; the held-out prompts are those of every `run.seed`",
+    )
     max_eval: PositiveInt = Field(512, description="At most so many held-out rows of each set")
     deduplicate: bool = Field(True, description="Drop exact duplicates, counted")
     max_bad_rows: Fraction = Field(

@@ -33,6 +33,7 @@ def build_card(
     """Everything the card shows, as JSON."""
     return {
         "seed": config.run.seed,
+        "split_seed": config.data.split_seed,
         "template": config.data.template,
         "tokenizer": {
             "from": config.model.path or "trained on the data",
@@ -168,7 +169,7 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     """The card for reading."""
     tokenizer = card["tokenizer"]
     lines = ["# Data card", ""]
-    lines += [f"Seed {card['seed']}, template `{card['template']}`.", ""]
+    lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
     lines += [
         f"Tokenizer from {_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos {_cell(tokenizer['bos'])}, "
         f"eos {_cell(tokenizer['eos'])}, pad {_cell(tokenizer['pad'])}."

@@ -2,7 +2,7 @@
 
 sources -> rows -> records          bad rows into the quarantine, counted, limited by `data.max_bad_rows`
 records -> distinct records         duplicates and contradictory pairs dropped, counted
-prompts of all sets -> held out     a function of (seed, prompt text), the same for all three sets
+prompts of all sets -> held out     a function of (data.split_seed, prompt text), the same for all three sets
 """
 
 from __future__ import annotations
@@ -97,12 +97,13 @@ def load_set(
     """
     records: list[Loaded] = []
     sources: tuple[Source, ...] = getattr(config.data, name)
+    names = _distinct_names(sources)
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
         read = bad = 0
         for row in _rows(config, name, source, contents[field_name]):
             read += 1
-            loaded = row if isinstance(row, BadRow) else _checked(row, source, name)
+            loaded = row if isinstance(row, BadRow) else _checked(row, source, name, names[index])
             if isinstance(loaded, BadRow):
                 bad += 1
                 quarantine.add(field_name, loaded.file, loaded.line, loaded.reason, loaded.text)
@@ -115,6 +116,12 @@ def load_set(
             raise DataError(f"{field_name}: {source.path} has 0 rows{only}; give a source with rows")
         check_bad_share(config, field_name, source.path, bad, read, quarantine)
     return records
+
+
+def _distinct_names(sources: Sequence[Source]) -> list[str]:
+    """`source_name` of each; with its place in the list where several have the same (`a/train.jsonl`, `b/train.jsonl`)."""
+    names = [source_name(source) for source in sources]
+    return [f"{name} {place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
 
 
 def check_bad_share(
@@ -140,7 +147,7 @@ def _rows(config: PipelineConfig, name: SetName, source: Source, contents: Conte
         yield Row("synthetic", index, data)
 
 
-def _checked(row: Row, source: Source, name: SetName) -> Loaded | BadRow:
+def _checked(row: Row, source: Source, name: SetName, known_as: str) -> Loaded | BadRow:
     try:
         record = normalise(row.data, source.format, source.rename)
         fits = {
@@ -159,7 +166,7 @@ def _checked(row: Row, source: Source, name: SetName) -> Loaded | BadRow:
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
         return BadRow(row.file, row.line, "nested too deeply", "")
-    return Loaded(record, source_name(source), row.file, row.line)
+    return Loaded(record, known_as, row.file, row.line)
 
 
 def drop_repeats(loaded: Sequence[Loaded], name: SetName, deduplicate: bool, dropped: Counter[str]) -> list[Loaded]:

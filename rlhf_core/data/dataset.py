@@ -24,7 +24,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "source": _TEXT,
         "margin": _NUMBER,
     },
-    "prompts": {"prompt_id": _TEXT, "prompt": _TEXT, "input_ids": _TOKENS, "meta": _TEXT},
+    "prompts": {"prompt_id": _TEXT, "prompt": _TEXT, "input_ids": _TOKENS, "meta": _TEXT, "source": _TEXT},
 }
 """`meta` is JSON in a string."""
 
@@ -72,9 +72,9 @@ def require_answers(prompts: Sequence[PromptExample], rewards: Sequence[AnyRewar
 def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
     """Prompts of a data artifact's folder."""
     return [
-        PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta))
-        for prompt_id, prompt, ids, meta in _read(
-            folder, "prompts", split, ("prompt_id", "prompt", "input_ids", "meta")
+        PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "")
+        for prompt_id, prompt, ids, meta, source in _read(
+            folder, "prompts", split, ("prompt_id", "prompt", "input_ids", "meta", "source")
         )
     ]
 
@@ -102,7 +102,11 @@ def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Any:
 
     path = folder / f"{name}_{split}.parquet"
     try:
-        table = pq.read_table(path, columns=list(columns))
-    except (OSError, pa.ArrowException) as error:
+        table = pq.read_table(path)
+        if name == "prompts" and "source" not in table.column_names:
+            # Data of schema 2: a champion's, whose prompts a match must know.
+            table = table.append_column("source", pa.nulls(len(table), pa.string()))
+        table = table.select(list(columns))
+    except (OSError, KeyError, pa.ArrowException) as error:
         raise DataError(f"cannot read {path}: {error}; run the data stage again") from error
     return zip(*(table.column(column).to_pylist() for column in columns), strict=True)

@@ -51,7 +51,7 @@ def make_example(item: Loaded, name: SetName, encoder: Encoder, config: DataConf
         ids = encoder.prompt(record.prompt)
         _limit(ids, config.max_prompt_tokens, PROMPT_TOO_LONG)
         text = record.prompt_text
-        return Made(PromptExample(prompt_id(text), text, ids, record.meta), key, text)
+        return Made(PromptExample(prompt_id(text), text, ids, record.meta, item.source), key, text)
     return Made(_pair(item, encoder, config), key, _plain(record))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,23 +259,21 @@ def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Co
 def _split(
     config: PipelineConfig, made: dict[SetName, list[Made]], counts: dict[SetName, Counts]
 ) -> dict[SetName, dict[Split, list[Made]]]:
-    """Held-out prompts into `eval`, in every set; at most `max_eval` rows, those of the lowest split positions."""
-    seed = config.run.seed
+    """Held-out prompts into `eval`, in every set: at most `max_eval` rows, those of the lowest split positions.
+
+    They are written in the order of their positions, so that the first n are a sample over all sources.
+    """
+    seed = config.data.split_seed
     keys: dict[str, list[str]] = {name: [item.key for item in items] for name, items in made.items() if items}
     held = held_out(seed, keys, config.data.eval_fraction)
     splits: dict[SetName, dict[Split, list[Made]]] = {}
     for name, items in made.items():
         train = [item for item in items if item.key not in held]
         evaluation = [item for item in items if item.key in held]
-        left_out = len(evaluation) - config.data.max_eval
-        if left_out > 0:
-            evaluation = _first_by_position(seed, evaluation, config.data.max_eval)
+        evaluation.sort(key=lambda item: split_position(seed, item.key))
+        if (left_out := len(evaluation) - config.data.max_eval) > 0:
+            del evaluation[config.data.max_eval :]
             counts[name].dropped["held out beyond data.max_eval"] += left_out
         counts[name].train, counts[name].eval = len(train), len(evaluation)
         splits[name] = {"train": train, "eval": evaluation}
     return splits
-
-
-def _first_by_position(seed: int, items: Sequence[Made], number: int) -> list[Made]:
-    order = sorted(range(len(items)), key=lambda index: (split_position(seed, items[index].key), index))
-    return [items[index] for index in sorted(order[:number])]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, preference
+from rlhf_core.evaluation.statistics import Interval, Verdicts, preference, win_rate
 from rlhf_core.types import RewardInput
 
 TIE = 1e-6
@@ -54,6 +54,10 @@ class Comparison:
     inconsistent: float
     """Share of prompts, in [0, 1], on which the order decided."""
 
+    @property
+    def verdicts(self) -> Verdicts:
+        return Verdicts.of(self.preferences)
+
 
 def compare(
     judge: Judge,
@@ -79,7 +83,7 @@ def compare(
         first, second = _checked(judge(prompt, a, b), a), 1.0 - _checked(judge(prompt, b, a), a)
         preferences.append((first + second) / 2)
         inconsistent += _winner(first) != _winner(second)
-    interval = bootstrap_mean(preferences, resamples=resamples, confidence=confidence, seed=seed)
+    interval = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
     return Comparison(interval, tuple(preferences), inconsistent / len(preferences))
 
 

@@ -56,7 +56,12 @@ def render(report: Report) -> str:
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     sections = [
         _headline(report),
-        _section("Results", _results_table(report.evaluation), _footnote(report.evaluation)),
+        _section(
+            "Results",
+            _results_table(report.evaluation),
+            _footnote(report.evaluation),
+            _source_table(report.evaluation["by_source"]),
+        ),
         _section(
             "Plots", "".join(map(_plot, report.plots)) or "<p class=quiet>The PPO stage left no step metrics.</p>"
         ),
@@ -78,6 +83,9 @@ def _headline(report: Report) -> str:
     rate = evaluation["win_rate"]
     level = f"{evaluation['confidence']:.0%}"
     verdict, tone = _verdict(rate)
+    judged = f"Wins are decided by {_judge(evaluation)}."
+    if evaluation.get("judge_trained_on"):
+        judged += " The policy was trained on it, so this is no independent evidence that its answers are better."
     facts = "".join(f"<span>{_text(name)} <b>{_text(value)}</b></span>" for name, value in report.facts.items())
     cards = [
         _card(
@@ -91,7 +99,7 @@ def _headline(report: Report) -> str:
     ]
     return (
         f"<header><p class=kicker>Evaluation · {_text(report.name)}</p><h1>{verdict}</h1>"
-        f"<p class=facts>{facts}</p><div class=cards>{''.join(cards)}</div></header>"
+        f"<p>{_text(judged)}</p><p class=facts>{facts}</p><div class=cards>{''.join(cards)}</div></header>"
     )
 
 
@@ -107,8 +115,13 @@ def _verdict(rate: Mapping[str, float]) -> tuple[str, str]:
 
 
 def _gain(pair: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
-    sft, ppo = pair["sft"]["mean"], pair["ppo"]["mean"]
-    return _number(ppo), f"SFT {_number(sft)}, change {ppo - sft:+.3f}"
+    sft, ppo, change = pair["sft"]["mean"], pair["ppo"]["mean"], pair["difference"]
+    return _number(ppo), f"SFT {_number(sft)}, change {_signed(change)}"
+
+
+def _signed(change: Mapping[str, float], digits: int = 3) -> str:
+    """The mean difference with its interval."""
+    return f"{change['mean']:+.{digits}f} ({change['low']:+.{digits}f} to {change['high']:+.{digits}f})"
 
 
 def _card(title: str, value: str, note: str, tone: str = "") -> str:
@@ -132,14 +145,9 @@ def _results_table(evaluation: Mapping[str, Any]) -> str:
 
 
 def _interval_row(label: str, pair: Mapping[str, Mapping[str, float]], digits: int = 3) -> str:
-    cells = "".join(
-        f"<td><b>{pair[m]['mean']:.{digits}f}</b> <small>{pair[m]['low']:.{digits}f} to {pair[m]['high']:.{digits}f}</small></td>"
-        for m in MODELS
-    )
-    change = pair["ppo"]["mean"] - pair["sft"]["mean"]
-    return (
-        f"<tr><td>{_text(label)}</td>{cells}<td>{change:+.{digits}f}</td><td class=bar>{_interval_bars(pair)}</td></tr>"
-    )
+    cells = "".join(f"<td>{_interval(pair[model], digits)}</td>" for model in MODELS)
+    change = _signed(pair["difference"], digits)
+    return f"<tr><td>{_text(label)}</td>{cells}<td>{change}</td><td class=bar>{_interval_bars(pair)}</td></tr>"
 
 
 def _plain_row(label: str, pair: Mapping[str, float], form: str) -> str:
@@ -169,10 +177,39 @@ def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> str:
 def _footnote(evaluation: Mapping[str, Any]) -> str:
     return (
         f"<p class=quiet>{evaluation['prompts']} held-out prompts, the same for both models and with the same seeds; one "
-        f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts. Wins "
-        f"are decided by {_text(_JUDGES.get(evaluation['judge'], evaluation['judge']))}, in both orders, "
+        f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts; that of "
+        "a change is of the difference prompt by prompt. What another training run (another seed) would give is not in "
+        "these intervals. Distinct n-grams are counted over equally many n-grams of either model. Wins "
+        f"are decided by {_text(_judge(evaluation))}, in both orders, "
         f"which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts changed).</p>"
     )
+
+
+def _judge(evaluation: Mapping[str, Any]) -> str:
+    return _JUDGES.get(evaluation["judge"], str(evaluation["judge"]))
+
+
+def _source_table(by_source: Mapping[str, Mapping[str, Any]]) -> str:
+    """Each measure on the prompts of each data source."""
+    if not by_source:
+        return ""
+    rows = "".join(
+        f"<tr><td>{_text(name)}</td><td>{numbers['prompts']}</td><td>{_interval(numbers['win_rate'])}</td>"
+        f"<td>{_changes(numbers)}</td><td>{_interval(numbers['kl_interval'], 2)}</td></tr>"
+        for name, numbers in by_source.items()
+    )
+    head = "<tr><th>Source</th><th>Prompts</th><th>Win rate</th><th>Change</th><th>KL</th></tr>"
+    return f"<h3>By data source</h3><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def _changes(numbers: Mapping[str, Any]) -> str:
+    pairs = {label: numbers[key] for key, label in _MEASURES if numbers.get(key)}
+    pairs |= {f"Rule {name}": pair for name, pair in numbers["rules"].items()}
+    return "; ".join(f"{_text(label)} {_signed(pair['difference'])}" for label, pair in pairs.items())
+
+
+def _interval(value: Mapping[str, float], digits: int = 3) -> str:
+    return f"<b>{value['mean']:.{digits}f}</b> <small>{value['low']:.{digits}f} to {value['high']:.{digits}f}</small>"
 
 
 _JUDGES = {"gold": "the gold reward", "reward_model": "the reward model", "rules": "the weighted sum of rule rewards"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.rewards import AnyReward, ModelReward
+from rlhf_core.config.rewards import AnyReward, GoldReward, ModelReward
 from rlhf_core.data.synthetic import parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
@@ -46,6 +46,15 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
         f"evaluate.judge must name a judge that this run has; got {wanted}; use {' or '.join(['auto', *available])} "
         "(gold needs the synthetic task, reward_model a trained reward model, rules a rule in ppo.rewards)"
     )
+
+
+def trained_on(config: PipelineConfig, measure: str) -> bool:
+    """Whether the policy's reward contains `measure`: a win by it is then no independent evidence."""
+    kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
+    used = [source for source in config.ppo.rewards if source.weight]
+    if kind is not None:
+        return any(isinstance(source, kind) for source in used)
+    return any(not isinstance(source, ModelReward) for source in used)
 
 
 def score(

@@ -1,12 +1,14 @@
-"""Means with bootstrap intervals, and small text statistics. numpy only.
+"""Means with bootstrap intervals, win rates and their exact test, and small text statistics. numpy only.
 
 Intervals are percentile bootstraps over prompts (Efron 1979): seeded, so the same values give the same interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -56,6 +58,51 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
     return Interval(mean, float(low), float(high))
 
 
+def win_rate(preferences: Sequence[float], *, resamples: int, confidence: float, seed: int) -> Interval:
+    """Mean of `preferences` (n,) in [0, 1] and its interval.
+
+    A bootstrap of equal values has no width, whatever their number: there it is Wilson's score interval (1927), for which
+    two wins of two are [0.34, 1].
+    """
+    if len(preferences) and min(preferences) == max(preferences):
+        return wilson(preferences[0], len(preferences), confidence)
+    return bootstrap_mean(preferences, resamples=resamples, confidence=confidence, seed=seed)
+
+
+def wilson(share: float, count: int, confidence: float) -> Interval:
+    """Wilson's score interval of a `share` of `count` trials."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    scale = 1 + z * z / count
+    centre = (share + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """How many prompts were won, lost and tied."""
+
+    wins: int
+    losses: int
+    ties: int
+
+    @staticmethod
+    def of(preferences: Sequence[float]) -> Verdicts:
+        wins, losses = sum(value > 0.5 for value in preferences), sum(value < 0.5 for value in preferences)
+        return Verdicts(wins, losses, len(preferences) - wins - losses)
+
+    @property
+    def prompts(self) -> int:
+        return self.wins + self.losses + self.ties
+
+    @property
+    def p_value(self) -> float:
+        """Exact one-sided sign test (Dixon and Mood 1946): how probable at least so many wins are where each prompt that is
+        no tie is won or lost with probability one half. 1 where all are ties."""
+        decided = self.wins + self.losses
+        return sum(math.comb(decided, k) for k in range(self.wins, decided + 1)) / (1 << decided)
+
+
 def preference(a: float, b: float, tolerance: float) -> float:
     """1 if `a` is above `b` by more than `tolerance`, 0 if below, else 0.5."""
     if abs(a - b) <= tolerance:
@@ -63,13 +110,31 @@ def preference(a: float, b: float, tolerance: float) -> float:
     return 1.0 if a > b else 0.0
 
 
-def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Distinct / all n-grams of white-space separated words over all texts, in [0, 1] (Li et al. 2016); 0 without any."""
-    grams: set[tuple[str, ...]] = set()
-    total = 0
+def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
+    """Distinct / all n-grams of white-space separated words (Li et al. 2016) of each group of texts, in [0, 1].
+
+    The share falls with the number of n-grams, and so with the length of the texts. Therefore each group counts as many
+    as the smallest has: it is the mean over windows of that size (as MATTR does it, Covington and McFall 2010). 0 where a
+    group has none.
+    """
+    grams = {name: _n_grams(texts, n) for name, texts in groups.items()}
+    size = min(map(len, grams.values()))
+    if size == 0:
+        return dict.fromkeys(grams, 0.0)
+    return {name: _mean_distinct(found, size) for name, found in grams.items()}
+
+
+def _n_grams(texts: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    grams = []
     for text in texts:
         words = text.casefold().split()
-        for start in range(len(words) - n + 1):
-            grams.add(tuple(words[start : start + n]))
-            total += 1
-    return len(grams) / total if total else 0.0
+        grams += [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
+    return grams
+
+
+def _mean_distinct(grams: Sequence[tuple[str, ...]], size: int) -> float:
+    """Over windows one after the other; the last one ends at the end and may overlap."""
+    starts = list(range(0, len(grams) - size + 1, size))
+    if starts[-1] + size < len(grams):
+        starts.append(len(grams) - size)
+    return sum(len(set(grams[start : start + size])) / size for start in starts) / len(starts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.judge import Answer, Comparison
-from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n
+from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n, win_rate
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import RewardInput
 
@@ -27,6 +27,21 @@ class Measured:
     """Raw value of each rule source."""
     kl: list[float]
     """(n,) nats per response of the policy."""
+    sources: list[str]
+    """(n,) data source of each prompt."""
+
+    def at(self, places: Sequence[int]) -> Measured:
+        """The values of some prompts."""
+
+        def kept(pairs: Mapping[str, ByModel]) -> dict[str, ByModel]:
+            return {
+                name: {model: [values[i] for i in places] for model, values in pair.items()}
+                for name, pair in pairs.items()
+            }
+
+        return Measured(
+            kept(self.measures), kept(self.rules), [self.kl[i] for i in places], [self.sources[i] for i in places]
+        )
 
 
 def scored(
@@ -37,14 +52,11 @@ def scored(
         values for pairs in (measured.measures, measured.rules) for pair in pairs.values() for values in pair.values()
     ]
     whole = [i for i in range(len(measured.kl)) if not any(math.isnan(values[i]) for values in columns)]
+    return _chosen(responses, whole), measured.at(whole)
 
-    def kept(pairs: Mapping[str, ByModel]) -> dict[str, ByModel]:
-        return {
-            name: {model: [values[i] for i in whole] for model, values in pair.items()} for name, pair in pairs.items()
-        }
 
-    rest = {model: [samples[i] for i in whole] for model, samples in responses.items()}
-    return rest, Measured(kept(measured.measures), kept(measured.rules), [measured.kl[i] for i in whole])
+def _chosen(responses: Mapping[str, list[RewardInput]], places: Sequence[int]) -> dict[str, list[RewardInput]]:
+    return {model: [samples[i] for i in places] for model, samples in responses.items()}
 
 
 def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> tuple[list[Answer], list[Answer]]:
@@ -78,7 +90,10 @@ class Intervals:
         return bootstrap_mean(values, **self.settings(name))
 
     def pair(self, name: str, pair: ByModel) -> dict[str, dict[str, float]]:
-        return {model: self.mean(name, values).to_json() for model, values in pair.items()}
+        """Of each model, and of `difference`: policy minus SFT model, prompt by prompt."""
+        difference = [ppo - sft for sft, ppo in zip(pair["sft"], pair["ppo"], strict=True)]
+        columns = pair | {"difference": difference}
+        return {model: self.mean(name, values).to_json() for model, values in columns.items()}
 
 
 def evaluation_json(
@@ -89,13 +104,26 @@ def evaluation_json(
     interval: Intervals,
 ) -> dict[str, Any]:
     """The content of `evaluation.json`. Intervals are `{mean, low, high}`."""
+    return {
+        **_numbers(responses, measured, comparison.preferences, interval),
+        "verdicts": asdict(comparison.verdicts),
+        "judge": judge,
+        "inconsistent": comparison.inconsistent,
+        "distinct": _distinct(responses),
+        "by_source": _by_source(responses, measured, comparison.preferences, interval),
+        "confidence": interval.confidence,
+    }
+
+
+def _numbers(
+    responses: Mapping[str, list[RewardInput]], measured: Measured, preferences: Sequence[float], interval: Intervals
+) -> dict[str, Any]:
+    """The measures of some prompts."""
     lengths = {model: [float(len(s.response_ids)) for s in samples] for model, samples in responses.items()}
     kl = interval.mean("kl", measured.kl)
     measures = {name: interval.pair(name, pair) for name, pair in measured.measures.items()}
     return {
-        "win_rate": comparison.win_rate.to_json(),
-        "judge": judge,
-        "inconsistent": comparison.inconsistent,
+        "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
         "rules": {name: interval.pair(f"rule/{name}", pair) for name, pair in measured.rules.items()},
@@ -103,17 +131,43 @@ def evaluation_json(
         "kl_interval": kl.to_json(),
         "lengths": interval.pair("length", lengths),
         "eos_rate": {model: sum(s.finished for s in samples) / len(samples) for model, samples in responses.items()},
-        "distinct": {
-            model: {str(n): distinct_n([s.response for s in samples], n) for n in (1, 2, 3)}
-            for model, samples in responses.items()
-        },
         "prompts": len(responses["sft"]),
-        "confidence": interval.confidence,
     }
 
 
+def _by_source(
+    responses: Mapping[str, list[RewardInput]], measured: Measured, preferences: Sequence[float], interval: Intervals
+) -> dict[str, dict[str, Any]]:
+    """`_numbers` of each data source's prompts; empty where all are of one."""
+    names = sorted(set(measured.sources))
+    if len(names) < 2:
+        return {}
+    places = {name: [i for i, source in enumerate(measured.sources) if source == name] for name in names}
+    return {
+        name: _numbers(_chosen(responses, some), measured.at(some), [preferences[i] for i in some], interval)
+        for name, some in places.items()
+    }
+
+
+def _distinct(responses: Mapping[str, list[RewardInput]]) -> dict[str, dict[str, float]]:
+    texts = {model: [sample.response for sample in samples] for model, samples in responses.items()}
+    found = {str(n): distinct_n(texts, n) for n in (1, 2, 3)}
+    return {model: {n: shares[model] for n, shares in found.items()} for model in texts}
+
+
 def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {name: evaluation[name] for name in ("kl", "inconsistent", "unscored")}
+    """As metrics; those of a data source under `by_source/{name}/`."""
+    flat = _flat(evaluation) | {name: evaluation[name] for name in ("inconsistent", "unscored")}
+    for model in ("sft", "ppo"):
+        flat |= {f"distinct_{n}/{model}": value for n, value in evaluation["distinct"][model].items()}
+    for source, numbers in evaluation["by_source"].items():
+        of_source = _flat(numbers) | {"prompts": float(numbers["prompts"])}
+        flat |= {f"by_source/{source}/{name}": value for name, value in of_source.items()}
+    return flat
+
+
+def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {"kl": evaluation["kl"]}
     pairs = {name: evaluation[name] for name in ("gold_reward", "reward_model") if evaluation[name]}
     pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
     for name, pair in pairs.items():
@@ -122,7 +176,6 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     for model in ("sft", "ppo"):
         flat[f"eos_rate/{model}"] = evaluation["eos_rate"][model]
         flat[f"length/{model}"] = evaluation["lengths"][model]["mean"]
-        flat |= {f"distinct_{n}/{model}": value for n, value in evaluation["distinct"][model].items()}
     return flat
 
 

@@ -48,24 +48,27 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
 
     models = {"sft": services.inputs["sft"] / "model", "ppo": services.inputs["ppo"] / "policy"}
     responses = generate.responses_of(config, models, decoder, prompts, device=device, progress=services.progress)
-    measured = _measure(config, services, responses, gold_known=gold_known, pad_id=decoder.pad, device=device)
+    sources = [prompt.source or "unnamed" for prompt in prompts]
+    measured = _measure(config, services, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device)
     responses, measured = scored(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
     interval = Intervals(config)
     comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
+    evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation)
     _write(config, services, evaluation, samples, measured, metrics)
-    return StageResult(metrics, {"prompts": len(prompts), "judge": judge})
+    return StageResult(metrics, {"prompts": len(prompts), "judge": judge, "judge_trained_on": trained})
 
 
 def _measure(
     config: PipelineConfig,
     services: Services,
     responses: Mapping[str, list[RewardInput]],
+    prompt_sources: list[str],
     *,
     gold_known: bool,
     pad_id: int,
@@ -106,7 +109,7 @@ def _measure(
     policy, reference = services.inputs["ppo"] / "policy", services.inputs["sft"] / "model"
     kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
     report()
-    return Measured(measures, rules, kl)
+    return Measured(measures, rules, kl, prompt_sources)
 
 
 def _write(

@@ -3,7 +3,8 @@
 Locked here:
 - a prompt held out in one set is in no training set, whatever the seed; tiny sets keep a row on either side;
 - every row is accounted for: read = bad + dropped + train + eval; one that the chat template refuses is bad;
-- `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in the file;
+- `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in the file, and
+  in that order, so that the first n are of all sources; the same prompts for every `run.seed`;
 - duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
 - too many bad rows, or too few usable ones, stop the run with a message that says what to do;
 - the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the same bytes;
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from data_samples import write_jsonl
 from hypothesis import given
@@ -44,8 +47,8 @@ def configure(**sections: Any) -> PipelineConfig:
     return PipelineConfig.model_validate(sections, strict=False)
 
 
-def demo(**data: Any) -> PipelineConfig:
-    return configure(data={"synthetic": SMALL, **data})
+def demo(run: dict[str, Any] | None = None, **data: Any) -> PipelineConfig:
+    return configure(data={"synthetic": SMALL, **data}, run=run or {})
 
 
 def files(
@@ -188,9 +191,40 @@ def test_held_out_are_the_prompts_of_the_lowest_split_positions(fraction: float,
     position = {row["prompt"]: split_position(0, row["prompt"]) for row in rows}
     low = sorted((prompt for prompt in position if position[prompt] < fraction), key=position.__getitem__)
     found = [prompt.prompt for prompt in load_prompts(tmp_path / "out", "eval")]
-    assert found == [row["prompt"] for row in rows if row["prompt"] in low[:most]]
+    assert found == low[:most]
     trained = {prompt.prompt for prompt in load_prompts(tmp_path / "out", "train")}
     assert trained == set(position) - set(low)
+
+
+def test_the_first_held_out_prompts_are_of_all_sources(tmp_path: Path) -> None:
+    sources = []
+    for folder, file in (("first", "a"), ("second", "train"), ("third", "train")):
+        (tmp_path / folder).mkdir()
+        rows = [{"prompt": f"{folder} {i}"} for i in range(600)]
+        sources.append({"path": str(write_jsonl(tmp_path / folder / f"{file}.jsonl", rows))})
+    prepared(demo(prompts=sources), tmp_path / "out")
+    asked = load_prompts(tmp_path / "out", "eval")[:60]
+    counts = Counter((prompt.source, prompt.prompt.split()[0]) for prompt in asked)
+    assert set(counts) == {("a.jsonl", "first"), ("train.jsonl 1", "second"), ("train.jsonl 2", "third")}
+    # 60 draws, a third each: 20 with a standard deviation of 3.7.
+    assert min(counts.values()) >= 9
+
+
+def test_the_held_out_prompts_are_the_same_for_every_seed_of_the_run(tmp_path: Path) -> None:
+    held = []
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        prepared(demo(run={"seed": seed}, prompts=[{"path": str(write_jsonl(folder / "p.jsonl", pairs(200)))}]), folder)
+        held.append([prompt.prompt_id for prompt in load_prompts(folder, "eval")])
+    assert held[0] == held[1] and held[0]
+
+
+def test_prompts_of_schema_2_are_read_without_their_source(tmp_path: Path) -> None:
+    prepared(demo(), tmp_path)
+    file = tmp_path / "prompts_eval.parquet"
+    pq.write_table(pq.read_table(file).drop_columns("source"), file)
+    assert {prompt.source for prompt in load_prompts(tmp_path, "eval")} == {""}
 
 
 def test_too_many_bad_rows_stop_the_run_with_the_first_three_reasons(tmp_path: Path) -> None:

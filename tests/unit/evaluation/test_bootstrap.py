@@ -3,15 +3,19 @@
 - bootstrap intervals: seeded, covering, narrower with more values, the point itself for equal values;
 - win rate: win 1, tie 0.5, loss 0; it is antisymmetric;
 - both orders are judged: a taste for a position cancels and is reported as inconsistent;
-- distinct-n by hand.
+- where all verdicts are equal the interval is Wilson's; the sign test is exact, by hand;
+- distinct-n by hand; it does not fall with the length.
 """
+
+import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf_core.errors import DataError, NonFiniteError
 from rlhf_core.evaluation.judge import Answer, Judge, ScoreJudge, compare
-from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n
+from rlhf_core.evaluation.statistics import Interval, Verdicts, bootstrap_mean, distinct_n, win_rate
 from rlhf_core.types import RewardInput
 
 SETTINGS = {"resamples": 500, "confidence": 0.95, "seed": 3}
@@ -111,8 +115,43 @@ def test_answers_to_other_prompts_and_impossible_preferences_are_errors() -> Non
         compare(judge, answers(1.0), answers(1.0), **SETTINGS)
 
 
+def test_a_win_rate_of_equal_verdicts_has_a_wilson_interval() -> None:
+    settings: dict[str, Any] = {"resamples": 100, "confidence": 0.95, "seed": 0}
+    # z = 1.96: z^2 = 3.8415; n = 2: low = 1 / (1 + z^2 / n) = 0.3424; n = 50: 0.9287.
+    found = win_rate([1.0, 1.0], **settings)
+    assert (found.mean, found.high) == (1.0, 1.0) and found.low == pytest.approx(0.3424, abs=1e-4)
+    assert win_rate([1.0] * 50, **settings).low == pytest.approx(0.9287, abs=1e-4)
+    tied = win_rate([0.5] * 50, **settings)
+    assert tied.low == pytest.approx(1 - tied.high) and tied.low == pytest.approx(0.3664, abs=1e-3)
+    mixed = [1.0, 0.0, 1.0, 0.5]
+    assert win_rate(mixed, **settings) == bootstrap_mean(mixed, **settings)
+
+
+def test_the_sign_test_is_exact_and_leaves_ties_out() -> None:
+    assert Verdicts.of([1.0, 1.0]).p_value == 1 / 4
+    assert Verdicts.of([1.0, 1.0, 0.0, 0.5]).p_value == 4 / 8  # P(at least 2 of 3) = (3 + 1) / 8
+    assert Verdicts.of([0.5] * 9).p_value == 1.0
+    assert Verdicts.of([0.0] * 3).p_value == 1.0
+    assert Verdicts.of([1.0] * 600 + [0.0] * 400).p_value == pytest.approx(1.364e-10, rel=1e-3)
+    assert Verdicts.of([0.75, 0.25, 0.5]) == Verdicts(1, 1, 1)
+
+
+def test_distinct_n_does_not_fall_with_the_length_of_the_texts() -> None:
+    chance = random.Random(0)
+    words = [f"w{i}" for i in range(50)]
+
+    def texts(length: int) -> list[str]:
+        return [" ".join(chance.choices(words, k=length)) for _ in range(20)]
+
+    for n, within in ((1, 0.03), (2, 0.03)):
+        found = distinct_n({"short": texts(20), "long": texts(80)}, n)
+        assert abs(found["short"] - found["long"]) < within, n
+
+
 def test_distinct_n_counts_over_all_texts() -> None:
     texts = ["a b a", "A b c"]
-    assert distinct_n(texts, 1) == 3 / 6
-    assert distinct_n(texts, 2) == 3 / 4  # ab ba ab bc
-    assert distinct_n(["a"], 2) == 0.0
+    assert distinct_n({"x": texts}, 1) == {"x": 3 / 6}
+    assert distinct_n({"x": texts}, 2) == {"x": 3 / 4}  # ab ba ab bc
+    assert distinct_n({"x": texts, "y": ["a"]}, 2) == {"x": 0.0, "y": 0.0}
+    # Windows of 2, as many as y has: (a b)(a a)(b c) and (d d).
+    assert distinct_n({"x": texts, "y": ["d d"]}, 1) == {"x": (2 + 1 + 2) / 6, "y": 1 / 2}

@@ -60,11 +60,12 @@ def interval(mean: float, spread: float = 0.1) -> dict[str, float]:
 
 
 def evaluation(win: float = 0.8) -> dict[str, Any]:
-    pair = {"sft": interval(0.25), "ppo": interval(1.5)}
+    pair = {"sft": interval(0.25), "ppo": interval(1.5), "difference": interval(1.25)}
     return {
         "win_rate": interval(win), "judge": "gold", "inconsistent": 0.0, "gold_reward": pair, "reward_model": None,
-        "rules": {"keywords": pair}, "kl": 3.25, "lengths": {"sft": interval(30), "ppo": interval(34)},
+        "rules": {"keywords": pair}, "kl": 3.25, "lengths": {"sft": interval(30), "ppo": interval(34), "difference": interval(4)},
         "eos_rate": {"sft": 0.9, "ppo": 1.0}, "prompts": 128, "confidence": 0.95,
+        "judge_trained_on": False, "by_source": {}, "kl_interval": interval(3.25),
         "distinct": {model: {"1": 0.1, "2": 0.2, "3": 0.3} for model in ("sft", "ppo")},
     }  # fmt: skip
 
@@ -93,10 +94,11 @@ def test_no_hostile_text_becomes_markup(text: str) -> None:
             data_card=f"# {text}\n",
             lineage=[(text, text, text)],
             facts={text: text},
-            evaluation=evaluation() | {"rules": {text: evaluation()["gold_reward"]}},
+            evaluation=evaluation()
+            | {"rules": {text: evaluation()["gold_reward"]}, "by_source": {text: evaluation(), "b": evaluation()}},
         )
     )
-    plain = parse(render(report()))
+    plain = parse(render(report(evaluation=evaluation() | {"by_source": {"a": evaluation(), "b": evaluation()}})))
     hostile = parse(document)
     assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in plain.tags]
     assert {tag for tag, _ in hostile.tags} <= TAGS
@@ -105,6 +107,22 @@ def test_no_hostile_text_becomes_markup(text: str) -> None:
     }
     document.encode("utf-8")
     assert not set("\u202e\u202c\x00\x1b\x7f") & set(document)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_headline_says_who_judged_and_whether_the_policy_was_trained_on_it(trained: bool) -> None:
+    judged = {"judge": "reward_model", "judge_trained_on": trained}
+    headline = render(report(evaluation=evaluation() | judged)).split("</header>")[0]
+    assert "Wins are decided by the reward model." in headline
+    assert ("The policy was trained on it" in headline) == trained
+
+
+def test_the_results_show_the_paired_difference_and_each_source() -> None:
+    sources = {"a.jsonl": evaluation(0.9), "b.jsonl": evaluation(0.3)}
+    text = "".join(parse(render(report(evaluation=evaluation() | {"by_source": sources}))).text)
+    assert "+1.250 (+1.150 to +1.350)" in text
+    assert "What another training run (another seed) would give is not in these intervals" in text
+    assert "By data source" in text and "a.jsonl" in text and "0.300 0.200 to 0.400" in text
 
 
 def test_the_data_cards_markdown_becomes_headings_tables_lists_and_code() -> None:

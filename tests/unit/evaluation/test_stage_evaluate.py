@@ -125,8 +125,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
             for p, i in zip(prompts, ids, strict=True)
         ]
 
-    def use(texts: list[str]) -> None:
-        examples = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(texts)]
+    def use(texts: list[str], sources: Sequence[str] = ("a.jsonl",)) -> None:
+        chosen = [sources[i % len(sources)] for i in range(len(texts))]
+        examples = [PromptExample(f"p{i}", text, (1, 2), {}, chosen[i]) for i, text in enumerate(texts)]
         monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: examples)
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
@@ -150,14 +151,16 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, services
     found = read(services)
     gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[:6]]
     assert found["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 6)
-    assert found["win_rate"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    # All six won: Wilson's interval, 1 / (1 + 1.96^2 / 6)
+    assert found["win_rate"] == {"mean": 1.0, "low": pytest.approx(0.6097, abs=1e-4), "high": 1.0}
+    assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0} and found["judge_trained_on"] is False
     assert (found["judge"], found["inconsistent"], found["prompts"]) == ("gold", 0.0, 6)
     assert found["kl"] == 2.5  # mean of 0..5
     assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0}
     assert found["lengths"]["sft"]["mean"] == 5.0
     assert set(found["rules"]) == {"length", "well_formed"}
     assert result.metrics["gold_reward/ppo/mean"] == found["gold_reward"]["ppo"]["mean"]
-    assert result.metrics["win_rate/low"] == 1.0 and result.metrics["length/sft"] == 5.0
+    assert result.metrics["win_rate/high"] == 1.0 and result.metrics["length/sft"] == 5.0
     tracker: Any = services.metrics
     assert tracker.metrics == {f"eval/{name}": value for name, value in result.metrics.items()}
     assert tracker.flushed and tracker.files == ["report.html"]
@@ -168,6 +171,42 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, services
     assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
     document = (services.out / "report.html").read_text()
     assert "d" * 64 in document and "<b>sets</b>" in document
+
+
+def test_each_measure_is_reported_by_source(scripted: Any, services: Services) -> None:
+    scripted(PROMPTS, ("a.jsonl", "org/b"))
+    result = evaluate.run(config_of(), services)
+    sources = read(services)["by_source"]
+    assert {name: numbers["prompts"] for name, numbers in sources.items()} == {"a.jsonl": 3, "org/b": 3}
+    for first, numbers in zip((0, 1), sources.values(), strict=True):
+        gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[first:6:2]]
+        assert numbers["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 3)
+        assert numbers["kl"] == (first + first + 2 + first + 4) / 3
+        assert numbers["win_rate"]["mean"] == 1.0 and set(numbers["rules"]) == {"length", "well_formed"}
+    assert result.metrics["by_source/org/b/kl"] == 3.0 and result.metrics["by_source/a.jsonl/prompts"] == 3
+
+
+def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, services: Services) -> None:
+    interval = Intervals(config_of(evaluate={"bootstrap": 500}))
+    sft = [float(i) for i in range(40)]
+    pair = interval.pair("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
+    assert pair["difference"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert pair["ppo"]["low"] < pair["sft"]["high"]
+
+
+@pytest.mark.parametrize(
+    ("measure", "rewards", "trained"),
+    [
+        ("reward_model", [{"type": "model"}], True),
+        ("reward_model", [{"type": "model", "weight": 0.0}, *RULES], False),
+        ("rules", [{"type": "model"}], False),
+        ("rules", RULES, True),
+        ("gold", [{"type": "model"}, {"type": "gold", "weight": 0.0}], False),
+        ("gold", [{"type": "gold"}], True),
+    ],
+)
+def test_a_judge_that_the_policy_was_trained_on_is_known(measure: str, rewards: Any, trained: bool) -> None:
+    assert scoring.trained_on(config_of(rewards), measure) is trained
 
 
 def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, services: Services) -> None:

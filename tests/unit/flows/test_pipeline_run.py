@@ -171,6 +171,7 @@ EVALUATION = {
     for name, values in (
         ("gold_reward/sft", (0.1, 0.0, 0.2)),
         ("gold_reward/ppo", (1.1, 1.0, 1.2)),
+        ("gold_reward/difference", (1.0, 0.9, 1.1)),
         ("win_rate", (0.8, 0.7, 0.9)),
     )
     for part, value in zip(("mean", "low", "high"), values, strict=True)
@@ -201,6 +202,16 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["evaluate"]["kl"] == 3.5
     assert summary["weights_sha256"] == "abc"
     assert summary["mlflow_run_id"] == "m1"
+
+
+def test_the_table_of_results_says_who_judged_and_shows_the_paired_difference() -> None:
+    facts = {"judge": "reward_model", "judge_trained_on": "True"}
+    numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
+    made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
+    rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
+    assert rows["win rate, PPO over SFT (judge: reward model, which PPO was trained on)"] == "0.800  [0.700, 0.900]"
+    assert rows["gold reward, difference by prompt"] == "1.000  [0.900, 1.100]"
+    assert not any("a.jsonl" in name for name in rows)
 
 
 def test_a_summary_of_a_part_says_nothing_about_the_rest() -> None:
