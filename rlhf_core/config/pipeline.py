@@ -15,7 +15,7 @@ from rlhf_core.config.training import RewardConfig, SFTConfig
 class TimeoutsConfig(Section):
     """How long a process of a stage may stand still before it counts as stuck. What moves is never stopped.
 
-    The store has `store.retry_seconds`, a Python reward its own `timeout`; MLflow's client waits 10 seconds and tries three times.
+    The store has `store.retry_seconds`, a Python reward its own `timeout`; MLflow's client waits 10 seconds and tries three times, 30 seconds in all.
     """
 
     start: PositiveFloat = Field(
@@ -80,7 +80,11 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str | None = Field(None, description="Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`")
-    experiment: str | None = Field(None, description="Experiment; default `rlhf/{run.name}`")
+    experiment: str | None = Field(
+        None,
+        pattern=r"^[^\x00-\x1f\x7f]{1,250}$",
+        description="Experiment; default `rlhf/{run.name}`",
+    )
     system_metrics: bool = Field(True, description="Log CPU, memory and GPU use of each stage")
 
 

@@ -21,6 +21,7 @@ Keys = tuple[str | int, ...]
 _PATTERNS = {
     r"^[a-z0-9][a-z0-9._-]{0,63}$": "1 to 64 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     r"^[a-z0-9_]{1,32}$": "1 to 32 of a-z, 0-9 and `_`",
+    r"^[^\x00-\x1f\x7f]{1,250}$": "1 to 250 characters on one line",
     r"^[\w.-]{1,100}$": "1 to 100 letters, digits, `.`, `_` and `-`",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "`package.module:function`",
 }

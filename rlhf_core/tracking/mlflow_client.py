@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_core.config.redact import is_secret
+from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
 
 _ENVIRONMENT = {
@@ -88,7 +88,12 @@ class Mlflow:
         # Its warnings repeat for every retry what is said once here.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         from mlflow.tracking import MlflowClient
+        from mlflow.utils import request_utils
 
+        from rlhf_core.tracking.bounded_http import BoundedAdapter
+
+        # MLflow offers no other way to its sessions; the tests of bounded_http fail where this stops to work.
+        request_utils.TCPKeepAliveHTTPAdapter = BoundedAdapter
         if database := sqlite_path(self.uri):
             ensure_database(database)
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
@@ -104,13 +109,14 @@ class Mlflow:
         from mlflow.exceptions import MlflowException
 
         if (found := self._client.get_experiment_by_name(self._experiment)) is not None:
-            return str(found.experiment_id)
+            return _identity(found.experiment_id, "experiment")
         database = sqlite_path(self.uri)
         location = artifacts_of(database) if database else None
         try:
             # Without the tag MLflow's pages open in their view for prompts and traces.
             tags = {"mlflow.experimentKind": "custom_model_development"}
-            return str(self._client.create_experiment(self._experiment, artifact_location=location, tags=tags))
+            made = self._client.create_experiment(self._experiment, artifact_location=location, tags=tags)
+            return _identity(made, "experiment")
         except MlflowException:
             # Another process created it in between.
             if (found := self._client.get_experiment_by_name(self._experiment)) is None:
@@ -131,12 +137,11 @@ class Mlflow:
         from mlflow.exceptions import MlflowException
 
         try:
-            self._client.get_run(run_id)
+            return bool(self._client.get_run(run_id).info.run_id == run_id)
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return False
             raise
-        return True
 
     def create_run(self, name: str, tags: Mapping[str, str]) -> RunState:
         """A new run, in state RUNNING."""
@@ -235,7 +240,7 @@ class Mlflow:
         entry = self._client.create_model_version(
             name, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=0
         )
-        return ModelVersion(str(entry.version), dict(tags))
+        return ModelVersion(_identity(entry.version, "model version"), dict(tags))
 
     def tag_version(self, name: str, version: str, tags: Mapping[str, str]) -> None:
         """Set or change tags of a version."""
@@ -269,14 +274,38 @@ def clean_name(name: str) -> str:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one short line without credentials."""
-    text = " ".join(str(error).split())[:160]
+    text = printable(" ".join(scrubbed(str(error)).split()))[:160]
     return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
+
+
+def trouble(error: BaseException) -> str:
+    """Which trouble MLflow is in, and how to end it if the user can: what follows "MLflow at ADDRESS" in a message."""
+    status = getattr(error, "get_http_status_code", lambda: 0)()
+    code = getattr(error, "error_code", "")
+    if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
+        fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        return f"refuses these credentials ({reason(error)}); {fix}"
+    if 400 <= status < 500 or isinstance(error, UnusableAnswer):
+        return f"does not take this ({reason(error)})"
+    return f"does not answer ({reason(error)})"
+
+
+class UnusableAnswer(Exception):
+    """A success by its status, without what was asked for."""
+
+
+def _identity(value: Any, what: str) -> str:
+    """`value` as text. Raises UnusableAnswer if it is empty: whatever answers `{}` to all is no MLflow."""
+    if not value:
+        raise UnusableAnswer(f"the answer names no {what}; check the address")
+    return str(value)
 
 
 def _state(run: Any) -> RunState:
     last = {metric.key: int(metric.step) for metric in run.data._metric_objs}
     running = run.info.status == "RUNNING"
-    return RunState(run.info.run_id, int(run.info.start_time), running, dict(run.data.params), last)
+    run_id = _identity(run.info.run_id, "run")
+    return RunState(run_id, int(run.info.start_time), running, dict(run.data.params), last)
 
 
 def _quoted(value: str) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, reason
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, trouble
 from rlhf_core.tracking.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -151,9 +151,9 @@ class StageRun:
         except Exception as error:
             if self._next_try == 0.0:
                 log.warning(
-                    "MLflow at %s does not answer (%s); training goes on and metrics are kept on disk.",
+                    "MLflow at %s %s; training goes on and metrics are kept on disk.",
                     self.tracking_uri,
-                    reason(error),
+                    trouble(error),
                 )
                 log.debug("MLflow's answer", exc_info=error)
             self._next_try = time.monotonic() + self._pause

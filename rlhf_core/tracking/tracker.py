@@ -21,7 +21,7 @@ from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, hurry, reason, sqlite_path
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, hurry, sqlite_path, trouble
 from rlhf_core.tracking.registry import has_version
 from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
@@ -263,7 +263,7 @@ class Tracking:
         except Exception as error:
             # Tracking must never stop a pipeline, and MLflow raises errors of four libraries.
             level = logging.DEBUG if self._warned else logging.WARNING
-            log.log(level, "MLflow at %s does not answer (%s); the pipeline goes on.", self.uri, reason(error))
+            log.log(level, "MLflow at %s %s; the pipeline goes on.", self.uri, trouble(error))
             log.debug("MLflow's answer", exc_info=error)
             self._warned = True
             return None
