@@ -117,7 +117,8 @@ class Pipeline:
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         sources = self._sources_of(stage)
         key = stage_key(self.config, stage, digests, sources)
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
+        told = self._sources_of("ppo") if stage == "evaluate" else sources
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, told)
 
     def _sources_of(self, stage: StageName) -> dict[str, str]:
         """Digests of what `stage` reads from outside; other stages see it through their inputs."""

@@ -199,8 +199,8 @@ class Services:
     journal: Path | None = None
     """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests, in the stage's key, of what it reads from outside: compare them with what is read. Empty outside a
-    pipeline."""
+    """Digests, in the stage's key or an input's, of what it reads from outside: compare them with what is read.
+    Empty outside a pipeline."""
 
     def name_of(self, stage: StageName) -> str:
         """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""

@@ -14,11 +14,17 @@ from rlhf_core.config.checkfiles import Finding, exists
 from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import GoldReward, PythonReward, RemoteReward
+from rlhf_core.config.tokens import reward_token
 from rlhf_core.errors import ConfigError
 
 
 def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
-    """Functions that are not there or not the user's own, and services at private addresses."""
+    """Functions that are not there or not the user's own, services at private addresses, and a token that cannot be sent."""
+    if any(isinstance(source, RemoteReward) for source in config.ppo.rewards):
+        try:
+            reward_token()
+        except ConfigError as error:
+            yield error
     for index, source in enumerate(config.ppo.rewards):
         field = f"ppo.rewards.{index}"
         if isinstance(source, PythonReward):

@@ -1,16 +1,38 @@
 """Which hosts may be asked: those of an allow-list, and private addresses only where the list names them.
 
-Private is whatever is not global: loopback, a private network, link-local (cloud metadata lives there), multicast.
+Private is whatever is not global: loopback, a private network, link-local (cloud metadata lives there), multicast. An
+IPv6 address that carries an IPv4 address, mapped or for a NAT64 gateway, is judged by that; other forms that carry one
+are private.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "::/96",  # IPv4-compatible
+            "64:ff9b:1::/48",  # NAT64 of a private network
+            "2002::/16",  # 6to4
+            "192.88.99.0/24",  # its relays
+            "fec0::/10",  # site-local
+            "3fff::/20",  # documentation
+            "5f00::/16",  # segment routing
+        ),
+    )
+)
+"""Special networks that `ipaddress` counts as global, or counts so in some releases of Python."""
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 
 
 def url_problem(url: str) -> str | None:
@@ -22,8 +44,31 @@ def url_problem(url: str) -> str | None:
         return "it must be http(s)://host[:port]/path"
     if not whole or any(char.isspace() or not char.isprintable() for char in url):
         return "it must be http(s)://host[:port]/path"
+    if problem := _host_problem(host_of(url)):
+        return problem
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         return "it must have no user, password, query or fragment; give a token by RLHF_REWARD_TOKEN"
+    return None
+
+
+def _host_problem(host: str) -> str | None:
+    """Why `host` is neither an address nor a name that every resolver and HTTP client reads alike, or None."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+        return None
+    except ValueError:
+        pass
+    labels = host.removesuffix(".").split(".")
+    if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
+        return "its host must be an address or a name of letters, digits, hyphens and dots (others as xn--...)"
+    if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):
+        return "its host must be written as four decimal numbers without leading zeros, such as 127.0.0.1"
+    for label in labels:
+        if label.startswith("xn--"):
+            try:
+                label.encode("ascii").decode("idna")
+            except UnicodeError:
+                return f"its host has the label {label}, which stands for no name"
     return None
 
 
@@ -66,13 +111,18 @@ def forbidden(host: str, addresses: Sequence[str], allowed: Sequence[str]) -> st
 def is_public(address: str) -> bool:
     """True for an address of the public internet."""
     found = _address(address)
-    return found.is_global and not found.is_multicast
+    special = any(found in network for network in _NOT_PUBLIC if network.version == found.version)
+    return found.is_global and not found.is_multicast and not special
 
 
 def _address(text: str) -> Address:
+    """Of `text`; the IPv4 address that it carries, where it is mapped or behind a NAT64 gateway."""
     address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address
 
 
 def _holds(address: Address, allowed: Sequence[str]) -> bool:

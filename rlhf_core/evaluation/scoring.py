@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,9 +75,12 @@ def score(
     return score_reward_model(config, reward, samples, pad_id=pad_id, device=device)
 
 
-def score_rules(sources: tuple[AnyReward, ...], samples: Sequence[RewardInput]) -> RewardBatch:
-    """All sources on all samples at once, so that batch normalisation treats both models' responses alike."""
-    with RewardComposer(sources) as composer:
+def score_rules(
+    sources: tuple[AnyReward, ...], samples: Sequence[RewardInput], reward_code: Mapping[str, str] | None = None
+) -> RewardBatch:
+    """All sources on all samples at once, so that batch normalisation treats both models' responses alike.
+    `reward_code`: see `RewardComposer`."""
+    with RewardComposer(sources, reward_code) as composer:
         return composer.score(samples, None)
 
 

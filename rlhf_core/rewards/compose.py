@@ -75,7 +75,8 @@ class RewardComposer:
     Raises `ConfigError` at construction for a function, pattern or host that cannot be used.
     """
 
-    def __init__(self, sources: tuple[AnyReward, ...]) -> None:
+    def __init__(self, sources: tuple[AnyReward, ...], digests: Mapping[str, str] | None = None) -> None:
+        """`digests`: sha256 of the Python files of sources by their name, see `PythonFunction`."""
         self._sources = sources
         self._external: dict[str, PythonFunction | RemoteService] = {}
         try:
@@ -83,7 +84,9 @@ class RewardComposer:
                 if isinstance(source, FormatReward):
                     check_pattern(source)
                 if isinstance(source, PythonReward):
-                    self._external[source_name(source)] = PythonFunction(source)
+                    self._external[source_name(source)] = PythonFunction(
+                        source, (digests or {}).get(source_name(source))
+                    )
                 if isinstance(source, RemoteReward):
                     self._external[source_name(source)] = RemoteService(source)
         except BaseException:
@@ -135,6 +138,12 @@ class RewardComposer:
             return _masked(name, values, batch)
         _check(name, values, batch)
         return values
+
+
+def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> dict[str, str]:
+    """sha256 of the Python files of `ppo.rewards` by the sources' names, from those by field (`Services.sources`)."""
+    fields = {f"ppo.rewards.{index}": source_name(source) for index, source in enumerate(sources)}
+    return {fields[field]: digest for field, digest in digests.items() if field in fields}
 
 
 def source_name(source: AnyReward) -> str:

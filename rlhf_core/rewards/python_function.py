@@ -3,15 +3,19 @@
     with PythonFunction(source) as function:      starts the process and loads the function
         outcome = function(samples)               values, and why some are missing, after the retries (see `failures`)
 
-A batch that takes over `timeout` seconds, or in which the process dies, kills the process and its children; each
+The function's module is read once, here: every process of it gets those bytes, so that an edit during the run changes
+nothing. Modules that it imports are read by each process. A batch that takes over `timeout` seconds, or in which the process dies, kills the process and its children; each
 further try starts a fresh one. Batches go one at a time: the object belongs to one thread.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,8 +26,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from rlhf_core.config.checkrewards import module_file
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.failures import Failure, Outcome, attempt
 from rlhf_core.types import RewardInput
 
@@ -39,13 +44,22 @@ class PythonFunction:
     at construction if the function cannot be loaded, `RewardError` if its process cannot be started.
     """
 
-    def __init__(self, source: PythonReward) -> None:
+    def __init__(self, source: PythonReward, digest: str | None = None) -> None:
+        """`digest`: sha256 of the module's source that this run is known by; other source raises `InputError`."""
         self._source = source
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._buffer = b""
         if source.file is not None and not Path(source.file).is_file():
             raise ConfigError(f"ppo.rewards.{self.name}.file must be an existing Python file; got {source.file}")
+        file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+        readable = file is not None and file.suffix == ".py" and file.is_file()
+        self._code = file.read_bytes() if file is not None and readable else None
+        if digest is not None and self._code is not None and hashlib.sha256(self._code).hexdigest() != digest:
+            raise InputError(
+                f"ppo.rewards.{self.name}: {file} has changed since this run began, which is known by its former content; "
+                "put that back, or start the run again for the new one"
+            )
         self._start()
 
     @property
@@ -74,10 +88,9 @@ class PythonFunction:
     def _once(self, samples: Sequence[RewardInput]) -> Outcome:
         if self._process is None:
             self._start()
-        request = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=_plain)
-        reply = self._exchange(request.encode() + b"\n", self._source.timeout)
+        reply = self._exchange({"samples": [asdict(sample) for sample in samples]}, self._source.timeout)
         if "error" in reply:
-            raise Failure(reply["error"])
+            raise Failure(str(reply["error"]))
         return Outcome.of([float(value) for value in reply["values"]])
 
     def _start(self) -> None:
@@ -94,7 +107,8 @@ class PythonFunction:
         theirs.close()
         self._channel, self._buffer = ours, b""
         try:
-            reply = self._exchange(b"", max(START_SECONDS, source.timeout))
+            code = None if self._code is None else base64.b64encode(self._code).decode()
+            reply = self._exchange({"code": code}, max(START_SECONDS, source.timeout))
         except Failure as failure:
             raise RewardError(
                 f"reward {self.name}: the process for {source.function} did not start: {failure}"
@@ -104,13 +118,15 @@ class PythonFunction:
             place = f"{source.file}, function {source.function.partition(':')[2]}" if source.file else source.function
             raise ConfigError(f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}")
 
-    def _exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Sends `request`, returns the next reply; on any failure the process is killed and `Failure` raised."""
+    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Sends `request`, returns the reply to it; on any failure the process is killed and `Failure` raised."""
         assert self._channel is not None
         deadline = time.monotonic() + seconds
+        number = secrets.token_hex(8)
+        line = json.dumps({"id": number, **request}, default=_plain).encode() + b"\n"
         try:
             self._channel.settimeout(seconds)
-            self._channel.sendall(request)
+            self._channel.sendall(line)
             while b"\n" not in self._buffer:
                 self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
                 part = self._channel.recv(1 << 16)
@@ -130,7 +146,13 @@ class PythonFunction:
             self._kill()
             raise
         line, _, self._buffer = self._buffer.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict) or reply.pop("id", None) != number or self._buffer:
+            self._kill()
+            raise Failure(f"its process wrote {line[:40]!r}, which is no answer, where only its worker may write")
         return reply
 
     def _exit_status(self) -> str:

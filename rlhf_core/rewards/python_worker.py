@@ -1,14 +1,17 @@
 """The process that runs a user's reward function; started by `python_function.PythonFunction`, never imported by it.
 
-    parent --{"samples": [...]}\\n--> worker --{"values": [...]} or {"error": "..."}\\n--> parent
+    parent --{"id": "...", "code": "..." or null}\\n--> worker --{"id": "...", "ready": true} or {..., "refused": "..."}\\n--> parent
+    parent --{"id": "...", "samples": [...]}\\n--> worker --{"id": "...", "values": [...]} or {..., "error": "..."}\\n--> parent
 
-One JSON object per line over an inherited socket, so what the function prints goes to the log and cannot spoil a reply.
-The first line it sends is {"ready": true} or {"refused": "..."}: the function could be loaded, or why not.
+One JSON object per line over an inherited socket, so what the function prints goes to the log and cannot spoil a reply;
+a reply repeats the random `id` of its request. `code` is the module's source as the run read it first (base64): what is
+in the file by now does not count. The first reply says that the function could be loaded, or why not.
 It ends when the parent closes the socket or is gone.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import importlib.util
 import json
@@ -28,18 +31,23 @@ _PARENT_CHECK = 1.0
 """Seconds between looks whether the parent still lives."""
 
 
-def load_function(function: str, file: str | None) -> Callable[[list[RewardInput]], Any]:
-    """The callable named `package.module:function`, or that function of `file`. Raises whatever importing it raises."""
+def load_function(function: str, file: str | None, code: bytes | None = None) -> Callable[[list[RewardInput]], Any]:
+    """The callable named `package.module:function`, or that function of `file`. `code`: source to run in place of what is
+    in the file. Raises whatever importing it raises."""
     module_name, _, name = function.partition(":")
-    if file is None:
+    if file is None and code is None:
         module = importlib.import_module(module_name)
     else:
-        spec = importlib.util.spec_from_file_location("rlhf_user_reward", file)
+        own = "rlhf_user_reward" if file is not None else module_name
+        spec = importlib.util.spec_from_file_location(own, file) if file is not None else importlib.util.find_spec(own)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is not a Python file")
+            raise ImportError(f"{file or own} is not a Python file")
         module = importlib.util.module_from_spec(spec)
-        sys.modules["rlhf_user_reward"] = module
-        spec.loader.exec_module(module)
+        sys.modules[own] = module
+        if code is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(compile(code, str(spec.origin), "exec"), module.__dict__)
     loaded = getattr(module, name, None)
     if not callable(loaded):
         raise AttributeError(f"{file or module_name} has no function {name}")
@@ -63,14 +71,17 @@ def as_floats(result: Any, count: int) -> list[float]:
 def serve(channel: socket.socket, function: str, file: str | None) -> None:
     """Answers batches until the parent closes `channel`."""
     lines = channel.makefile("r", encoding="utf-8", newline="\n")
+    start = json.loads(lines.readline())
+    code = None if start["code"] is None else base64.b64decode(start["code"])
     try:
-        call = load_function(function, file)
+        call = load_function(function, file, code)
     except Exception as error:
-        _send(channel, {"refused": f"{type(error).__name__}: {error}"})
+        _send(channel, {"id": start["id"], "refused": f"{type(error).__name__}: {error}"})
         return
-    _send(channel, {"ready": True})
+    _send(channel, {"id": start["id"], "ready": True})
     for line in lines:
-        samples = [_sample(record) for record in json.loads(line)["samples"]]
+        request = json.loads(line)
+        samples = [_sample(record) for record in request["samples"]]
         try:
             reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
         except Exception as error:
@@ -79,7 +90,7 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
             where = "" if place.filename == __file__ else f" ({Path(place.filename).name}:{place.lineno})"
             text = str(error) if not where else f"it raised {type(error).__name__}: {error}{where}"
             reply = {"error": text}
-        _send(channel, reply)
+        _send(channel, {"id": request["id"], **reply})
 
 
 def _sample(record: dict[str, Any]) -> RewardInput:
@@ -107,6 +118,7 @@ def main(argv: list[str]) -> None:
     descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)
+    os.set_inheritable(descriptor, False)  # no channel for what the function starts
     with socket.socket(fileno=descriptor) as channel:
         serve(channel, function, file)
 

@@ -29,7 +29,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 import random
 import socket
 import ssl
@@ -40,14 +39,14 @@ import httpx
 
 from rlhf_core.config.hosts import forbidden, host_of, is_public
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.errors import RewardError
+from rlhf_core.config.tokens import TOKEN_VARIABLE, reward_token
+from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import Failure, Outcome, Refused, isolate
 from rlhf_core.rewards.replicas import Breaker, Replica, Replicas
 from rlhf_core.types import RewardInput
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "RLHF_REWARD_TOKEN"
 MAX_ANSWER_BYTES = 4 << 20
 
 _REFUSED = {400, 413, 422}
@@ -71,7 +70,14 @@ class RemoteService:
     def __init__(self, source: RemoteReward) -> None:
         self._source = source
         self._name = source.name or source.type
-        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._token = reward_token()
+        for url in source.urls:
+            try:
+                _ = httpx.URL(url).host, httpx.URL(url).netloc
+            except (httpx.InvalidURL, ValueError) as error:
+                raise ConfigError(
+                    f"ppo.rewards.{self._name}.urls: {url} is no address that can be asked ({error}); correct its host"
+                ) from error
         replicas = [Replica(url, Breaker(source.breaker_failures, source.breaker_seconds)) for url in source.urls]
         self._replicas = Replicas(replicas, source.concurrency, source.timeout + source.breaker_seconds)
         self._runner = asyncio.Runner()

@@ -86,11 +86,15 @@ class Scorer:
             raise ItemError("response must be a string, and finished true or false")
         try:
             record = normalise({"prompt": item.get("prompt")}, "prompt")
+            for text in (response, *(message.content for message in record.prompt)):
+                text.encode()
             if any(self._encoder.surely_longer(text, self._positions) for text in (record.prompt_text, response)):
                 raise ItemError(f"prompt and response do not fit the {self._positions} tokens that the model takes")
             if not response:
                 return self._encoder.prompt(record.prompt), (self._encoder.eos_id,)
             prompt_ids, response_ids = self._encoder.response(record.prompt, response)
+        except UnicodeEncodeError as error:
+            raise ItemError("its texts must be Unicode, without lone surrogates") from error
         except (RowError, EncodeError) as error:
             raise ItemError(str(error)) from error
         return prompt_ids, response_ids if finished else response_ids[:-1]

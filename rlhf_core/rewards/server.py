@@ -3,8 +3,8 @@
     POST /score --> size, token --> encode --> waiting requests --> one forward pass for as many as fit --> answers
     GET /health
 
-Consumes requests of any number of items; a request waits for the one forward pass that holds it. Encoding and scoring
-have a thread each. Without a token it listens on loopback only. What is wrong with an item is its own `null` and reason;
+A request waits for the one forward pass that holds it. Encoding and scoring take turns: while a chat template runs, the
+memory of the whole process is limited. Without a token it listens on loopback only. What is wrong with an item is its own `null` and reason;
 what is wrong with a request is its status: 400, 401, 408, 413, 415, 500, 503.
 """
 
@@ -17,7 +17,6 @@ import ipaddress
 import json
 import logging
 import math
-import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -31,14 +30,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rlhf_core.config.tokens import TOKEN_VARIABLE, reward_token
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards.remote import TOKEN_VARIABLE
+from rlhf_core.rewards.connections import GuardedProtocol
 from rlhf_core.rewards.scorer import ItemError
 from rlhf_core.types import PromptAndResponse
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 << 20
+MAX_ITEMS = 10_000
+"""Of one request; its answer has one entry for each, and a reason for each that has no score."""
 _BODY_SECONDS = 30.0
 _CONNECTIONS = 256
 
@@ -56,8 +58,10 @@ class Scores(Protocol):
 class MicroBatches:
     """Joins waiting requests into forward passes of at most `micro_batch_tokens` tokens, in the order they came."""
 
-    def __init__(self, scorer: Scores) -> None:
+    def __init__(self, scorer: Scores, turns: asyncio.Lock | None = None) -> None:
+        """`turns`: held during each forward pass."""
         self._scorer = scorer
+        self._turns = turns or asyncio.Lock()
         self._waiting: deque[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = deque()
         self._arrived = asyncio.Event()
 
@@ -73,10 +77,11 @@ class MicroBatches:
         with ThreadPoolExecutor(1) as thread:
             while True:
                 await self._arrived.wait()
-                requests = self._next()
-                pairs = [pair for own, _ in requests for pair in own]
                 try:
-                    scores = await asyncio.get_running_loop().run_in_executor(thread, self._scorer.scores, pairs)
+                    async with self._turns:
+                        requests = self._next()
+                        pairs = [pair for own, _ in requests for pair in own]
+                        scores = await asyncio.get_running_loop().run_in_executor(thread, self._scorer.scores, pairs)
                 except Exception:
                     logger.exception("a forward pass of %d items failed", len(pairs))
                     for _, result in requests:
@@ -102,13 +107,13 @@ class MicroBatches:
 
 def make_app(scorer: Scores, token: str | None) -> Starlette:
     """The application. `token`: what clients must send; None: nothing."""
-    batches = MicroBatches(scorer)
-    encoding = asyncio.Lock()
+    turns = asyncio.Lock()
+    batches = MicroBatches(scorer, turns)
 
     async def score(request: Request) -> Response:
         _check_token(request, token)
         items = await _items(request)
-        async with encoding:
+        async with turns:
             encoded = await asyncio.to_thread(_encode, scorer, items)
         known = {index: pair for index, pair in enumerate(encoded) if not isinstance(pair, str)}
         found = dict(zip(known, await batches.score(list(known.values())), strict=True)) if known else {}
@@ -146,6 +151,7 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             limit_concurrency=_CONNECTIONS,
+            http=GuardedProtocol,
             timeout_graceful_shutdown=5,
         )
     )
@@ -154,7 +160,7 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
 def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
     """A bound socket, and the token that clients must send. Raises `ConfigError` for an address that cannot be used, or
     one beyond loopback without a token."""
-    token = os.environ.get(TOKEN_VARIABLE) or None
+    token = reward_token(guards=True)
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port must be from 0 to 65535; got {port}")
     try:
@@ -202,6 +208,8 @@ async def _items(request: Request) -> list[Any]:
         raise HTTPException(400, 'the request must be {"items": [...]}') from error
     if not isinstance(items, list):
         raise HTTPException(400, "items must be a list")
+    if len(items) > MAX_ITEMS:
+        raise HTTPException(413, f"the request must have at most {MAX_ITEMS} items; send fewer")
     return items
 
 
@@ -212,5 +220,6 @@ def _encode(scorer: Scores, items: Sequence[Any]) -> list[PromptAndResponse | st
         try:
             encoded.append(scorer.encode(item))
         except ItemError as error:
-            encoded.append(str(error))
+            # The reason may quote what no JSON can carry.
+            encoded.append(str(error).encode(errors="replace").decode())
     return encoded

@@ -54,13 +54,7 @@ class Engine:
         if adapter_rank is not None:
             size = next(size for size in _ADAPTER_RANKS if size >= adapter_rank)
             options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
-        if device == "cuda":
-            options["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        else:
-            # A prompt cut over two scheduler steps makes vLLM rewind its seeded generator, which a CPU generator cannot
-            # do. Whole sequences always fit the budget, also one that was preempted and is computed again.
-            options["enable_chunked_prefill"] = False
-            options["max_num_batched_tokens"] = max(CPU_TOKENS_PER_STEP, max_model_len, engine.max_num_seqs)
+        options |= _device_options(engine, device, max_model_len)
         try:
             self.llm = LLM(
                 model=str(model),
@@ -151,6 +145,15 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def _device_options(engine: EngineConfig, device: str, max_model_len: int) -> dict[str, Any]:
+    if device == "cuda":
+        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
+    # A prompt cut over two scheduler steps makes vLLM rewind its seeded generator, which a CPU generator cannot do. Whole
+    # sequences always fit the budget, also one that was preempted and is computed again.
+    budget = max(CPU_TOKENS_PER_STEP, max_model_len, engine.max_num_seqs)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
 
 
 _NO_CACHE = ("available memory for the cache blocks", "To serve at least one request")

@@ -29,6 +29,7 @@ from rlhf_core.evaluation.summary import (
     scored,
 )
 from rlhf_core.failpoints import failpoint
+from rlhf_core.rewards.compose import code_digests
 from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
 
 
@@ -102,7 +103,7 @@ def _measure(
         measures["reward_model"] = pair(scores)
         report()
     if sources:
-        batch = scoring.score_rules(sources, both)
+        batch = scoring.score_rules(sources, both, code_digests(config.ppo.rewards, services.sources))
         measures["rules"] = pair(batch.total)
         rules = {name: pair(values) for name, values in batch.by_source.items()}
         report()

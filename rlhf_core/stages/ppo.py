@@ -18,7 +18,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     from rlhf_core.cluster.fleet import Fleet
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.decoding import load_decoder
-    from rlhf_core.rewards.compose import RewardComposer
+    from rlhf_core.rewards.compose import RewardComposer, code_digests
     from rlhf_core.storage.digests import weights_sha256
     from rlhf_core.training.launch import resolve_device
 
@@ -30,7 +30,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     placement = plan(ppo)
     services.progress("ppo start", 0, placement.processes, "processes")
     with (
-        RewardComposer(ppo.rewards) as composer,
+        RewardComposer(ppo.rewards, code_digests(ppo.rewards, services.sources)) as composer,
         Fleet(config, placement, device, _folders(config, services), decoder.pad, services.watch) as fleet,
     ):
         services.progress("ppo start", placement.processes, placement.processes, "processes")

@@ -27,7 +27,7 @@ class StageSpec:
     pipeline_key: str = ""
     """Key of the whole pipeline, for lineage."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests in `key` of what the stage reads from outside."""
+    """Digests in `key`, or in that of an input, of what the stage reads from outside."""
 
     @property
     def home(self) -> Path:

@@ -4,9 +4,12 @@
 - a function that hangs, dies, raises or returns anything else is tried again, then the samples at fault are found;
 - a sample that hangs is searched for only where the others are to be saved (`mask`);
 - a file or function that cannot be loaded is the user's configuration error, found before the first batch;
+- every process of it runs the source that was read first; a source that a run is not known by is refused
+- a line that is no answer to a request is a failure, and so is one beside the answer
 - closing ends the process, and what it started.
 """
 
+import hashlib
 import os
 import re
 import time
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.types import RewardInput
 
@@ -167,6 +170,43 @@ def test_closing_ends_the_process(file: Path) -> None:
     function.close()
     function.close()
     assert wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_an_edit_during_the_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import os\n\ndef f(samples):\n    if samples[0].response == 'die': os._exit(1)\n    return [1.0] * len(samples)\n"
+    module = tmp_path / "edited_reward.py"
+    module.write_text(code)
+    one = PythonReward(type="python", function="edited_reward:f", file=str(module) if by_file else None, retries=0)
+    with PythonFunction(one, hashlib.sha256(code.encode()).hexdigest()) as function:
+        module.write_text(code.replace("1.0", "2.0"))
+        assert function([sample("die")]).reasons
+        assert function([sample("a")]).values == [1.0]
+    with pytest.raises(InputError, match=r"edited_reward\.py has changed since this run began"):
+        PythonFunction(one, hashlib.sha256(code.encode()).hexdigest())
+
+
+LINES = ["hello", "[1]", "{}", '{"values": [9.0]}', '{"id": "0", "values": [9.0]}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_is_no_answer_to_the_request_is_a_failure(tmp_path: Path, line: str) -> None:
+    code = f"""
+import os, socket
+def f(samples):
+    if samples[0].response == "spoil":
+        for number in range(3, 30):
+            try:
+                socket.socket(fileno=os.dup(number)).sendall({line!r}.encode() + b"\\n")
+            except OSError:
+                pass
+    return [1.0] * len(samples)
+"""
+    (tmp_path / "spoiling.py").write_text(code)
+    with PythonFunction(source(tmp_path / "spoiling.py", "f", retries=0)) as function:
+        assert "which is no answer" in function([sample("spoil")]).reasons[0]
+        assert function([sample("a")]).values == [1.0]
 
 
 def test_what_cannot_be_loaded_is_a_configuration_error(file: Path, tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ REWARDS = (
     Bad("nothing to count", reward("type: keywords, words: []"), ("ppo.rewards.0.words", "at least 1")),
     Bad("a service in the private network", reward("type: remote, urls: [http://private.example/x], allowed_hosts: [private.example]"),
         ("ppo.rewards.0.urls", "got private.example, which is 10.1.2.3", "ppo.rewards.0.allowed_hosts")),
+    *(Bad(f"a service at {host}", reward(f"type: remote, urls: ['http://{host}/x'], allowed_hosts: ['{listed}']"),
+        ("ppo.rewards.0", "its host"))
+      for host, listed in (("0177.0.0.1", "0177.0.0.1"), ("0x7f.1", "0x7f.1"), ("a..b", "a..b"), ("xn--", "xn--"))),
+    *(Bad(f"a token {title}", reward("type: remote, urls: ['http://127.0.0.1/x'], allowed_hosts: ['127.0.0.1', '10.1.2.3']"),
+        ("RLHF_REWARD_TOKEN", "must"), environment={"RLHF_REWARD_TOKEN": value})
+      for title, value in (("with an accent", "hunter2-é"), ("of two lines", "hunter2\nhunter2"), ("that is blank", " \n"))),
 )  # fmt: skip
 
 
@@ -220,6 +226,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no such reward model": (["serve-reward", "./none"], ("none must hold a reward model",)),
     "a folder without a model": (["serve-reward", "."], ("config.json is missing",)),
     "a service for everybody": (["serve-reward", ".", "--host", "0.0.0.0"], ("--host", "RLHF_REWARD_TOKEN")),
+    "a service for everybody by a short token": (["serve-reward", ".", "--host", "0.0.0.0"], ("RLHF_REWARD_TOKEN", "at least 16")),
     "no such address": (["serve-reward", ".", "--host", "192.0.2.1"], ("--host", "192.0.2.1")),
     "no such port": (["serve-reward", ".", "--port", "99999"], ("--port", "99999")),
     "no such shape": (["plan", "c.yaml", "--model-config", "none.json"], ("none.json", "readable config.json")),
@@ -236,12 +243,16 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("title", COMMANDS)
-def test_an_argument_that_cannot_work_gives_one_message(command: Command, title: str) -> None:
+def test_an_argument_that_cannot_work_gives_one_message(
+    command: Command, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, words = COMMANDS[title]
     zero = (
         b'{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0, "vocab_size": 8}'
     )
     files = {"c.yaml": BARE.encode(), "list.json": b"[]", "empty.json": b"{}", "deep.json": b"[" * 100_000}
+    if "short token" in title:
+        monkeypatch.setenv("RLHF_REWARD_TOKEN", "a")
     for name, content in {**files, "latin.json": b'{"a": "\xe9"}', "zero.json": zero}.items():
         (command.folder / name).write_bytes(content)
     message = command.said(*arguments)

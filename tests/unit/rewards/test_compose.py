@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward, PythonReward
-from rlhf_core.errors import RewardError
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
+from rlhf_core.errors import InputError, RewardError
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, code_digests, normalize
 from rlhf_core.types import RewardInput
 
 
@@ -117,3 +117,11 @@ def test_the_metrics_of_a_source_are_over_the_values_it_has() -> None:
     assert scored.metrics() == {
         "a/failed": 2.0, "a/mean": 2.0, "a/std": 1.0, "a/min": 1.0, "a/max": 3.0, "b/failed": 4.0,
     }  # fmt: skip
+
+
+def test_the_digest_of_a_source_is_found_by_its_place(tmp_path: Path) -> None:
+    sources = (SHORT, python(tmp_path, name="words"))
+    digests = {"ppo.rewards.1": "abc", "data.sft.0": "def"}
+    assert code_digests(sources, digests) == {"words": "abc"}
+    with pytest.raises(InputError, match=r"ppo\.rewards\.words: .* has changed since this run began"):
+        RewardComposer(sources, code_digests(sources, digests))

@@ -12,6 +12,7 @@
 
 import json
 import math
+import os
 import socket
 import ssl
 import threading
@@ -28,7 +29,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.errors import RewardError
+from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards import remote
 from rlhf_core.rewards.failures import Outcome
 from rlhf_core.rewards.remote import MAX_ANSWER_BYTES, RemoteService, read_answer
@@ -378,6 +379,24 @@ def test_the_token_goes_along(serve: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
     ask([service], batch("a"))
     assert [headers.get("authorization") for headers in service.headers] == [None, "Bearer s3cret"]
+
+
+@pytest.mark.parametrize("value", ["s3cret-s3cret\n", " s3cret-s3cret", "\r\ns3cret-s3cret\r\n"])
+def test_a_line_break_around_the_token_is_no_part_of_it(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    service = serve(lengths)
+    monkeypatch.setenv(remote.TOKEN_VARIABLE, value)
+    ask([service], batch("a"))
+    assert service.headers[0].get("authorization") == "Bearer s3cret-s3cret"
+
+
+@pytest.mark.parametrize("value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "s3cret\0", "\udcff-s3cret", " \n"])
+def test_a_token_that_no_header_can_carry_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, remote.TOKEN_VARIABLE: value})
+    with pytest.raises(ConfigError, match=remote.TOKEN_VARIABLE) as refused:
+        ask(["http://127.0.0.1:9/score"], batch("a"))
+    assert "s3" not in str(refused.value)
 
 
 def test_the_token_does_not_go_in_clear_text_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,21 @@
 - what is wrong with an item costs no other its score; what is wrong with a request is its status
 - requests that wait are joined into one forward pass while their tokens fit, in the order they came
 - a forward pass that fails is a 500, and the next one works
-- beyond loopback it needs a token; with a token nothing else is answered, but for /health
+- beyond loopback it needs a token, one that cannot be guessed; with a token nothing else is answered, but for /health
+- connections that send no request hold no place for long, and none that others wait for
+- encoding and forward passes take turns
 - an artifact is found by its address, with the template of its data; a folder is taken as it is
 """
 
 import asyncio
+import contextlib
+import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +35,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list
-from rlhf_core.rewards import server
+from rlhf_core.rewards import connections, server
 from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.rewards.server import MicroBatches, listen, make_server
@@ -37,6 +43,8 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import PromptAndResponse, RewardInput
 from tests.tiny_llama import save_tiny_llama
+
+SECRET = "s3cret-s3cret-s3cret"
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +220,13 @@ def test_a_bad_item_costs_no_other_its_score(start: Start) -> None:
         (b"[" * 100_000, "application/json", 400, '{"items": [...]}'),
         (b'{"items": 3}', "application/json", 400, "items must be a list"),
         (b" " * 2000, "application/json; charset=utf-8", 413, "at most 1000 bytes"),
+        (b'{"items": [' + b"{}," * 10_000 + b"{}]}", "application/json", 413, "at most 10000 items"),
     ],
 )
 def test_a_bad_request_is_its_status(
     start: Start, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str, status: int, words: str
 ) -> None:
-    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000 if status == 413 else server.MAX_REQUEST_BYTES)
+    monkeypatch.setattr(server, "MAX_REQUEST_BYTES", 1000 if "bytes" in words else server.MAX_REQUEST_BYTES)
     url = start(Scripted())
     answer = httpx.post(f"{url}/score", content=content, headers={"Content-Type": kind}, trust_env=False)
     assert (answer.status_code, words in answer.json()["error"]) == (status, True)
@@ -235,6 +244,99 @@ def test_a_request_that_does_not_come_is_given_up(start: Start, monkeypatch: pyt
     url = start(Scripted())
     answer = httpx.post(f"{url}/score", content=slowly(), headers={"Content-Type": "application/json"}, trust_env=False)
     assert answer.status_code == 408
+
+
+@pytest.mark.parametrize(
+    "beginning", [b"", b"POST /score HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"]
+)
+def test_a_connection_that_sends_no_whole_header_is_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, beginning: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    url = httpx.URL(start(Scripted()))
+    with socket.create_connection((url.host, url.port), timeout=5) as slow:
+        slow.sendall(beginning)
+        answer, ended = b"", False
+        began = time.monotonic()
+        while not ended and time.monotonic() - began < 3:
+            with contextlib.suppress(ConnectionResetError):
+                piece = slow.recv(1000)
+                answer += piece
+                ended = not piece
+                continue
+            ended = True
+        assert ended
+        assert (b"200 OK" in answer) == beginning.startswith(b"GET")
+
+
+def test_what_a_refused_request_still_sends_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
+    url = httpx.URL(start(Scripted()))
+    with socket.create_connection((url.host, url.port), timeout=5) as slow:
+        slow.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
+        assert b"401" in slow.recv(1000)
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            for _ in range(40):
+                time.sleep(0.05)
+                slow.sendall(b"x")
+
+
+def test_connections_without_a_request_leave_room_for_those_with_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_CONNECTIONS", 40)
+    base = start(Scripted())
+    url = httpx.URL(base)
+    slow = [socket.create_connection((url.host, url.port), timeout=5) for _ in range(60)]
+    for one in slow:
+        with contextlib.suppress(OSError):
+            one.sendall(b"POST /score HTTP/1.1\r\n")
+    assert [post(base, texts(2)).status_code for _ in range(5)] == [200] * 5
+    for one in slow:
+        one.close()
+
+
+def test_encoding_and_forward_passes_take_turns(start: Start) -> None:
+    class Watched(Scripted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.busy: list[str] = []
+            self.met: list[list[str]] = []
+
+        def during(self, what: str) -> None:
+            self.busy.append(what)
+            time.sleep(0.01)
+            self.met.append(list(self.busy))
+            self.busy.remove(what)
+
+        def encode(self, item: Any) -> PromptAndResponse:
+            self.during("encode")
+            return super().encode(item)
+
+        def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]:
+            self.during("score")
+            return super().scores(pairs)
+
+    watched = Watched()
+    url = start(watched)
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda n: post(url, texts(n, n)).json()["scores"], range(1, 9)))
+    assert answers == [[float(n)] * 2 for n in range(1, 9)]
+    assert {tuple(met) for met in watched.met} == {("encode",), ("score",)}
+
+
+def test_a_text_that_is_not_unicode_costs_no_other_item_its_score(scorer: Scorer, start: Start) -> None:
+    good = {"prompt": "Tell me.", "response": "It is kind"}
+    bad = [{**good, name: "a\ud800b"} for name in ("prompt", "response")]
+    bad.append({**good, "prompt": [{"role": "\ud800", "content": "x"}]})
+    content = json.dumps({"items": [good, *bad, good]})
+    url = start(scorer)
+    answer = httpx.post(f"{url}/score", content=content, headers={"Content-Type": "application/json"}, trust_env=False)
+    scores = answer.json()["scores"]
+    assert [score is None for score in scores] == [False, True, True, True, False]
+    assert scores[0] == scores[-1]
+    assert set(answer.json()["errors"]) == {"1", "2", "3"}
 
 
 def test_waiting_requests_are_joined_while_their_tokens_fit() -> None:
@@ -268,16 +370,16 @@ def test_a_forward_pass_that_fails_is_a_500_and_the_next_one_works(start: Start)
 
 
 def test_with_a_token_nothing_else_is_answered_but_health(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = start(Scripted())
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}):
         assert post(url, texts(1), headers=headers).status_code == 401
-    assert post(url, texts(1), headers={"Authorization": "Bearer s3cret"}).json()["scores"] == [1.0]
+    assert post(url, texts(1), headers={"Authorization": f"Bearer {SECRET}"}).json()["scores"] == [1.0]
     assert httpx.get(f"{url}/health", trust_env=False).json() == {"status": "ok"}
 
 
 def test_a_client_without_the_token_is_told_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = start(Scripted())
     monkeypatch.delenv(TOKEN_VARIABLE)
     service = RemoteService(RemoteReward(type="remote", urls=(f"{url}/score",), allowed_hosts=("127.0.0.1",)))
@@ -290,10 +392,27 @@ def test_beyond_loopback_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=r"got 0\.0\.0\.0; set RLHF_REWARD_TOKEN"):
         listen("0.0.0.0", 0)
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     bound, token = listen("0.0.0.0", 0)
     bound.close()
-    assert token == "s3cret"
+    assert token == SECRET
+
+
+@pytest.mark.parametrize(
+    "token", ["a", " ", "fifteen-letters", "s3cret-s3cret-s3 cret", "s3cret-s3cret-s3cr\u00e9t", "a\nb" * 9]
+)
+def test_a_token_that_could_be_guessed_or_not_sent_is_refused(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as error:
+        listen("0.0.0.0", 0)
+    assert token.strip() in ("", "a") or token not in str(error.value)
+
+
+def test_a_line_break_around_the_token_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, f"{SECRET}\r\n")
+    bound, token = listen("127.0.0.1", 0)
+    bound.close()
+    assert token == SECRET
 
 
 def test_an_address_that_cannot_be_used_is_one_message() -> None:

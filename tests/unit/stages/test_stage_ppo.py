@@ -82,7 +82,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     def run(**section: Any) -> Path:
         config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
         services: Any = SimpleNamespace(
-            inputs=inputs, out=out, watch=None, progress=lambda *report: None,
+            inputs=inputs, out=out, watch=None, sources={}, progress=lambda *report: None,
             metrics=SimpleNamespace(flush=lambda: None),
         )  # fmt: skip
         assert ppo.run(config, services).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}

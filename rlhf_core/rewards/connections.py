@@ -1,0 +1,77 @@
+"""Connections of `rlhf serve-reward` that hold a place without asking for anything.
+
+    connected or idle --request line and headers--> served --answer--> idle
+            |
+            +-- after HEADER_SECONDS, or when places run short the oldest one first --> closed
+
+The server takes a bounded number of connections, and a token is only seen once a request's headers are complete. So a
+connection that does not send them is closed, by time and whenever others wait for its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 10.0
+"""Between the connection, or the last answer, and the end of a request's headers."""
+_SPARE = 16
+"""Places that are kept free of connections without a request."""
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol with a limit on the time until a request's headers are complete."""
+
+    _waiting_since: float | None = None
+    """When it began to wait for headers; None while a request is served."""
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+        limit = self.limit_concurrency
+        if limit is not None and len(self.connections) > limit - _SPARE:
+            waiting = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.waits]
+            if waiting:
+                min(waiting, key=lambda other: other._waiting_since or 0.0)._give_up()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._serves:
+            self._served()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._serves:  # also where the request's body goes on after a refusal
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._served()
+        super().connection_lost(exc)
+
+    @property
+    def waits(self) -> bool:
+        """Whether no request of this connection is being served."""
+        return self._waiting_since is not None
+
+    @property
+    def _serves(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._served()
+        self._waiting_since = time.monotonic()
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def _served(self) -> None:
+        self._waiting_since = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._served()
+        self.transport.abort()  # not `close`: whoever does not read either would keep the place
