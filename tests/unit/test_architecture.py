@@ -53,8 +53,9 @@ HOMES = {
     "mlflow": ("rlhf_core.tracking",),
 }
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+# Bounds against what cannot be read in one go; code is not folded to meet them.
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
 
 
 def sources() -> list[Path]:
