@@ -15,12 +15,12 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flows.environment import python_module
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
 from rlhf_core.stages.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
@@ -78,7 +78,7 @@ def _start(spec_file: Path, log_file: Path, environment: Mapping[str, str]) -> t
     try:
         with log_file.open("ab") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "rlhf_core.stages", str(spec_file)],
+                [*python_module("rlhf_core.stages"), str(spec_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

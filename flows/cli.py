@@ -40,10 +40,12 @@ class Stopped(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
+    _open_missing_streams()
     arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
     try:
+        _check_working_folder()
         code: int = arguments.command(arguments)
         return code
     except InputError as error:
@@ -65,6 +67,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.exception("unexpected error")
         _complain(f"failed: {type(error).__name__}: {error}\n{CONTINUE}")
         return RLHFError.exit_code
+
+
+def _open_missing_streams() -> None:
+    """A closed stdin, stdout or stderr becomes /dev/null: a file or socket of ours would get its number, and be written
+    to by whoever prints."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 for as long as the process lives
+
+
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise InputError(
+            f"the working folder is not there any more ({error.strerror}); change to one that is, and type the command again"
+        ) from None
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -172,16 +196,25 @@ def _run(arguments: argparse.Namespace) -> int:
     home = Path(config.run.home).resolve()
     console = _set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
-    from flows.embedded import EmbeddedPrefect, reachable
+    from flows.embedded import EmbeddedPrefect
+    from flows.environment import NO_TELEMETRY, past_proxies
+    from flows.isolated import isolate_prefect
+    from flows.servers import use_login
+    from flows.team import prefect_address, prefect_answers
 
-    if url := os.environ.get("PREFECT_API_URL"):
-        if reachable(url):
+    os.environ.update(past_proxies())
+    if url := prefect_address():
+        use_login(home, url)
+        if prefect_answers(url):
+            os.environ.update(NO_TELEMETRY)
+            isolate_prefect()
             return _run_flow(arguments, home, console)
         log.warning(
             "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown there", url
         )
 
     server = EmbeddedPrefect(home)
+    isolate_prefect()
     import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
     from flows.pipeline import warm_up
 
@@ -286,9 +319,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _home(arguments: argparse.Namespace) -> Path:
-    from rlhf_core.config.checkfiles import writable
+    from rlhf_core.config.checkplaces import home_problem
 
-    if problem := writable(Path(arguments.home)):
+    if problem := home_problem(Path(arguments.home)):
         raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
     return Path(arguments.home).resolve()
 

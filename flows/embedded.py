@@ -8,24 +8,23 @@ Prefect is imported, has a session of its own, is started again where it dies, a
 from __future__ import annotations
 
 import atexit
-import http.client
 import logging
 import os
+import shutil
 import signal
-import ssl
+import sqlite3
 import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.environment import prefect_environment
+from flows.environment import prefect_environment, python_module
+from flows.files import rotate_logs
 from flows.local_http import answers
+from flows.login import new_login
 from rlhf_core.errors import StageFailed
 from rlhf_core.processes import die_with_parent, free_port
 
@@ -44,6 +43,7 @@ class EmbeddedPrefect:
     def __init__(self, home: Path) -> None:
         self._log_file = home / "logs" / "prefect.log"
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        rotate_logs(self._log_file.parent)
         folder = home / "prefect"
         folder.mkdir(parents=True, exist_ok=True)
         # Its database is made in many migrations: one process at a time, anew where one was killed at it.
@@ -56,15 +56,17 @@ class EmbeddedPrefect:
                 f"another run has been making Prefect's database for {START_SECONDS:g} s, or hangs: it holds "
                 f"{self._lock.lock_file}; end it and type the command again"
             ) from error
-        if self._complete.exists():
+        if self._complete.exists() and _is_database(folder / "prefect.db"):
             self._lock.release()
         else:
             for left in folder.glob("prefect.db*"):
                 left.unlink()
         self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}/api"
-        os.environ.update(prefect_environment(folder))
-        os.environ.update({"PREFECT_API_URL": self.url, "PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
+        self._folder = folder
+        self.login = new_login()
+        os.environ.update(prefect_environment(folder, self.login, self._port))
+        os.environ.update({"PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
+        self.url = os.environ["PREFECT_API_URL"]
         self._process = self._start()
         self._stopping = False
         self._changing = threading.Lock()
@@ -73,10 +75,11 @@ class EmbeddedPrefect:
         atexit.register(self.stop)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        application = ["--factory", "prefect.server.api.server:create_app", "--log-level", "error"]
+        application = ["--factory", "flows.application:create_app", "--log-level", "error"]
         with self._log_file.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(self._port)],
+                [*python_module("uvicorn"), *application, "--host", "127.0.0.1", "--port", str(self._port)],
+                cwd=self._folder,  # settings files of the working folder are not this server's
                 env={**_without_client_logging(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -92,7 +95,10 @@ class EmbeddedPrefect:
             died = self._process.poll() is not None
             if died or time.monotonic() > deadline:
                 how = "ended at once" if died else f"did not answer within {START_SECONDS:g} s"
-                raise StageFailed(f"Prefect's embedded server {how}; see {self._log_file}")
+                free = shutil.disk_usage(self._folder).free / 1e6
+                raise StageFailed(
+                    f"Prefect's embedded server {how} ({free:.0f} MB are free in {self._folder}); see {self._log_file}"
+                )
             time.sleep(0.1)
         self._complete.touch()
         self._lock.release()
@@ -124,22 +130,20 @@ class EmbeddedPrefect:
         self._process.wait(timeout=10)
 
 
+def _is_database(file: Path) -> bool:
+    """Whether SQLite can read it. It holds nothing that is needed again: one that it cannot read is made anew."""
+    if not file.exists():
+        return False
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=10.0)) as database:
+            database.execute("select count(*) from flow").fetchone()
+    except sqlite3.OperationalError as error:
+        return "no such table" not in str(error)  # locked, or out of disk space: it is one
+    except sqlite3.DatabaseError:
+        return False
+    return True
+
+
 def _without_client_logging() -> dict[str, str]:
     """The environment; what the flow's terminal is spared, the server's log shall have."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_LOGGING_")}
-
-
-def reachable(url: str, tries: int = 3) -> bool:
-    """Whether anybody answers at the Prefect API `url`, with whatever status: it may ask for a key."""
-    for attempt in range(tries):
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5.0):
-                return True
-        except urllib.error.HTTPError as error:
-            if error.code < 500:  # beyond that, somebody answers in its place
-                return True
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):  # Prefect has settings of its own for that
-                return True
-        time.sleep(attempt < tries - 1)
-    return False

@@ -6,6 +6,7 @@ Threads and devices must be settled before torch is imported, so they are set on
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,23 @@ NO_TELEMETRY = {
 }
 
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Python, and all that it starts, looks for modules in no working folder: a `queue.py` there would be run."""
+
+
+def python_module(name: str) -> list[str]:
+    """The command that runs the module `name` in a process of its own."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """NO_PROXY with this machine's own addresses: what is asked there must not go to a proxy."""
+    known = environ.get("NO_PROXY") or environ.get("no_proxy") or ""
+    names = [name for name in known.split(",") if name]
+    value = ",".join([*names, *(name for name in ("127.0.0.1", "localhost") if name not in names)])
+    return {"NO_PROXY": value, "no_proxy": value}
+
+
 def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The whole environment of a stage's child process.
 
@@ -32,6 +50,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     threads = str(config.run.threads or len(os.sched_getaffinity(0)))
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
     child |= {name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")}
+    child |= SAFE_PATH
     child |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     child |= {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
@@ -52,10 +71,17 @@ DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DAT
 """Prefect's names for the address of its database; the first wins."""
 
 
-def prefect_environment(folder: Path) -> dict[str, str]:
-    """Settings of a Prefect server or client of ours whose files lie in `folder`."""
+def prefect_environment(folder: Path, login: str, port: int) -> dict[str, str]:
+    """Settings of a Prefect server of ours on `port`, and of its clients. Its files lie in `folder`; `login` is its
+    password."""
     return {
         **NO_TELEMETRY,
+        **SAFE_PATH,
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_API_AUTH_STRING": login,
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
+        "PREFECT_UI_API_URL": "/api",  # the page's own origin, whichever name or forwarded port it was opened by
         "PREFECT_HOME": str(folder),
         "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
         "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,63 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     part.replace(path)
 
 
+def replace_private(path: Path, text: str) -> None:
+    """Replace `path` as a whole by a file that this user alone can read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
+
+
+LOG_BYTES = 10_000_000
+"""A log of that size is moved aside, and one old one of each is kept: `rlhf up` may run for months."""
+
+
+def rotate_logs(folder: Path, most: int = LOG_BYTES) -> None:
+    """Move aside what is in the logs of `folder` that have more than `most` bytes. Their writers keep the file, which is
+    emptied: they append, and so begin anew."""
+    for file in folder.glob("*.log"):
+        if file.stat().st_size > most:
+            shutil.copyfile(file, file.with_suffix(".log.1"))
+            os.truncate(file, 0)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The content of `path`; None if there is no such file or it is not a JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_run(path: Path) -> dict[str, Any] | None:
+    """The content of a `run.json`; None if there is none, or one that no run writes."""
+    run = read_json(path)
+    if run is None:
+        return None
+    stages, making, process = run.get("stages"), run.get("making", {}), run.get("process", [0, 0.0, ""])
+    whole = (
+        all(isinstance(run.get(name), str) for name in ("state", "config"))
+        and isinstance(run.get("error", ""), str)
+        and _is_number(run.get("updated"))
+        and isinstance(stages, dict)
+        and all(isinstance(stage, dict) and _is_number(stage.get("seconds")) for stage in stages.values())
+        and isinstance(making, dict)
+        and (not making or {"stage", "log"} <= making.keys())
+        and isinstance(process, list)
+        and len(process) == 3
+        and all(map(_is_number, process[:2]))
+        and isinstance(process[2], str)
+        and isinstance(run.get("decided_by", {}), dict)
+    )
+    return run if whole else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e12
 
 
 def make_home(home: Path) -> Path:

@@ -1,7 +1,11 @@
-"""Questions to the servers of this machine, by plain HTTP and past any proxy."""
+"""Questions to the servers of this machine, by plain HTTP and past any proxy.
+
+`login`: `user:password` of a Prefect server; None where it asks for none.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.request
@@ -20,14 +24,22 @@ def answers(url: str, seconds: float = 2.0) -> bool:
         return False
 
 
-def post(url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
+def post(url: str, body: Mapping[str, Any], seconds: float = 10.0, login: str | None = None) -> Any:
     """POST JSON; the parsed answer."""
-    return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), seconds)
+    headers = {"Content-Type": "application/json", **credentials(login)}
+    return _ask(urllib.request.Request(url, json.dumps(body).encode(), headers), seconds)
 
 
-def get(url: str, seconds: float = 10.0) -> Any:
+def get(url: str, seconds: float = 10.0, login: str | None = None) -> Any:
     """GET; the parsed answer."""
-    return _ask(urllib.request.Request(url), seconds)
+    return _ask(urllib.request.Request(url, headers=credentials(login)), seconds)
+
+
+def credentials(login: str | None) -> dict[str, str]:
+    """The headers that tell a server who asks."""
+    if login is None:
+        return {}
+    return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
 
 
 def _ask(request: urllib.request.Request, seconds: float) -> Any:

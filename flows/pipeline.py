@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.embedded import EMBEDDED
-from flows.files import read_json, write_json
+from flows.files import read_run, write_json
 from flows.parameters import check_range
 from flows.report import nothing_made, reuse_sentence, run_markdown, summarize
 from flows.settings import checked_config
@@ -184,7 +184,7 @@ class Pipeline:
 
     def save_state(self, state: str, error: str = "") -> None:
         """Write `run.json`, what `rlhf status` shows, unless another process that lives has written it."""
-        known = read_json(self.folder / "run.json")
+        known = read_run(self.folder / "run.json")
         if known is not None and known.get("state") == "running" and _lives_elsewhere(known.get("process")):
             return
         stages = {
@@ -210,11 +210,11 @@ class Pipeline:
         if (self.folder / "run.json").exists():
             return ""
         files = (self.home / "runs").glob("*/run.json")
-        others = [known for file in files if (known := read_json(file)) and known.get("config") == self.config_path]
+        others = [known for file in files if (known := read_run(file)) and known.get("config") == self.config_path]
         last = max(others, key=lambda known: known["updated"], default=None)
         if last is None or last["state"] == "finished" or "decided_by" not in last:
             return ""
-        if last["state"] == "running" and lives(*last["process"]) is not False:
+        if last["state"] == "running" and lives(*last.get("process", (0, 0.0, ""))) is not False:
             return ""
         then, now = last["decided_by"], decisive(self.config, self.sources)
         names = [name for name in {**then, **now} if then.get(name) != now.get(name)]

@@ -106,8 +106,9 @@ def decide(seen: Sighting) -> Action:
 class Reconciler:
     """Looks once per `look`; keeps only a count of looks in memory, so it may be restarted at any time."""
 
-    def __init__(self, api: str, alive: Callable[[], set[str]] | None = None) -> None:
+    def __init__(self, api: str, alive: Callable[[], set[str]] | None = None, login: str | None = None) -> None:
         self._api = api
+        self._login = login
         self._alive = alive or flow_runs_alive
         self._missing: dict[str, int] = {}
 
@@ -170,7 +171,7 @@ class Reconciler:
         return runs
 
     def _history(self, run: str) -> list[tuple[datetime, str]]:
-        states = get(f"{self._api}/flow_run_states/?flow_run_id={run}")
+        states = get(f"{self._api}/flow_run_states/?flow_run_id={run}", login=self._login)
         return [(datetime.fromisoformat(state["timestamp"]), state["type"]) for state in states]
 
     def _set(self, run: str, kind: str, name: str, message: str) -> None:
@@ -181,7 +182,7 @@ class Reconciler:
             log.warning("Prefect did not set flow run %s to %s: %s", run, name, answer.get("details"))
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return post(f"{self._api}{path}", body)
+        return post(f"{self._api}{path}", body, login=self._login)
 
 
 def flow_runs_alive() -> set[str]:

@@ -1,7 +1,7 @@
 """`rlhf up` and `rlhf down`: start the supervisor in the background, wait for it, stop it.
 
-Whose processes they are is known by pid and start time (state.json) and by a variable that everything started by
-`up` carries: nothing else is ever signalled.
+Whose processes they are is known by pid and start time (state.json), by a variable that everything started by `up`
+carries, and by their command lines: nothing else is ever signalled.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from flows.environment import SAFE_PATH, past_proxies, python_module
 from flows.files import read_json
+from flows.login import login_file, read_login
 from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes, own_database
+from flows.team import mlflow_address, prefect_address, prefect_answers
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.processes import ProcessId, carriers, stop, wait_gone
 
+_PROGRAMS = ("flows.supervisor", "flows.application", "mlflow", "prefect", "rlhf_core.stages")
+"""Words on the command lines of what `up` starts."""
 _HOW_TO_RUN = "prefect deployment run rlhf/full-pipeline --param ppo_steps=5"
 
 
@@ -35,12 +43,18 @@ def up(home: Path) -> str:
             f"servers for {home} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf down` first"
         )
     own_database()
+    mlflow_address()
+    os.environ.update(past_proxies())
+    if (url := prefect_address()) and not prefect_answers(url):
+        raise InputError(
+            f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable: then `rlhf up` starts one"
+        )
     _sweep(home)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "supervisor.log").open("ab") as output:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "flows.supervisor", str(home)],
-            env={**os.environ, MARK: str(home)},
+            [*python_module("flows.supervisor"), str(home)],
+            env={**os.environ, **SAFE_PATH, MARK: str(home)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -55,7 +69,7 @@ def _await_ready(home: Path, supervisor: subprocess.Popen[bytes]) -> dict[str, A
     deadline = time.monotonic() + 3 * READY_SECONDS
     try:
         while time.monotonic() < deadline:
-            state = read_json(home / "servers" / "state.json")
+            state = read_state(home)
             if state is not None and state["pid"] == supervisor.pid:
                 if state["status"] == "ready":
                     return state
@@ -72,19 +86,34 @@ def _await_ready(home: Path, supervisor: subprocess.Popen[bytes]) -> dict[str, A
 
 
 def _announce(home: Path, state: dict[str, Any]) -> str:
-    lines = [
-        f"Prefect  {state['prefect'].removesuffix('/api')}",
-        f"MLflow   {state['mlflow']}",
-        f"logs     {home / 'servers'}",
-    ]
-    if not state["prefect"].endswith(":4200/api"):
-        lines.append("(port 4200 was taken: Prefect has another one)")
-    if not state["mlflow"].endswith(":5000"):
-        lines.append("(port 5000 was taken: MLflow has another one)")
-    if home != Path(".rlhf").resolve():
-        lines.append(f"next     export PREFECT_API_URL={state['prefect']}")
+    ours = state["servers"]
+    lines = [f"Prefect  {state['prefect'].removesuffix('/api')}"]
+    if "prefect" in ours:
+        lines.append(f"         its pages ask for a password once: the line in {login_file(home)}")
+        if not state["prefect"].endswith(":4200/api"):
+            lines.append("         (port 4200 was taken: Prefect has another one)")
+    else:
+        lines.append(
+            "         (the server of PREFECT_API_URL; runs whose process is lost are not brought back by themselves)"
+        )
+    lines.append(f"MLflow   {state['mlflow']}")
+    if "mlflow" not in ours:
+        lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
+    elif not state["mlflow"].endswith(":5000"):
+        lines.append("         (port 5000 was taken: MLflow has another one)")
+    lines.append(f"logs     {home / 'servers'}")
+    if "prefect" in ours and home != Path(".rlhf").resolve():
+        lines.append(f"next     export PREFECT_PROFILES_PATH={home / 'prefect' / 'profiles.toml'}")
     lines.append(f"next     {Path(sys.executable).parent / _HOW_TO_RUN}")
     return "\n".join(lines)
+
+
+def use_login(home: Path, url: str) -> None:
+    """If `url` is the Prefect server that `up` started for `home`: let this process's clients of Prefect know its
+    password."""
+    state, login = read_state(home), read_login(home)
+    if state is not None and login is not None and url == state["prefect"] and "prefect" in state["servers"]:
+        os.environ.setdefault("PREFECT_API_AUTH_STRING", login)
 
 
 def down(home: Path) -> str:
@@ -108,17 +137,43 @@ def down(home: Path) -> str:
     return f"stopped the servers of {home}{interrupted}"
 
 
-def supervisor_of(home: Path) -> ProcessId | None:
-    """The live supervisor of `home`. A stale state file is recognised by pid and start time."""
+def read_state(home: Path) -> dict[str, Any] | None:
+    """What the supervisor of `home` wrote last; None if there is nothing, or something that no supervisor writes."""
     state = read_json(home / "servers" / "state.json")
     if state is None:
         return None
+    texts = [state.get(name) for name in ("status", "message", "prefect", "mlflow")]
+    numbers = [state.get("pid"), state.get("started")]
+    servers = state.get("servers")
+    whole = (
+        all(isinstance(text, str) for text in texts)
+        and all(type(number) in (int, float) for number in numbers)
+        and isinstance(servers, dict)
+        and all(isinstance(server, dict) and {"pid", "restarts"} <= server.keys() for server in servers.values())
+    )
+    return state if whole else None
+
+
+def supervisor_of(home: Path) -> ProcessId | None:
+    """The live supervisor of `home`. A stale or altered state file is recognised: by pid and start time, and by the
+    variable that a supervisor carries."""
+    state = read_state(home)
+    if state is None:
+        return None
     process = ProcessId(int(state["pid"]), float(state["started"]))
-    return process if process.alive() else None
+    return process if process.alive() and process in _ours(home) else None
 
 
 def _ours(home: Path) -> list[ProcessId]:
-    return [process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()]
+    """What `up` started for `home`. A shell or a program that a flow run opened carries the variable as well."""
+    marked = [process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()]
+    return [process for process in marked if any(name in _command(process) for name in _PROGRAMS)]
+
+
+def _command(process: ProcessId) -> str:
+    with suppress(psutil.Error):
+        return " ".join(psutil.Process(process.pid).cmdline())
+    return ""
 
 
 def _sweep(home: Path) -> None:

@@ -77,7 +77,7 @@ class Fleet:
         self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
         self._pad_id = pad_id
         self._timeouts = config.run.timeouts
-        self._local = "RAY_ADDRESS" not in os.environ
+        self._local = not os.environ.get("RAY_ADDRESS")
         self._given_watch = watch
         self._connected: list[Any] = []
         self._started: Counter[str] = Counter()
@@ -116,12 +116,17 @@ class Fleet:
 
     def _start_ray(self) -> None:
         import ray
+        from ray.job_config import JobConfig
 
         # Ray would replace a worker's environment by its own guess of thread counts.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray's monitor serves metrics to everybody on the network; with a port that is none it only notes that it cannot.
+        os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
+        # Else Ray puts the working folder first where its workers look for modules, and a `queue.py` there is run.
+        job = JobConfig(_client_job=True)
         if not self._local:
-            ray.init(log_to_driver=True, logging_level=logging.WARNING)
+            ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
             return
         # Ray's own choice is a token in a file that everybody on this host can read.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -132,6 +137,7 @@ class Fleet:
             logging_level=logging.WARNING,
             object_store_memory=None if self._device == "cuda" else 256 << 20,
             _node_ip_address="127.0.0.1",
+            job_config=job,
         )
 
     def _start_actors(self) -> None:

@@ -1,15 +1,15 @@
-"""Looks at folders, addresses and the environment; connects to nothing."""
+"""Looks at folders, addresses and the environment; connects to nothing but the Ray cluster that RAY_ADDRESS names."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf_core.config.checkfiles import Finding, writable
-from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
 from rlhf_core.errors import ConfigError
@@ -33,13 +33,15 @@ def check_places(config: PipelineConfig) -> Iterator[Finding]:
                 "give them by environment variables or a role"
             )
     yield from _store(config)
-    if problem := tracker_problem(tracking_uri(config)):
+    given = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")  # else it lies in run.home, checked below
+    if given and (problem := tracker_problem(given)):
         yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     places = {"run.home": config.run.home}
     if "://" not in config.store_url or config.store_url.startswith("file://"):
         places["store.url"] = config.store_url.removeprefix("file://")
     for field, folder in places.items():
-        if problem := writable(Path(folder)):
+        problem = home_problem(Path(folder)) if field == "run.home" else writable(Path(folder))
+        if problem:
             yield ConfigError(
                 f"{field}: the folder {shown(folder, limit=200)} cannot be used: {problem}; choose another"
             )
@@ -64,6 +66,19 @@ def _store(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
+def home_problem(folder: Path) -> str | None:
+    """What keeps `folder` from being a `run.home`, or None. Databases lie in it, which MLflow and Prefect name by URLs: with
+    these characters in them they would be others, beside the folder."""
+    if problem := writable(folder):
+        return problem
+    signs = [sign for sign in "#%?" if sign in str(folder.absolute())]
+    return (
+        f"its absolute path has {' and '.join(signs)}, which mean something else in URLs of databases"
+        if signs
+        else None
+    )
+
+
 def tracker_problem(uri: str) -> str | None:
     """Why `uri` cannot be MLflow's, with a fix, or None."""
     scheme, separator, rest = uri.partition("://")
@@ -71,7 +86,7 @@ def tracker_problem(uri: str) -> str | None:
     if not separator or kind not in _TRACKERS:
         got = f"scheme {scheme[:20]}://" if separator else shown(uri)
         return f"must begin with one of {', '.join(_TRACKERS)}; got {got}; use http://host:port or sqlite:///path/of/a/file.db"
-    if kind == "sqlite" and (len(rest) < 2 or not rest.startswith("/") or "?" in rest):
+    if kind == "sqlite" and (len(rest) < 2 or not rest.startswith("/") or any(sign in rest for sign in "#%?")):
         return f"must be sqlite:///path/of/a/file.db; got {shown(uri)}; name the file"
     if kind != "sqlite" and not rest.strip("/"):
         return f"must name a host; got {shown(uri)}; use http://host:port"
@@ -93,6 +108,11 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             f"AWS_ENDPOINT_URL_S3: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
         )
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        folder = environ.get(name)
+        if folder and os.path.exists(folder) and (problem := writable(Path(folder))):
+            yield ConfigError(f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder")
+    yield from _ray(environ)
     faults = environ.get("RLHF_FAIL")
     if faults and not all(re.fullmatch(r"[\w.]+:\d+:\w+", fault) for fault in faults.split(",")):
         yield ConfigError(
@@ -104,4 +124,29 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
     if environ.get("RAY_AUTH_MODE", "token").lower() != "token" and not environ.get("RAY_ADDRESS"):
         yield ConfigError(
             f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(environ['RAY_AUTH_MODE'])}; unset it"
+        )
+
+
+_RAY_SECONDS = 5.0
+
+
+def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether something answers at RAY_ADDRESS: PPO would find out after hours."""
+    address = environ.get("RAY_ADDRESS")
+    if not address:
+        return
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})", address)
+    if found is None:
+        yield ConfigError(
+            f"RAY_ADDRESS: must be host:port of a running cluster's head; got {shown(address)}; give it (`ray status` shows "
+            "it), or unset it to start Ray on this machine"
+        )
+        return
+    try:
+        with socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=_RAY_SECONDS):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        yield ConfigError(
+            f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to start Ray on this "
+            "machine"
         )

@@ -27,6 +27,7 @@ from rlhf_core.errors import ConfigError, InputError
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on the CPU computes with; other sizes load and then fail at the first token."""
+_LEAST_DISK = 30_000_000
 _BYTES_PER_PARAMETER = 16
 """A resumable checkpoint in float32: weights, two moments of Adam, and a copy of the weights to load from."""
 
@@ -229,8 +230,13 @@ def _disk(config: PipelineConfig) -> Iterator[Finding]:
     # With an adapter nothing large is in a checkpoint; the merged model is saved once.
     each = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
     need = 200_000_000 + 2 * _parameters(config) * each
-    free = shutil.disk_usage(place).free
-    if free < need:
+    total, _, free = shutil.disk_usage(place)
+    if 0 < total and free < _LEAST_DISK:  # what is no disk, such as /proc, has a total of 0
+        yield ConfigError(
+            f"run.home: {place} has {free / 1e6:.0f} MB free; databases and logs alone need {_LEAST_DISK / 1e6:.0f} MB; free "
+            "some, or set run.home"
+        )
+    elif free < need:
         yield (
             f"run.home: {place} has {free / 1e9:.1f} GB free, but policy and critic with {copies} checkpoints need about "
             f"{need / 1e9:.1f} GB; free some, or set run.home and store.url"

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import getpass
 import os
-import re
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -65,31 +64,61 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 
+_SOCKET_PATH = 107
+"""Characters of a Unix socket's path."""
+_RAY_SOCKET = len("/r-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+_OTHER_SOCKET = len("/rlhf-12345678/01234567-0123-0123-0123-0123456789ab")
+"""Of engines: a UUID in the folder for temporary files."""
+
+
 def _take_scratch() -> tuple[str, str]:
     """New private folders for temporary files and for Ray's, this process's and its descendants'.
 
     The usual one is everybody's on this host, and nobody clears it: a killed engine or rank cannot.
     """
+    shared = tempfile.gettempdir()
+    usual = tempfile.mkdtemp(prefix="rlhf-", dir=_short(shared, _OTHER_SOCKET))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compiled(shared, usual))
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
-    os.makedirs(base, exist_ok=True)
-    usual = tempfile.mkdtemp(prefix="rlhf-")
-    # What torch has compiled is for later stages, too: its folder stays where it was.
-    compiled = os.path.join(tempfile.gettempdir(), _inductor_folder())
-    os.makedirs(compiled, mode=0o700, exist_ok=True)
-    os.symlink(compiled, os.path.join(usual, _inductor_folder()))
-    ray = tempfile.mkdtemp(prefix="r-", dir=base)  # short: a socket's path may have 107 characters
+    ray = tempfile.mkdtemp(prefix="r-", dir=_short(base, _RAY_SOCKET))
     os.environ["TMPDIR"] = tempfile.tempdir = usual
     os.environ["RAY_TMPDIR"] = ray
     return usual, ray
 
 
-def _inductor_folder() -> str:
-    """As torch names it (`torch._inductor.runtime.cache_dir_utils`), which takes seconds to import."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = f"uid_{os.getuid()}"
-    return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
+def _short(folder: str, rest: int) -> str:
+    """`folder`, or the one that every system has where sockets in `folder` would have too long a path."""
+    if len(os.fsencode(os.path.abspath(folder))) + rest > _SOCKET_PATH:
+        return "/tmp"
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def _compiled(shared: str, own: str) -> str:
+    """Where what torch has compiled is kept for later stages, too: programs, which are loaded and run.
+
+    Its name is known, and the folder `shared` everybody's. So only one that is this user's alone is taken; else what is
+    compiled lies below the stage's folder `own`, and is gone with it.
+    """
+    folder = os.path.join(shared, f"rlhf-compiled-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(folder, mode=0o700)
+    if is_own(folder):
+        return folder
+    sys.stderr.write(f"{folder} is not a folder of this user alone: what torch compiles is not kept; remove it\n")
+    return os.path.join(own, "compiled")
+
+
+def is_own(folder: str) -> bool:
+    """Whether `folder` is one, no link to one, and nobody but this user can write to it or put another in its place."""
+    own, above = os.lstat(folder), os.stat(os.path.dirname(folder))
+    return (
+        stat.S_ISDIR(own.st_mode)
+        and own.st_uid == os.getuid()
+        and not own.st_mode & 0o022
+        and above.st_uid in (0, os.getuid())
+        and (not above.st_mode & 0o022 or bool(above.st_mode & stat.S_ISVTX))
+    )
 
 
 def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> int:

@@ -29,6 +29,7 @@ from urllib.error import HTTPError
 from flows.environment import DATABASE_VARIABLES
 from flows.files import read_json
 from flows.local_http import post
+from flows.login import read_login
 from flows.reconcile import ENGINE_VARIABLE
 from flows.supervisor import flow_processes
 from rlhf_core.processes import ProcessId, carriers
@@ -73,7 +74,8 @@ class Servers:
         self._environment = {**os.environ, TRACE: str(trace)}
         if database is not None:
             self._environment[DATABASE_VARIABLES[0]] = database
-        self._environment.pop("PREFECT_API_URL", None)
+        for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+            self._environment.pop(name, None)
 
     def up(self) -> None:
         self._rlhf("up")
@@ -92,6 +94,10 @@ class Servers:
         assert state is not None
         return state
 
+    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST to Prefect's API, as a client that knows the password."""
+        return post(f"{self.state['prefect']}{path}", body, login=read_login(self.home))
+
     def pids(self, victims: Sequence[str]) -> list[int]:
         """Of the flow's process and of the named servers."""
         found = [process.pid for process in flow_processes(str(self.home))] if "flow" in victims else []
@@ -102,11 +108,10 @@ class Servers:
     def deploy(self, *overrides: str, until: str = "ppo") -> str:
         """Start a run of the deployment; the flow run's id."""
         parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}", *overrides], "until": until}
-        api = self.state["prefect"]
-        (deployment,) = [d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline"]
+        (deployment,) = [d for d in self.ask("/deployments/filter", {}) if d["name"] == "full-pipeline"]
         for _ in range(20):
             try:
-                run = post(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
+                run = self.ask(f"/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
                 return str(run["id"])
             except HTTPError as error:
                 # Its database is busy: Prefect's own client tries again as well.
@@ -118,7 +123,7 @@ class Servers:
     def cancel(self, name: str) -> None:
         """As the button of Prefect's page does."""
         state = {"type": "CANCELLING", "name": "Cancelling"}
-        post(f"{self.state['prefect']}/flow_runs/{name}/set_state", {"state": state})
+        self.ask(f"/flow_runs/{name}/set_state", {"state": state})
 
     def wait_for_end(self, name: str, seconds: float) -> bool:
         """Whether the flow run ended within `seconds`."""
@@ -127,7 +132,7 @@ class Servers:
     def run(self, name: str) -> dict[str, Any] | None:
         """The flow run as Prefect knows it; None while the server is away."""
         try:
-            (run,) = post(f"{self.state['prefect']}/flow_runs/filter", {"flow_runs": {"id": {"any_": [name]}}})
+            (run,) = self.ask("/flow_runs/filter", {"flow_runs": {"id": {"any_": [name]}}})
         except (OSError, ValueError):
             return None
         return dict(run)

@@ -2,20 +2,29 @@
 
 - one that is killed is started again at the same address, with what it knew
 - it is gone when the command is, however that ended
-- one of the user's that only asks for a key is taken to be there; one that is gone for good in the middle costs nothing
+- one of the user's that is gone for good in the middle costs nothing
+- a web page of another origin, opened in a real browser, gets nothing from it and changes nothing in it
+- a database that is none is made anew
 """
 
 from __future__ import annotations
 
+import http.server
+import json
 import os
+import queue
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from flows.embedded import reachable
 from flows.local_http import answers, post
 from rlhf_core.processes import ProcessId
 from tests.chaos.harness import CONFIG, TRACE, read_passes
@@ -28,7 +37,7 @@ from flows.embedded import EmbeddedPrefect
 
 server = EmbeddedPrefect(Path(sys.argv[1]))
 server.wait()
-print(server._process.pid, server.url, flush=True)
+print(server._process.pid, server.url, server.login, flush=True)
 time.sleep(600)
 """
 
@@ -45,37 +54,124 @@ def listener(port: int) -> int | None:
     return None
 
 
-def test_it_is_started_again_where_it_dies_and_ends_with_the_command(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", COMMAND, str(tmp_path)], stdout=subprocess.PIPE, text=True) as command:
+class Server(NamedTuple):
+    """One that a command of its own has started."""
+
+    command: subprocess.Popen[str]
+    home: Path
+    pid: int
+    url: str
+    login: str
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all: making its database takes longest. The last test ends it."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "prefect").mkdir()
+    (home / "prefect" / "prefect.db").write_bytes(b"garbage " * 1000)
+    (home / "prefect" / "complete").touch()
+    with subprocess.Popen([sys.executable, "-c", COMMAND, str(home)], stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
-        pid, url = command.stdout.readline().split()
-        post(f"{url}/variables/", {"name": "known", "value": "x"})
-        os.kill(int(pid), signal.SIGKILL)
-        assert wait(lambda: not answers(f"{url}/health"), 10)
-        assert wait(lambda: answers(f"{url}/health"), 60)
-        assert [found["name"] for found in post(f"{url}/variables/filter", {})] == ["known"]
-        new = listener(int(url.split(":")[2].partition("/")[0]))
-        assert new not in (None, int(pid))
-        server = ProcessId.of(new or 0)
+        pid, url, login = command.stdout.readline().split()
+        yield Server(command, home, int(pid), url, login)
         command.kill()
-    assert server is not None and wait(lambda: not server.alive(), 10)
 
 
-def test_a_server_that_asks_for_a_key_is_there_and_a_closed_port_is_not(tmp_path: Path) -> None:
-    assert not reachable("http://127.0.0.1:9/api", tries=1)
-    server = """
-import http.server
-class Closed(http.server.BaseHTTPRequestHandler):
-    def do_GET(self): self.send_error(401)
-with http.server.HTTPServer(("127.0.0.1", 0), Closed) as server:
-    print(server.server_port, flush=True)
-    server.serve_forever()
+def test_a_database_that_is_none_was_made_anew(server: Server) -> None:
+    assert (server.home / "prefect" / "prefect.db").read_bytes().startswith(b"SQLite format 3")
+
+
+ATTACK = """
+<script>
+const api = "API", json = {"Content-Type": "application/json"}, body = JSON.stringify({name: "planted", value: "x"});
+const known = {...json, "Authorization": "Basic " + btoa("LOGIN")};
+const attempts = {
+  "control: its own origin": () => fetch("/result", {method: "POST", body: "{}"}),
+  "write": () => fetch(api + "/variables/", {method: "POST", headers: json, body}),
+  "write with the password": () => fetch(api + "/variables/", {method: "POST", headers: known, body}),
+  "write without a preflight": () => fetch(api + "/variables/", {method: "POST", mode: "no-cors", body}),
+  "write as a form": () => fetch(api + "/variables/", {method: "POST", headers: {"Content-Type": "text/plain"}, body}),
+  "read": () => fetch(api + "/variables/filter", {method: "POST", headers: known, body: "{}"}),
+  "read the version": () => fetch(api + "/version"),
+  "socket": () => new Promise((good, bad) => {
+    const socket = new WebSocket(api.replace("http", "ws") + "/events/in", "prefect");
+    socket.onopen = () => good({ok: true, type: "socket"}); socket.onerror = () => bad("refused");
+  }),
+};
+(async () => {
+  const seen = {};
+  for (const [name, attempt] of Object.entries(attempts)) {
+    try { const answer = await attempt(); seen[name] = answer.ok ? "done" : answer.type + " " + answer.status; }
+    catch (error) { seen[name] = "refused"; }
+  }
+  await fetch("/result", {method: "POST", body: JSON.stringify(seen)});
+})();
+</script>
 """
-    with subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        assert reachable(f"http://127.0.0.1:{port}/api", tries=1)
-        process.kill()
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextmanager
+def opened(page: str, profile: Path) -> Iterator[queue.Queue[dict[str, str]]]:
+    """`page`, served by another port and opened in Chromium; what it sends to /result."""
+    results: queue.Queue[dict[str, str]] = queue.Queue()
+
+    class Site(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(page.encode())
+
+        def do_POST(self) -> None:
+            results.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._answer(b"")
+
+        def _answer(self, content: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+               "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        line = [CHROMIUM, *options, f"--user-data-dir={profile}", f"http://127.0.0.1:{site.server_port}/"]
+        browser = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            yield results
+        finally:
+            os.killpg(browser.pid, signal.SIGKILL)
+            browser.wait(timeout=10)
+            site.shutdown()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_web_page_of_another_origin_is_refused_in_a_real_browser(server: Server, tmp_path: Path) -> None:
+    page = ATTACK.replace("API", server.url).replace("LOGIN", server.login)
+    with opened(page, tmp_path / "profile") as results:
+        assert results.get(timeout=90) == {}, "the control, which proves that the page runs"
+        seen = results.get(timeout=60)
+    assert seen.pop("control: its own origin") == "done"
+    assert seen.pop("write without a preflight") == "opaque 0", "sent, and refused: see what is left"
+    assert set(seen.values()) == {"refused"} and len(seen) == 6, seen
+    assert post(f"{server.url}/variables/filter", {}, login=server.login) == []
+
+
+def test_it_is_started_again_where_it_dies_and_ends_with_the_command(server: Server) -> None:
+    post(f"{server.url}/variables/", {"name": "known", "value": "x"}, login=server.login)
+    os.kill(server.pid, signal.SIGKILL)
+    assert wait(lambda: not answers(f"{server.url}/health"), 10)
+    assert wait(lambda: answers(f"{server.url}/health"), 60)
+    assert [found["name"] for found in post(f"{server.url}/variables/filter", {}, login=server.login)] == ["known"]
+    new = listener(int(server.url.split(":")[2].partition("/")[0]))
+    assert new not in (None, server.pid)
+    process = ProcessId.of(new or 0)
+    server.command.kill()
+    assert process is not None and wait(lambda: not process.alive(), 10)
 
 
 @pytest.mark.slow  # Prefect's client asks for a while
@@ -86,8 +182,14 @@ def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
         [sys.executable, "-c", COMMAND, str(tmp_path / "server")], stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        url = server.stdout.readline().split()[1]
-        environment = {**os.environ, "PREFECT_API_URL": url, "PREFECT_CLIENT_MAX_RETRIES": "1", TRACE: str(trace)}
+        _, url, login = server.stdout.readline().split()
+        environment = {
+            **os.environ,
+            "PREFECT_API_URL": url,
+            "PREFECT_API_AUTH_STRING": login,
+            "PREFECT_CLIENT_MAX_RETRIES": "1",
+            TRACE: str(trace),
+        }
         line = [
             sys.executable,
             "-m",

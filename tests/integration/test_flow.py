@@ -7,6 +7,7 @@
 - its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130; twice, at once
 - a secret in the words of a failing stage is in no log and no database afterwards
 - Prefect's storage holds no pickle, and nothing else
+- files of the working folder are neither imported nor taken for settings
 - a stage's InputError ends the command with 2, without a second try and without a traceback
 """
 
@@ -115,9 +116,10 @@ def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Comma
         "HF_TOKEN": CANARY,
     }
 
-    def start(fault: str = "none:0:none", until: str = "sft") -> subprocess.Popen[str]:
+    def start(fault: str = "none:0:none", until: str = "sft", folder: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "run", str(config), "--until", until],
+            [sys.executable, "-P", "-m", "flows.cli", "run", str(config), "--until", until],
+            cwd=folder,
             env={**environment, "TOY_FAULT": fault},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -286,3 +288,39 @@ def test_an_input_error_of_a_stage_ends_with_2_and_is_not_tried_again(command: C
     assert err.splitlines()[-1] == "error: rows.jsonl:3: no prompt; add one"
     assert "Traceback" not in err + out
     assert len(list((home / "logs").glob("test-an-input*/data-??.log"))) == 1
+
+
+EVIL = """
+version: 1
+disable_existing_loggers: false
+formatters: {evil: {(): subprocess.check_output, args: [sh, -c, "echo logging >> RAN"]}}
+handlers: {}
+loggers: {}
+"""
+
+
+def test_nothing_of_the_working_folder_is_run_or_read(command: Command, tmp_path: Path) -> None:
+    folder, ran = tmp_path / "folder", tmp_path / "ran"
+    folder.mkdir()
+    for name in (
+        "queue",
+        "random",
+        "secrets",
+        "datasets",
+        "uvicorn",
+        "prefect",
+        "torch",
+        "ray",
+        "mlflow",
+        "flows",
+        "yaml",
+    ):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\nraise ImportError('planted')\n")
+    logging = folder / "evil.yml"
+    logging.write_text(EVIL.replace("RAN", str(ran)))
+    (folder / ".env").write_text(f"PREFECT_LOGGING_CONFIG_PATH={logging}\nPREFECT_API_URL=http://127.0.0.1:9/api\n")
+    (folder / "prefect.toml").write_text(f'profiles_path = "none"\n[logging]\nconfig_path = "{logging}"\n')
+    (folder / "pyproject.toml").write_text(f'[tool.prefect.logging]\nconfig_path = "{logging}"\n')
+    (folder / "matplotlibrc").write_text("backend: module://queue\n")
+    finish(command(until="data", folder=folder))
+    assert not ran.exists(), ran.read_text()

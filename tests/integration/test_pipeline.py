@@ -110,7 +110,7 @@ def test_no_secret_is_found_anywhere_after_a_whole_run(
     seen = canary.found("tiny", places, golden.output)
     for part in ("mlflow.db", "prefect.db", "rlhf.log", "manifest.json", "text 0"):
         assert any(part in place for place in seen), part
-    left = [item.name for item in golden.temporary.iterdir() if not item.name.startswith("torchinductor_")]
+    left = [item.name for item in golden.temporary.iterdir() if not item.name.startswith("rlhf-compiled-")]
     assert not left, "Ray's, vLLM's and torch's temporary files are gone with their stage"
     for name, secret in CANARIES.items():
         assert canary.found(secret, places, golden.output) == [], name

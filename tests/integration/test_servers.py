@@ -59,8 +59,7 @@ def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
     assert run is not None and run["state_type"] == "COMPLETED", run
     assert run["run_count"] == 2
     assert {"auto-recover", "tiny", "seed=0"} < set(run["tags"])
-    api = servers.state["prefect"]
-    artifacts = {artifact["key"] for artifact in post(f"{api}/artifacts/filter", {"limit": 100})}
+    artifacts = {artifact["key"] for artifact in servers.ask("/artifacts/filter", {"limit": 100})}
     assert {
         "sft-progress",
         "sft-report",
@@ -69,7 +68,7 @@ def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
         "data-report",
         "pipeline-report",
     } <= artifacts
-    (deployment,) = (d for d in post(f"{api}/deployments/filter", {}) if d["name"] == "full-pipeline")
+    (deployment,) = (d for d in servers.ask("/deployments/filter", {}) if d["name"] == "full-pipeline")
     fields = deployment["parameter_openapi_schema"]["properties"]
     assert "PPO iterations" in fields["ppo_steps"]["description"]
     assert [schedule["active"] for schedule in deployment["schedules"]] == [False]

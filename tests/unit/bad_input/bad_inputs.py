@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flows import cli, embedded
+from flows import cli, isolated, team
 from rlhf_core.config.load import load_config
 from rlhf_core.types import Services
 
@@ -115,4 +115,5 @@ def settle(patch: pytest.MonkeyPatch, folder: Path) -> None:
     for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3"):
         patch.delenv(name, raising=False)
     patch.setenv("PREFECT_API_URL", NO_SERVER)
-    patch.setattr(embedded, "reachable", lambda url: True)
+    patch.setattr(team, "prefect_answers", lambda url: True)
+    patch.setattr(isolated, "isolate_prefect", lambda: None)

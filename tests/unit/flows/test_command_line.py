@@ -21,6 +21,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,13 +30,14 @@ from typing import Any
 
 import pytest
 
-from flows import cli, supervisor
+from flows import cli, managed, supervisor
 from flows.display import Lines
 from flows.environment import stage_environment
-from flows.files import write_json
+from flows.files import rotate_logs, write_json
+from flows.managed import Server
 from flows.servers import down, supervisor_of, up
 from flows.status import describe
-from flows.supervisor import Server
+from flows.supervisor import MARK
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.processes import ProcessId, free_port, stop, wait_gone
@@ -182,7 +185,7 @@ def test_a_dead_server_is_started_again_but_not_at_once_for_ever(tmp_path: Path)
 def test_a_server_that_no_longer_answers_is_killed_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(managed, "SILENT_SECONDS", 0.3)
     healthy = [True]
     child = tmp_path / "child"
     command = ["sh", "-c", f"sleep 60 & echo $! > {child}; wait"]  # as MLflow's command starts its server
@@ -257,41 +260,102 @@ def test_servers_whose_port_was_taken_are_started_again_on_others(
     assert asked == [first, second]
 
 
-def test_a_worker_is_judged_by_its_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_judged_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = supervisor.Supervisor(tmp_path)
     now = datetime.now(UTC)
     workers = [{"last_heartbeat_time": (now - timedelta(days=1)).isoformat()}, {"last_heartbeat_time": None}]
-    monkeypatch.setattr(supervisor, "post", lambda url, body: workers)
-    assert not supervisor._worker_lives("http://x/api")
+    monkeypatch.setattr(supervisor, "post", lambda url, body, login: workers)
+    assert not own._worker_lives()
     workers.append({"last_heartbeat_time": (now - timedelta(seconds=20)).isoformat()})
-    assert supervisor._worker_lives("http://x/api")
+    assert own._worker_lives()
 
-    def away(url: str, body: Any) -> Any:
+    def away(url: str, body: Any, login: str) -> Any:
         raise ConnectionRefusedError
 
     monkeypatch.setattr(supervisor, "post", away)
-    assert supervisor._worker_lives("http://x/api"), "that is the server's fault"
+    assert own._worker_lives(), "that is the server's fault"
 
 
-def test_a_stale_state_file_is_not_taken_for_a_running_supervisor(tmp_path: Path) -> None:
-    (tmp_path / "servers").mkdir()
-    me = ProcessId.of(os.getpid())
-    assert me is not None
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Iterator[ProcessId]:
+    """A process that carries what the supervisor of `tmp_path` carries, and does nothing."""
+    with _carrier("flows.supervisor", tmp_path) as process:
+        yield process
+
+
+@contextmanager
+def _carrier(name: str, home: Path) -> Iterator[ProcessId]:
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", name]
+    environment = {**os.environ, MARK: str(home)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        known = ProcessId.of(process.pid)
+        assert known is not None
+        try:
+            yield known
+        finally:
+            process.kill()
+
+
+def state_of(process: ProcessId, **changes: Any) -> dict[str, Any]:
+    """What a supervisor with this process writes."""
+    texts = {"status": "ready", "message": "", "prefect": "http://127.0.0.1:9/api", "mlflow": "http://127.0.0.1:9"}
+    return {**texts, "pid": process.pid, "started": process.started, "servers": {}, **changes}
+
+
+def test_a_stale_state_file_is_not_taken_for_a_running_supervisor(tmp_path: Path, stand_in: ProcessId) -> None:
     state = tmp_path / "servers" / "state.json"
-    state.write_text(json.dumps({"pid": me.pid, "started": me.started}))
-    assert supervisor_of(tmp_path) == me
-    state.write_text(json.dumps({"pid": me.pid, "started": me.started - 100}))  # the pid was used again
+    write_json(state, state_of(stand_in))
+    assert supervisor_of(tmp_path) == stand_in
+    write_json(state, state_of(stand_in, started=stand_in.started - 100))  # the pid was used again
     assert supervisor_of(tmp_path) is None
     state.write_text("{")
     assert supervisor_of(tmp_path) is None
 
 
-def test_up_refuses_a_second_supervisor_and_a_folder_without_the_project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    me = ProcessId.of(os.getpid())
-    assert me is not None
+def test_a_state_file_that_names_a_foreign_process_has_nothing_signalled(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as foreign:
+        known = ProcessId.of(foreign.pid)
+        assert known is not None
+        write_json(tmp_path / "servers" / "state.json", state_of(known))
+        assert "nothing to stop" in down(tmp_path)
+        assert known.alive()
+        foreign.kill()
+
+
+def test_a_program_that_a_flow_run_opened_is_not_stopped_by_down(tmp_path: Path) -> None:
+    with _carrier("a shell", tmp_path) as shell, _carrier("prefect worker", tmp_path) as worker:
+        assert down(tmp_path) == f"stopped the servers of {tmp_path}"
+        assert shell.alive() and not worker.alive()
+
+
+STATES: list[Any] = [
+    {},
+    [],
+    None,
+    {"pid": "x"},
+    {"pid": 1, "started": None},
+    {"servers": []},
+    {"servers": {"worker": 1}},
+]
+
+
+@pytest.mark.parametrize("content", STATES, ids=json.dumps)
+def test_a_state_file_that_no_supervisor_wrote_is_none(tmp_path: Path, content: Any, stand_in: ProcessId) -> None:
+    if isinstance(content, dict) and content:
+        content = state_of(stand_in, **content)
     (tmp_path / "servers").mkdir()
-    (tmp_path / "servers" / "state.json").write_text(json.dumps({"pid": me.pid, "started": me.started}))
+    (tmp_path / "servers" / "state.json").write_text(json.dumps(content))
+    assert "servers: none" in describe(tmp_path)
+    assert supervisor_of(tmp_path) is None
+
+
+def test_up_refuses_a_second_supervisor_and_a_folder_without_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: ProcessId
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    write_json(tmp_path / "servers" / "state.json", state_of(stand_in))
     with pytest.raises(InputError, match="are up already"):
         up(tmp_path)
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "mysql://me:secret@host/db")
@@ -303,6 +367,31 @@ def test_up_refuses_a_second_supervisor_and_a_folder_without_the_project(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="project's folder"):
         up(tmp_path)
+
+
+def test_servers_of_a_team_are_used_and_none_is_started_in_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example")
+    own = supervisor.Supervisor(tmp_path)
+    assert list(own.servers) == ["worker"]
+    worker = {**os.environ, **own.servers["worker"].environment}
+    assert worker["PREFECT_API_URL"] == "https://prefect.example/api"
+    assert worker["MLFLOW_TRACKING_URI"] == "https://mlflow.example"
+    assert "PREFECT_API_AUTH_STRING" not in own.environment, "ours is none of theirs"
+
+
+def test_logs_that_grow_are_moved_aside_and_their_writer_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    with log.open("ab", buffering=0) as writer:
+        for text in (b"first " * 20, b"second " * 20):
+            writer.write(text)
+            rotate_logs(tmp_path, most=100)
+            assert (log.read_bytes(), (tmp_path / "worker.log.1").read_bytes()) == (b"", text)
+        writer.write(b"third")
+        rotate_logs(tmp_path, most=100)
+    assert log.read_bytes() == b"third"
 
 
 def test_down_and_status_without_servers_say_so(tmp_path: Path) -> None:
@@ -338,7 +427,14 @@ def test_status_tells_a_running_pipeline_from_a_killed_and_a_failed_one(tmp_path
         tmp_path / "runs" / "elsewhere" / "run.json",
         {**run, **making, "state": "running", "error": "", "process": [me.pid, me.started - 9, "host"]},
     )
+    damaged = {"no.json": {}, "a list": {**run, "state": "failed", "stages": []}, "a text": {**run, "state": "failed", "updated": "x"},
+               "a short process": {**run, "state": "running", "process": [1]}}  # fmt: skip
+    for name, content in damaged.items():
+        write_json(tmp_path / "runs" / name / "run.json", content)
+    write_json(tmp_path / "runs" / "steers" / "run.json", {**run, "state": "failed", "config": "\x1b]0;owned\x07"})
     text = describe(tmp_path)
+    assert text.replace("\n", "").isprintable() and "owned" in text
+    assert not [name for name in damaged if f"{name}: " in text]
     assert "elsewhere: running, " in text
     assert re.search(r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text)
     assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)

@@ -112,7 +112,7 @@ class Server:
         self.down = self.half = False
         self.history: dict[str, list[dict[str, Any]]] = {}
         monkeypatch.setattr(reconcile, "post", self.post)
-        monkeypatch.setattr(reconcile, "get", lambda url: self.history[url.partition("=")[2]])
+        monkeypatch.setattr(reconcile, "get", lambda url, login: self.history[url.partition("=")[2]])
 
     def add(self, name: str, state: str, age: float = 60.0) -> None:
         since = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
@@ -123,7 +123,7 @@ class Server:
         }
         self.history.setdefault(name, []).append(self.runs[name]["state"])
 
-    def post(self, url: str, body: Mapping[str, Any], seconds: float = 10.0) -> Any:
+    def post(self, url: str, body: Mapping[str, Any], seconds: float = 10.0, login: str | None = None) -> Any:
         if self.half:
             raise http.client.IncompleteRead(b"{")
         if self.down:

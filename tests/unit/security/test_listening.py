@@ -1,14 +1,20 @@
 """What `rlhf up` and `rlhf run` start, as they start it, and that SECURITY.md names tests that are there.
 
 Locked here: every server is told to listen on loopback, MLflow takes requests for its own address only and runs no jobs,
-and Prefect keeps results as JSON. What really listens is measured in `tests/integration`.
+Prefect asks for a password, refuses requests of web pages from elsewhere, and keeps results as JSON. What really listens is measured in `tests/integration`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+import stat
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from flows.application import OwnAddressOnly
 from flows.environment import prefect_environment
 from flows.supervisor import Supervisor
 
@@ -34,7 +40,59 @@ def test_no_address_of_every_interface_is_in_the_source() -> None:
 
 
 def test_prefect_keeps_results_as_json(tmp_path: Path) -> None:
-    assert prefect_environment(tmp_path)["PREFECT_RESULTS_DEFAULT_SERIALIZER"] == "json"
+    assert prefect_environment(tmp_path, "rlhf:x", 1)["PREFECT_RESULTS_DEFAULT_SERIALIZER"] == "json"
+
+
+def test_prefects_server_asks_for_a_password_that_only_this_user_can_read(tmp_path: Path) -> None:
+    server = Supervisor(tmp_path).servers["prefect"]
+    file = tmp_path / "servers" / "login"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    password = file.read_text().strip()
+    assert len(password) > 30
+    assert server.environment["PREFECT_SERVER_API_AUTH_STRING"] == password
+    assert password not in " ".join(server.command), "everybody sees command lines"
+    assert Supervisor(tmp_path).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] == password
+    file.chmod(0o644)
+    assert Supervisor(tmp_path).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] != password
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+HEADERS = {
+    "the address itself": ({"Host": "127.0.0.1:4200"}, True),
+    "by name": ({"Host": "localhost:4200"}, True),
+    "by IPv6": ({"Host": "[::1]:4200"}, True),
+    "a forwarded port": ({"Host": "localhost:14200", "Origin": "http://localhost:14200"}, True),
+    "a page of its own": ({"Host": "127.0.0.1:4200", "Origin": "http://127.0.0.1:4200"}, True),
+    "another web site": ({"Host": "127.0.0.1:4200", "Origin": "https://evil.example"}, False),
+    "another port of this machine": ({"Host": "127.0.0.1:4200", "Origin": "http://127.0.0.1:8000"}, False),
+    "the other name": ({"Host": "127.0.0.1:4200", "Origin": "http://localhost:4200"}, False),
+    "a sandboxed frame or a file": ({"Host": "127.0.0.1:4200", "Origin": "null"}, False),
+    "DNS rebinding": ({"Host": "evil.example:4200"}, False),
+    "DNS rebinding with its own origin": ({"Host": "evil.example:4200", "Origin": "http://evil.example:4200"}, False),
+    "a name that begins like loopback": ({"Host": "127.0.0.1.evil.example:4200"}, False),
+    "a name that ends like loopback": ({"Host": "evil.localhost:4200"}, False),
+    "all interfaces": ({"Host": "0.0.0.0:4200"}, False),
+    "no host": ({"Host": ""}, False),
+}
+
+
+@pytest.mark.parametrize("title", HEADERS)
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_requests_of_other_origins_do_not_reach_the_server(title: str, kind: str) -> None:
+    headers, passes = HEADERS[title]
+    reached, sent = [], []
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(OwnAddressOnly(server)({"type": kind, "headers": raw}, None, send))  # type: ignore[arg-type]
+    assert reached == [kind] * passes
+    if not passes:
+        assert sent[0].get("status", sent[0].get("code")) == {"http": 403, "websocket": 1008}[kind]
 
 
 def test_every_promise_names_tests_that_are_there() -> None:
