@@ -230,8 +230,9 @@ def _disk(config: PipelineConfig) -> Iterator[Finding]:
     # With an adapter nothing large is in a checkpoint; the merged model is saved once.
     each = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
     need = 200_000_000 + 2 * _parameters(config) * each
-    total, _, free = shutil.disk_usage(place)
-    if 0 < total and free < _LEAST_DISK:  # what is no disk, such as /proc, has a total of 0
+    disk = shutil.disk_usage(place)
+    free = disk.free
+    if disk.total > 0 and free < _LEAST_DISK:  # what is no disk, such as /proc, has a total of 0
         yield ConfigError(
             f"run.home: {place} has {free / 1e6:.0f} MB free; databases and logs alone need {_LEAST_DISK / 1e6:.0f} MB; free "
             "some, or set run.home"

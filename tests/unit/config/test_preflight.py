@@ -12,6 +12,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,10 +120,13 @@ def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
 
 
 def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**6})())
+    usage = SimpleNamespace(total=10**9, free=4 * 10**7)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
     warnings = check(config())
     assert len(warnings) == 1
     assert "0.0 GB free" in warnings[0]
+    usage.free = 10**6
+    assert "1 MB free; databases and logs alone need 30 MB" in refused(config(), ConfigError)
 
 
 def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -> None:
