@@ -53,12 +53,27 @@ CANARIES = {
 """Secrets in the environment of every run here; S3 asks for the first two."""
 
 
-def _run(home: Path, *overrides: str, **env: str) -> tuple[dict[str, Any], str, float]:
+def _run(home: Path, *overrides: str, folder: Path | None = None, **env: str) -> tuple[dict[str, Any], str, float]:
     """`rlhf run` on the tiny configuration; (summary, output, seconds)."""
-    command = [sys.executable, "-m", "flows.cli", "run", str(ASSETS / "tiny.yaml"), f"run.home={home}", *overrides]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "flows.cli",
+        "run",
+        str(ASSETS / "tiny.yaml"),
+        f"run.home={home}",
+        *overrides,
+    ]
     started = time.monotonic()
     done = subprocess.run(
-        command, env={**os.environ, **CANARIES, **env}, capture_output=True, text=True, timeout=800, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, **CANARIES, **env},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     last = done.stdout.strip().splitlines()[-1]
@@ -75,7 +90,14 @@ class Golden:
         self.home = home
         self.url = url
         self.temporary = temporary
-        self.summary, self.output, self.seconds = _run(home, f"store.url={url}", TMPDIR=str(temporary))
+        self.folder = home / "folder"
+        """Where it was typed: with modules named like those that its processes import."""
+        self.folder.mkdir()
+        for name in ("queue", "random", "torch", "ray", "vllm", "deepspeed", "datasets", "transformers"):
+            (self.folder / f"{name}.py").write_text("raise SystemExit('a file of the working folder was run')\n")
+        self.summary, self.output, self.seconds = _run(
+            home, f"store.url={url}", folder=self.folder, TMPDIR=str(temporary)
+        )
 
     def fetch(self, stage: str) -> Path:
         """The verified artifact folder of a stage."""

@@ -6,18 +6,24 @@ option), the value where it may be shown, the rule and a fix. Nothing of the use
 
 from __future__ import annotations
 
+import http.server
 import os
 import subprocess
 import sys
+import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bad_inputs import Bad, Command
 
-from flows import cli
+from flows import cli, team
+from flows.environment import past_proxies
 from rlhf_core.config import checkrewards, devices, preflight
 
+PREFECT_ANSWERS = team.prefect_answers
+"""The real one: the command of the tables has another in its place."""
 BARE = "run: {seed: 1}\n"
 ALONE = "reward: {enabled: false}\ndata: {preference: []}\n"
 
@@ -93,6 +99,10 @@ ADDRESSES = {
     "run.home=c.yaml/x": ("run.home", "is a file"),
     "run.home=''": ("run.home", "non-empty text"),
     "run.home='a\\0b'": ("run.home",),
+    "run.home=team#1/.rlhf": ("run.home", "team#1", "has #", "choose another"),
+    "run.home=a%41": ("run.home", "has %", "choose another"),
+    "run.home=what?": ("run.home", "has ?", "choose another"),
+    "tracking.uri=sqlite:////tmp/team#1/mlflow.db": ("tracking.uri", "sqlite:///path/of/a/file.db"),
     "run.home=/proc/nothing": ("run.home", "/proc/nothing", "cannot be made"),
 }  # fmt: skip
 
@@ -180,6 +190,19 @@ ENVIRONMENTS = {
     "models of the registry that run code": (
         {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "true"}, ("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "unset"),
     ),
+    "a folder for temporary files that is a file": ({"TMPDIR": "c.yaml"}, ("TMPDIR", "c.yaml", "is a file")),
+    "a folder for Ray's files that is a file": ({"RAY_TMPDIR": "c.yaml"}, ("RAY_TMPDIR", "c.yaml", "is a file")),
+    "a Ray cluster that is not there": ({"RAY_ADDRESS": "127.0.0.1:1"}, ("RAY_ADDRESS", "127.0.0.1:1", "unset it")),
+    "a Ray cluster without a host": ({"RAY_ADDRESS": "nonsense:1"}, ("RAY_ADDRESS", "nonsense:1", "unset it")),
+    "any Ray cluster": ({"RAY_ADDRESS": "auto"}, ("RAY_ADDRESS", "host:port", "'auto'", "unset it")),
+    "a Ray client": ({"RAY_ADDRESS": "ray://host:10001"}, ("RAY_ADDRESS", "host:port", "unset it")),
+    "a token in Prefect's address": (
+        {"PREFECT_API_URL": f"http://{SECRET}@127.0.0.1:9/api"}, ("PREFECT_API_URL", "credentials", "PREFECT_API_KEY"),
+    ),
+    "a password in Prefect's address": (
+        {"PREFECT_API_URL": f"http://me:{SECRET}@127.0.0.1:9/api"}, ("PREFECT_API_URL", "credentials"),
+    ),
+    "Prefect's address without a scheme": ({"PREFECT_API_URL": "localhost:4200"}, ("PREFECT_API_URL", "http(s)://")),
     "checkpoints that run code": ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "unset")),
 }  # fmt: skip
 
@@ -189,6 +212,53 @@ def test_an_environment_that_cannot_work_or_opens_a_door_is_refused(command: Com
     environment, words = ENVIRONMENTS[title]
     message = command.complaint(Bad(title, BARE, words, environment=environment))
     assert SECRET not in message
+
+
+class Strange(http.server.BaseHTTPRequestHandler):
+    """Answers every request in the way of its server."""
+
+    def do_POST(self) -> None:
+        code, content, headers = STRANGE[self.server.way][:3]  # type: ignore[attr-defined]
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+STRANGE: dict[str, tuple[int, bytes, dict[str, str], tuple[str, ...]]] = {
+    "a page": (200, b"<html>hello</html>", {}, ("no Prefect API", "<html>hello")),
+    "an object for everything": (200, b"{}", {}, ("no Prefect API", "'{}'")),
+    "nothing": (200, b"", {}, ("no Prefect API",)),
+    "deep JSON": (200, b"[" * 100_000, {}, ("no Prefect API",)),
+    "who are you": (401, b"", {}, ("asks for a login", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "HTTP 401")),
+    "not you": (403, b"", {}, ("asks for a login", "PREFECT_API_KEY", "HTTP 403")),
+    "somewhere else, for ever": (302, b"", {"Location": "/api/flows/filter"}, ("no Prefect API", "HTTP 302")),
+    "no such page": (404, b"", {}, ("no Prefect API", "HTTP 404", "/api")),
+}
+
+
+@pytest.mark.parametrize("way", STRANGE)
+def test_a_prefect_address_where_something_else_answers_gives_one_message(
+    command: Command, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "prefect_answers", PREFECT_ANSWERS)
+    monkeypatch.setattr(team, "_headers", dict)  # they are Prefect's, whose import takes seconds
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
+        server.way = way  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        words = ("PREFECT_API_URL", url, "unset", *STRANGE[way][3])
+        command.complaint(Bad(way, BARE, words, environment={"PREFECT_API_URL": url}))
+        server.shutdown()
+
+
+def test_a_prefect_address_where_nobody_answers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "_headers", dict)
+    assert not team.prefect_answers("http://127.0.0.1:9/api", tries=1)
 
 
 LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
@@ -284,3 +354,27 @@ def test_a_closed_output_is_no_traceback(tmp_path: Path) -> None:
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -P -m flows.cli run c.yaml"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: the working folder is not there any more")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed_does_its_work(tmp_path: Path, closed: str) -> None:
+    script = f"{sys.executable} -m flows.cli status --home {tmp_path} {closed}; echo $? > {tmp_path}/code"
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert (tmp_path / "code").read_text() == "0\n"
+
+
+def test_what_is_asked_of_this_machine_goes_past_a_proxy() -> None:
+    environment = past_proxies({"HTTP_PROXY": "http://proxy:3128", "no_proxy": "corp.example"})
+    assert environment == dict.fromkeys(("NO_PROXY", "no_proxy"), "corp.example,127.0.0.1,localhost")
+    hosts = {"no": environment["no_proxy"]}
+    assert urllib.request.proxy_bypass_environment("127.0.0.1:4200", hosts)
+    assert urllib.request.proxy_bypass_environment("localhost:1", hosts)
