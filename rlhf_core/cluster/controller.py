@@ -36,7 +36,8 @@ from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.rollout.experience import Experience, make_experience
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PromptExample, Services, SFTExample
+from rlhf_core.training.records import FloatArray
+from rlhf_core.types import PromptAndResponse, PromptExample, Services, SFTExample
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class PPOController:
         self._guards = StepGuards(config.ppo, lambda: services.checkpoints.best())
         self.done = 0
         """Steps finished: the policy version."""
+        self._last: Sequence[PromptAndResponse] = []
+        """The last step's prompts and responses."""
         self._restorable = 0
         """Step that another attempt would continue after."""
 
@@ -110,6 +113,7 @@ class PPOController:
         with self._timed("rollout"):
             batch = self.collect()
         failpoint("ppo.after_rollout")
+        self._last = batch.sequences
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
@@ -284,6 +288,12 @@ class PPOController:
         """The policy, or the moving average of its weights, in Hugging Face layout."""
         saving = self._fleet.groups["policy"].submit("save_model", "policy", str(folder), average)
         self._fleet.wait(saving, "the policy to be saved")
+
+    def trained_logprobs(self, count: int) -> tuple[Sequence[PromptAndResponse], list[FloatArray]]:
+        """The first responses of the last step, and their log-probabilities by the weights as they are now, (T,) each."""
+        sequences = self._last[:count]
+        answers = Spread(self._fleet, self._ppo, "policy", "logprobs", sequences, ("policy",), (False,))
+        return sequences, answers.gather(lambda answer: answer.logprobs)
 
     def save_adapter(self, folder: Path, base: str) -> None:
         """The policy's adapter; `base` names the model it belongs to."""

@@ -206,9 +206,14 @@ class ModelWorker(Actor):
 
     @called()
     def save_model(self, role: Role, folder: str, average: bool) -> None:
-        """Hugging Face layout; `average`: of the weights' moving average. A collective."""
+        """Hugging Face layout; `average`: of the weights' moving average. A collective.
+
+        With an adapter in float32: a merge rounded to bfloat16 would be another policy."""
+        import torch
+
         engine = self._models[role]
-        engine.save_model(Path(folder), engine.module.save, average=average)
+        dtype = None if engine.lora is None else torch.float32
+        engine.save_model(Path(folder), engine.module.save, average=average, dtype=dtype)
 
     @called()
     def save_adapter(self, role: Role, folder: str, base: str) -> None:

@@ -15,6 +15,12 @@ from rlhf_core.errors import ConfigError, ModelError
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     """Targets that the model does not have, and quantization that this machine or the other settings do not allow."""
     ppo = config.ppo
+    rounds = ppo.engine.dtype != "float32"
+    if ppo.lora is not None and ppo.lora.quantize is None and ppo.weight_sync.lora == "merged" and rounds:
+        yield (
+            f"ppo.weight_sync.lora: merged rounds weights and adapter to {ppo.engine.dtype}, in which much of a small update "
+            "is lost: rollouts and evaluation are of another policy than the trained one; leave it out, or use adapter"
+        )
     for field, lora, trainers in (
         ("sft", config.sft.lora, (config.sft.deepspeed,)),
         ("reward", config.reward.lora, (config.reward.deepspeed,)),

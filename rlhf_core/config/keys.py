@@ -64,6 +64,7 @@ _NOT_RESULTS = {
     "micro_batch_tokens",
     "min_accuracy",
     "min_count",
+    "published_loss_limit",
     "ranks",
     "reference_ranks",
     "retries",

@@ -103,9 +103,9 @@ class WeightSyncConfig(Section):
     backend: Literal["auto", "gloo", "nccl", "ipc"] = Field(
         "auto", description="`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise"
     )
-    lora: Literal["merged", "adapter"] = Field(
-        "merged",
-        description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves",
+    lora: Literal["merged", "adapter"] | None = Field(
+        None,
+        description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves; evaluation loads the policy in the same way. None: `merged` where policy and engines compute in float32 or the adapter is quantized or above rank 512, else `adapter`, since a merge that is rounded to bfloat16 loses much of a small update",
     )
     bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
     canary: bool = Field(
@@ -203,6 +203,10 @@ class PPOConfig(Section):
         description="Mean |old - rollout| log-probability above this warns in the log and sets rollout/logprob_gap_alarm; None: half of what the canary allows",
     )
     critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
+    published_loss_limit: PositiveFloat = Field(
+        0.1,
+        description="With ppo.lora: mean difference of log-probabilities between the trained policy and the files that evaluation loads, as a share of what training changed (both on the last rollouts); more fails the stage. A merge in bfloat16 loses 0.1 to 0.7 of a small update (docs/decisions/0018)",
+    )
     max_kl: PositiveFloat = Field(100.0, description="KL per response above this three steps in a row stops the run")
     checkpoint_every: PositiveInt = Field(10, description="Steps between checkpoints")
     samples_every: PositiveInt = Field(10, description="Steps between tables of sample responses")
@@ -228,7 +232,10 @@ class PPOConfig(Section):
     @property
     def syncs_adapter(self) -> bool:
         """True if the engines hold the base model and only the adapter is sent to them."""
-        return self.lora is not None and self.weight_sync.lora == "adapter"
+        if self.lora is None or self.weight_sync.lora is not None:
+            return self.lora is not None and self.weight_sync.lora == "adapter"
+        possible = self.lora.quantize is None and self.lora.r <= MAX_ENGINE_RANK
+        return possible and (self.engine.dtype, self.policy_deepspeed.dtype) != ("float32", "float32")
 
     @property
     def by_group(self) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
 from rlhf_core.watch import doing, idle
 
+_ADAPTER = 1
+"""Its number in the engine."""
+
 
 def responses_of(
     config: PipelineConfig,
-    models: Mapping[str, Path],
+    models: Mapping[str, PolicyFiles],
     decode: Callable[[Sequence[int]], str],
     prompts: Sequence[PromptExample],
     *,
@@ -25,20 +28,25 @@ def responses_of(
     """Responses (n,) of each of `models`, one engine after the other: only one is in memory."""
     total = len(models) * len(prompts)
     responses: dict[str, list[RewardInput]] = {}
-    for name, folder in models.items():
+    for name, files in models.items():
         before = sum(map(len, responses.values()))
 
         def report(done: int, before: int = before) -> None:
             progress("evaluate", before + done, total, "responses")
 
-        rollouts = sample_responses(config, folder, prompts, device=device, done=report)
+        rollouts = sample_responses(config, files, prompts, device=device, done=report)
         responses[name] = reward_inputs(decode, prompts, rollouts)
         failpoint("evaluate.sampled")
     return responses
 
 
 def sample_responses(
-    config: PipelineConfig, model: Path, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+    config: PipelineConfig,
+    files: PolicyFiles,
+    prompts: Sequence[PromptExample],
+    *,
+    device: str,
+    done: Callable[[int], None],
 ) -> list[Rollout]:
     """One response per prompt (n,), in order; `done(k)` is called after each batch with the responses so far.
 
@@ -50,8 +58,15 @@ def sample_responses(
     doing("start an engine", config.run.timeouts.start)
     try:
         engine = Engine(
-            model, config.ppo.engine, device=device, max_model_len=config.max_sequence_tokens, seed=seed % 2**31
+            files.model,
+            config.ppo.engine,
+            device=device,
+            max_model_len=config.max_sequence_tokens,
+            seed=seed % 2**31,
+            adapter_rank=None if files.adapter is None else adapter_rank(files.adapter),
         )
+        if files.adapter is not None:
+            engine.load_adapter(_ADAPTER, files.adapter)
     except BaseException:
         idle()
         raise
@@ -66,6 +81,7 @@ def sample_responses(
                 temperature=config.evaluate.temperature,
                 seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
                 policy_version=0,
+                adapter=None if files.adapter is None else _ADAPTER,
             )
             done(len(rollouts))
     finally:

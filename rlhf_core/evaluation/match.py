@@ -20,6 +20,7 @@ from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
+from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -36,7 +37,8 @@ class _NotPlayed(Exception):
 
 @dataclass(frozen=True)
 class _Champion:
-    policy: Path
+    policy: PolicyFiles
+    tokenizer: str
     seen: frozenset[str]
     """Ids of the prompts that it was trained on."""
     template: str
@@ -51,14 +53,14 @@ def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]
     """
     try:
         other = _find(config, champion)
-        candidate = services.inputs["ppo"] / "policy"
-        if (_tokenizer(other.policy), other.template) != (_tokenizer(candidate), config.data.template):
+        tokenizer = _tokenizer(services.inputs["ppo"] / "policy")
+        if (other.tokenizer, other.template) != (tokenizer, config.data.template):
             raise _NotPlayed("it has another tokenizer or template")
         prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
         prompts = [prompt for prompt in prompts if prompt.prompt_id not in other.seen]
         if not prompts:
             raise _NotPlayed("it was trained on all held-out prompts")
-        return _play(config, services, prompts, candidate, other.policy)
+        return _play(config, services, prompts, other.policy)
     except _NotPlayed as reason:
         log.warning("no match against the champion: %s; recorded evaluations decide", reason)
         return None
@@ -72,9 +74,12 @@ def _find(config: PipelineConfig, tags: Mapping[str, str]) -> _Champion:
         policy, data = (_artifact(artifacts, stage, tags) for stage in ("ppo", "data"))
         template = artifacts.config(policy)["data"]["template"]
         train = load_prompts(artifacts.fetch(data), "train")
-        return _Champion(
-            artifacts.fetch(policy) / "policy", frozenset(prompt.prompt_id for prompt in train), str(template)
-        )
+        folder = artifacts.fetch(policy)
+        files = PolicyFiles(folder / "policy")
+        if config.ppo.syncs_adapter and (folder / "adapter").is_dir():
+            files = policy_files(config, folder, artifacts.fetch(_artifact(artifacts, "sft", tags)))
+        seen = frozenset(prompt.prompt_id for prompt in train)
+        return _Champion(files, _tokenizer(folder / "policy"), seen, str(template))
     except (CorruptArtifact, InputError) as error:  # a store that fails is tried again, and decides nothing
         raise _NotPlayed(error.message) from error
 
@@ -98,19 +103,19 @@ def _tokenizer(folder: Path) -> str:
 
 
 def _play(
-    config: PipelineConfig, services: Services, prompts: list[PromptExample], candidate: Path, champion: Path
+    config: PipelineConfig, services: Services, prompts: list[PromptExample], champion: PolicyFiles
 ) -> Comparison:
     from rlhf_core.training.launch import resolve_device
 
     device = resolve_device(config.run.device)
     decoder = load_decoder(services.inputs["data"])
 
-    def respond(name: str, folder: Path) -> list[RewardInput]:
+    def respond(name: str, files: PolicyFiles) -> list[RewardInput]:
         return generate.responses_of(
-            config, {name: folder}, decoder, prompts, device=device, progress=services.progress
+            config, {name: files}, decoder, prompts, device=device, progress=services.progress
         )[name]
 
-    ours = respond("ppo", candidate)
+    ours = respond("ppo", policy_files(config, services.inputs["ppo"], services.inputs.get("sft", Path())))
     try:
         theirs = respond("champion", champion)
     except Exception as error:  # it may be larger, older, of another kind: the candidate was just served the same way

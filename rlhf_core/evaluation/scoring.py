@@ -11,9 +11,10 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, ModelReward
 from rlhf_core.data.synthetic import parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
+from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.rewards.rules import gold
-from rlhf_core.types import PromptExample, RewardInput
+from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 from rlhf_core.watch import doing, idle
 
 if TYPE_CHECKING:
@@ -109,13 +110,24 @@ def score_reward_model(
 
 
 def policy_kl(
-    config: PipelineConfig, policy: Path, reference: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
+    config: PipelineConfig,
+    policy: PolicyFiles,
+    reference: Path,
+    samples: Sequence[RewardInput],
+    *,
+    pad_id: int,
+    device: str,
 ) -> list[float]:
     """(n,) sum over tokens of log policy - log reference on the policy's samples, in nats per response.
 
     Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the prompt.
     """
-    ours, theirs = (_logprobs(config, folder, samples, pad_id=pad_id, device=device) for folder in (policy, reference))
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+    temperature = config.evaluate.temperature
+    ours, theirs = (
+        logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device)
+        for files in (policy, PolicyFiles(reference))
+    )
     values = [float((new - ref).double().sum()) for new, ref in zip(ours, theirs, strict=True)]
     for value, sample in zip(values, samples, strict=True):
         if abs(value) == float("inf") or value != value:
@@ -125,21 +137,30 @@ def policy_kl(
     return values
 
 
-def _logprobs(
-    config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
+def logprobs(
+    config: PipelineConfig,
+    files: PolicyFiles,
+    pairs: Sequence[PromptAndResponse],
+    temperature: float,
+    *,
+    pad_id: int,
+    device: str,
 ) -> list[Tensor]:
+    """Log-probabilities of each response's tokens, (T,) each, in the precision in which the policy is trained."""
+    from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scoring import sequence_logprobs, whole_list
 
     dtype = config.ppo.policy_deepspeed.dtype
     doing("load a policy", config.run.timeouts.start)
-    model = load_policy(folder, dtype=dtype, attention=config.model.attention, device=device).eval()
-    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
-    logprobs, _ = sequence_logprobs(model, batches, config.evaluate.temperature)
+    model = load_policy(files.model, dtype=dtype, attention=config.model.attention, device=device)
+    if files.adapter is not None:
+        load_adapter(model, files.adapter)
+    batches = whole_list(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)
+    found, _ = sequence_logprobs(model, batches, temperature)
     del model
     _free(device)
-    return logprobs
+    return found
 
 
 def _free(device: str) -> None:

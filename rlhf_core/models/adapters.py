@@ -112,9 +112,13 @@ def adapter_name(name: str) -> str | None:
     return f"base_model.model.{name}"
 
 
-def merged(tensors: Mapping[str, torch.Tensor], lora: LoraConfig | None) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(
+    tensors: Mapping[str, torch.Tensor], lora: LoraConfig | None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the model without adapters, weights with the adapter added) of some parameters, whole layers together.
-    The sum is made in float32 and rounded once."""
+
+    The sum is made in float32 and rounded once, to `dtype`; None: to each tensor's own. In bfloat16 that loses every
+    change of a weight below half a step of its grid, most of a small update."""
     for name, tensor in tensors.items():
         plain = merged_name(name)
         if plain is None:
@@ -122,8 +126,10 @@ def merged(tensors: Mapping[str, torch.Tensor], lora: LoraConfig | None) -> Iter
         if lora is not None and name.endswith(f"{_IN_LAYER}weight"):
             layer = name.removesuffix(f"{_IN_LAYER}weight")
             b, a = tensors[f"{layer}{_B}weight"].float(), tensors[f"{layer}{_A}weight"].float()
-            tensor = torch.addmm(tensor.float(), b, a, alpha=lora.alpha / lora.r).to(tensor.dtype)
-        yield plain, tensor
+            total = torch.addmm(tensor.float(), b, a, alpha=lora.alpha / lora.r)
+            yield plain, total.to(dtype or tensor.dtype)
+        else:
+            yield plain, tensor.to(dtype or tensor.dtype)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -144,6 +150,27 @@ def save_adapter(
         metadata={"format": "pt"},
     )
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(lm, lora, base, revision), indent=2) + "\n")
+
+
+def load_adapter(model: Any, folder: Path) -> Any:
+    """`model` (a `Policy`) with the adapter of `folder`, in place; the inverse of `save_adapter`.
+
+    Raises ModelError where the files do not belong to the model."""
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import load_file
+
+    facts = json.loads((folder / "adapter_config.json").read_text())
+    targets = tuple(facts["target_modules"])
+    add_adapter(model, LoraConfig(r=facts["r"], alpha=facts["lora_alpha"], targets=targets))
+    tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+    own = {new: parameter for name, parameter in model.lm.named_parameters() if (new := adapter_name(name))}
+    if set(own) != set(tensors):
+        different = sorted(set(own) ^ set(tensors))
+        raise ModelError(f"the adapter in {folder} does not belong to its model: {different[0]} is in only one of them")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+    return model
 
 
 def adapter_config(lm: Any, lora: LoraConfig, base: str | None = None, revision: str | None = None) -> dict[str, Any]:

@@ -54,11 +54,14 @@ def shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def save_pretrained(lm: Any, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
     """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `lm`; None: its own.
 
-    A quantized model would save its 4 bits whatever it is given, so an empty shell of it takes its place.
+    A quantized model would save its 4 bits whatever it is given, and one in another precision would name its own in
+    `config.json`, so an empty shell of it takes its place.
     """
-    if getattr(lm, "hf_quantizer", None) is not None and state_dict is not None:
+    quantized = getattr(lm, "hf_quantizer", None) is not None
+    if state_dict and (quantized or next(iter(state_dict.values())).dtype != lm.dtype):
         config = copy.deepcopy(lm.config)
-        del config.quantization_config
+        if quantized:
+            del config.quantization_config
         with torch.device("meta"):
             shell = type(lm)(config).to(next(iter(state_dict.values())).dtype)
         if hasattr(lm, "generation_config"):

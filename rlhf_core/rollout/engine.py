@@ -135,6 +135,12 @@ class Engine:
                 )
         return rollouts
 
+    def load_adapter(self, number: int, folder: Path) -> None:
+        """Serve the adapter in `folder` (PEFT's layout) as `number`."""
+        from vllm.lora.request import LoRARequest
+
+        self.llm.llm_engine.add_lora(LoRARequest(f"policy-{number}", number, str(folder)))
+
     def shutdown(self) -> None:
         """Free the model and its KV cache."""
         import gc

@@ -18,6 +18,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.history import History, read_history
 from rlhf_core.evaluation.judge import ScoreJudge, compare
+from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
@@ -47,7 +48,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     decoder = load_decoder(services.inputs["data"])
     device = resolve_device(config.run.device)
 
-    models = {"sft": services.inputs["sft"] / "model", "ppo": services.inputs["ppo"] / "policy"}
+    policy = policy_files(config, services.inputs["ppo"], services.inputs["sft"])
+    models = {"sft": PolicyFiles(services.inputs["sft"] / "model"), "ppo": policy}
     responses = generate.responses_of(config, models, decoder, prompts, device=device, progress=services.progress)
     sources = [prompt.source or "unnamed" for prompt in prompts]
     measured = _measure(config, services, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device)
@@ -107,7 +109,8 @@ def _measure(
         measures["rules"] = pair(batch.total)
         rules = {name: pair(values) for name, values in batch.by_source.items()}
         report()
-    policy, reference = services.inputs["ppo"] / "policy", services.inputs["sft"] / "model"
+    policy = policy_files(config, services.inputs["ppo"], services.inputs["sft"])
+    reference = services.inputs["sft"] / "model"
     kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
     report()
     return Measured(measures, rules, kl, prompt_sources)

@@ -18,6 +18,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     from rlhf_core.cluster.fleet import Fleet
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.evaluation.published import SEQUENCES, Trained, check_published
     from rlhf_core.rewards.compose import RewardComposer, code_digests
     from rlhf_core.storage.digests import weights_sha256
     from rlhf_core.training.launch import resolve_device
@@ -38,18 +39,25 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         controller = PPOController(config, fleet, prompts, decoder, composer, services, demonstrations=demonstrations)
         controller.run()
         controller.save_policy(services.out / "policy")
+        trained = None
         if ppo.lora is not None:
             controller.save_adapter(services.out / "adapter", f"{services.name_of('sft')}/model")
+            trained = Trained(*controller.trained_logprobs(SEQUENCES))
         if ppo.ema_decay is not None:
             controller.save_policy(services.out / "policy_ema", average=True)
     for folder in services.out.glob("policy*"):
         shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True)
+    published = {}
+    if trained is not None:  # now that the fleet's memory is free
+        sft = services.inputs["sft"]
+        published = check_published(config, trained, services.out, sft, pad_id=decoder.pad, device=device)
+        services.metrics.log_metrics(published, ppo.steps)
     services.metrics.flush()
     last = json.loads((services.out / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
-        {**metrics, "steps": float(ppo.steps)}, {"weights_sha256": weights_sha256(services.out / "policy")}
+        {**metrics, **published, "steps": float(ppo.steps)}, {"weights_sha256": weights_sha256(services.out / "policy")}
     )
 
 

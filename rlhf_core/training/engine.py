@@ -209,15 +209,16 @@ class TrainingEngine:
             for parameter in parameters:
                 parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
 
-    def weights(self, *, average: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, average: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the Hugging Face model, full tensor), one decoder layer gathered at a time; adapters are merged.
-        `average`: with the moving average of what is trained.
+        `average`: with the moving average of what is trained. `dtype`: see `merged`.
 
         A collective under ZeRO-3: every rank iterates it to the end, in the same order. Tied parameters come once.
         """
         for group in self._gather_groups():
             with self._gathered([parameter for _, parameter in group]):
-                yield from merged({name: self._value(name, parameter, average) for name, parameter in group}, self.lora)
+                values = {name: self._value(name, parameter, average) for name, parameter in group}
+                yield from merged(values, self.lora, dtype)
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapter alone, under the names of PEFT's file; as `weights`."""
@@ -270,10 +271,15 @@ class TrainingEngine:
                     parameter.copy_(self._best.full(name))
 
     def save_model(
-        self, folder: Path, save: Callable[[Path, dict[str, torch.Tensor]], None], *, average: bool = False
+        self,
+        folder: Path,
+        save: Callable[[Path, dict[str, torch.Tensor]], None],
+        *,
+        average: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Gather the weights, or their `average`, and let rank 0 `save(folder, state_dict)`; a collective."""
-        state = self._on_rank_zero(self.weights(average=average))
+        state = self._on_rank_zero(self.weights(average=average, dtype=dtype))
         if self.rank.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder, state)

@@ -18,6 +18,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
+from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import STAGES, PromptExample, Rollout, Services
@@ -82,11 +83,11 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     def respond(
-        config: Any, model: Path, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+        config: Any, files: PolicyFiles, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
     ) -> list[Rollout]:
-        if (model / "says").read_text() == "FAIL":
+        if (files.model / "says").read_text() == "FAIL":
             raise RuntimeError("CUDA out of memory")
-        ids = tuple(TOKENIZER.encode((model / "says").read_text(), add_special_tokens=False))
+        ids = tuple(TOKENIZER.encode((files.model / "says").read_text(), add_special_tokens=False))
         return [Rollout(p.prompt_id, 0, p.input_ids, ids, (0.0,) * len(ids), True, 0) for p in prompts]
 
     def prompts(_folder: Path, split: str) -> list[PromptExample]:

@@ -19,6 +19,7 @@ from rlhf_core.data.decoding import Decoder
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
 from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, Services
@@ -115,11 +116,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     TEXTS.clear()
 
     def respond(
-        config: Any, model: Path, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+        config: Any, files: PolicyFiles, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
     ) -> list[Rollout]:
         done(len(prompts))
-        ids = [say(answer(model.name, prompt.prompt)) for prompt in prompts]
-        finished = model.name == "policy"
+        ids = [say(answer(files.model.name, prompt.prompt)) for prompt in prompts]
+        finished = files.model.name == "policy"
         return [
             Rollout(p.prompt_id, 0, p.input_ids, i, (0.0,) * len(i), finished, 0)
             for p, i in zip(prompts, ids, strict=True)

@@ -23,7 +23,10 @@ class Model:
 
     module = SimpleNamespace(save=None)
 
-    def save_model(self, folder: Path, _save: Any, *, average: bool = False) -> None:
+    lora = None
+
+    def save_model(self, folder: Path, _save: Any, *, average: bool = False, dtype: Any = None) -> None:
+        assert dtype is None, "without an adapter the weights keep their precision"
         folder.mkdir()
         (folder / "model.safetensors").write_text("average" if average else "weights")
 

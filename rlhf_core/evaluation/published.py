@@ -1,0 +1,106 @@
+"""Whether the files that a PPO run with an adapter leaves are the policy that it trained.
+
+logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
+logprob_update   mean |log p(trained files) - log p(SFT model)|: how far training moved the log-probabilities
+loss             mean |log p(trained files) - log p(judged files)| / update
+merge_loss       the same for `policy/`, the merge, where it is rounded to the precision of training
+
+Trained files: the SFT model and the adapter, which no rounding has touched. Judged files: see `policy_files`. All but the
+first are of models that this process loads, with the same batches: rounding of sums does not count as a loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import GateFailed
+from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.scoring import logprobs
+from rlhf_core.training.records import FloatArray
+from rlhf_core.types import PromptAndResponse
+
+log = logging.getLogger(__name__)
+
+SEQUENCES = 64
+"""Responses on which it is measured."""
+
+_ROUNDING = 1e-5
+"""Gaps below this are of float32 sums in another order."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the trained weights, still in the training processes, said of some responses."""
+
+    sequences: Sequence[PromptAndResponse]
+    logprobs: Sequence[FloatArray]
+    """(T,) each."""
+
+
+def check_published(
+    config: PipelineConfig, trained: Trained, ppo: Path, sft: Path, *, pad_id: int, device: str
+) -> dict[str, float]:
+    """The measures of the module's docstring, as `published/...`.
+
+    Raises GateFailed if `loss` is above `ppo.published_loss_limit` or the files are not those of the training process.
+    """
+    lora = config.ppo.lora
+    assert lora is not None
+
+    def of(files: PolicyFiles) -> list[Tensor]:
+        return logprobs(config, files, trained.sequences, config.ppo.temperature, pad_id=pad_id, device=device)
+
+    in_process = [torch.from_numpy(array) for array in trained.logprobs]
+    # A quantized adapter belongs to rounded weights, which only the training process has.
+    exact = in_process if lora.quantize is not None else of(PolicyFiles(sft / "model", ppo / "adapter"))
+    update = mean_gap(exact, of(PolicyFiles(sft / "model")))
+    merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"))), update)
+    found = {
+        "published/logprob_gap": mean_gap(in_process, exact),
+        "published/logprob_update": update,
+        "published/loss": merged if policy_files(config, ppo, sft).adapter is None else 0.0,
+        "published/merge_loss": merged,
+    }
+    _judge(config, found)
+    return found
+
+
+def _judge(config: PipelineConfig, found: Mapping[str, float]) -> None:
+    gap, loss, limit = found["published/logprob_gap"], found["published/loss"], config.ppo.published_loss_limit
+    dtype = config.ppo.policy_deepspeed.dtype
+    tolerance = config.ppo.weight_sync.canary_tolerance
+    allowed = tolerance if dtype == "float32" else max(tolerance, 0.05)
+    if not gap <= allowed:
+        raise GateFailed(
+            f"ppo: SFT model and adapter, loaded from their files, differ from the trained policy by {gap:.4g} nats per token, "
+            f"more than {allowed:g}: the files are not those of the policy"
+        )
+    if not loss <= limit:
+        raise GateFailed(
+            f"ppo: merged and rounded to {dtype}, the policy lacks {loss:.0%} of what training changed, above "
+            f"ppo.published_loss_limit={limit:g}; leave ppo.weight_sync.lora out (or set it to adapter), train in float32, "
+            "or raise the limit: the run then continues from its last checkpoint"
+        )
+    if found["published/merge_loss"] > limit:
+        log.warning(
+            "policy/ (the merged model, in float32) loses %.0f %% of what training changed where it is loaded in %s; serve the "
+            "SFT model with adapter/, or policy/ in float32",
+            100 * found["published/merge_loss"],
+            dtype,
+        )
+
+
+def _share(gap: float, update: float) -> float:
+    return gap / update if gap > _ROUNDING else 0.0
+
+
+def mean_gap(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Mean absolute difference over all tokens."""
+    return float((torch.cat(list(left)).double() - torch.cat(list(right)).double()).abs().mean())

@@ -1,0 +1,130 @@
+"""What was trained is what is judged: a bfloat16 policy with an adapter, and the files that evaluation loads.
+
+- base model and adapter give the trained policy's log-probabilities, bit for bit; the merged model does so in float32
+- the merge rounded to bfloat16 has lost a large part of a small update; above the limit the stage fails, and says what to do
+- outside float32 the adapter is synced and judged by itself, unless the configuration says otherwise
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.training import LoraConfig
+from rlhf_core.errors import GateFailed, ModelError
+from rlhf_core.evaluation import published
+from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.published import Trained, check_published
+from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
+from rlhf_core.models.policy import load_policy
+from rlhf_core.models.scoring import sequence_logprobs, whole_list
+from tests.tiny_llama import save_tiny_llama
+
+LORA = LoraConfig(r=16, alpha=32)
+SMALL = 3e-4
+"""Size of B after a few hundred steps of AdamW at 1e-5."""
+
+
+def config_of(dtype: str = "bfloat16", **ppo: Any) -> PipelineConfig:
+    settings = {"lora": {}, "policy_deepspeed": {"dtype": dtype}, "engine": {"dtype": dtype}} | ppo
+    return PipelineConfig.model_validate_json(json.dumps({"run": {"device": "cpu"}, "ppo": settings}))
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Trained]:
+    """(ppo, sft, trained): artifacts as the stages leave them, and what the policy in memory said."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    sft, ppo = folder / "sft", folder / "ppo"
+    torch.manual_seed(0)
+    save_tiny_llama(folder / "start", hidden_size=256, intermediate_size=512, dtype=torch.bfloat16)
+    start = load_policy(folder / "start", dtype="bfloat16", attention="sdpa", device="cpu")
+    start.save(sft / "model")
+    policy = load_policy(sft / "model", dtype="bfloat16", attention="sdpa", device="cpu")
+    add_adapter(policy, LORA)
+    for name, parameter in policy.lm.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=SMALL)
+    sequences = [(tuple(range(3, 9)), tuple(torch.randint(3, 60, (12,)).tolist())) for _ in range(16)]
+    logprobs, _ = sequence_logprobs(policy.eval(), whole_list(policy, sequences, 4096, 0), 1.0)
+    named = dict(policy.lm.named_parameters())
+    tensors = {new: tensor.detach() for name, tensor in named.items() if (new := adapter_name(name))}
+    save_adapter(ppo / "adapter", policy.lm, policy.lora, tensors, "base")
+    policy.save(ppo / "policy", dict(merged(named, policy.lora, torch.float32)))
+    return ppo, sft, Trained(sequences, [values.numpy() for values in logprobs])
+
+
+def check(config: PipelineConfig, artifacts: tuple[Path, Path, Trained]) -> dict[str, float]:
+    ppo, sft, trained = artifacts
+    return check_published(config, trained, ppo, sft, pad_id=0, device="cpu")
+
+
+def test_base_and_adapter_are_the_trained_policy_and_a_merge_in_bfloat16_is_not(
+    artifacts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = check(config_of(), artifacts)
+    assert found["published/logprob_gap"] == 0.0 and found["published/loss"] == 0.0
+    assert found["published/logprob_update"] > 1e-3
+    assert found["published/merge_loss"] > 0.3
+    assert "serve the SFT model with adapter/, or policy/ in float32" in caplog.text
+
+
+def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> None:
+    merge = config_of(weight_sync={"lora": "merged"})
+    with pytest.raises(
+        GateFailed, match=r"lacks \d+% of what training changed, above ppo.published_loss_limit=0.1; leave"
+    ):
+        check(merge, artifacts)
+    raised = config_of(weight_sync={"lora": "merged"}, published_loss_limit=1.0)
+    assert check(raised, artifacts)["published/loss"] > 0.3
+
+
+def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(artifacts: Any) -> None:
+    ppo, _, trained = artifacts
+    assert json.loads((ppo / "policy" / "config.json").read_text())["dtype"] == "float32"
+    exact = policy_files(config_of(), *artifacts[:2])
+    settings: Any = {"temperature": 1.0, "pad_id": 0, "device": "cpu"}
+    merge, apart = (
+        published.logprobs(config_of("float32"), files, trained.sequences, **settings)
+        for files in (PolicyFiles(ppo / "policy"), exact)
+    )
+    assert published.mean_gap(merge, apart) < 1e-6
+
+
+def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -> None:
+    ppo, sft, trained = artifacts
+    other = Trained(trained.sequences, [values + 0.1 for values in trained.logprobs])
+    with pytest.raises(GateFailed, match="differ from the trained policy by 0.1 nats per token, more than 0.05"):
+        check(config_of(), (ppo, sft, other))
+
+
+def test_an_adapter_of_another_model_is_refused(artifacts: Any, tmp_path: Path) -> None:
+    small = save_tiny_llama(tmp_path, num_hidden_layers=1)
+    policy = load_policy(small, dtype="float32", attention="sdpa", device="cpu")
+    with pytest.raises(ModelError, match="does not belong to its model"):
+        load_adapter(policy, artifacts[0] / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "apart"),
+    [
+        ("float32", {}, False),
+        ("bfloat16", {}, True),
+        ("bfloat16", {"lora": {"r": 600}}, False),
+        ("bfloat16", {"lora": {"quantize": "nf4"}}, False),
+        ("bfloat16", {"weight_sync": {"lora": "merged"}}, False),
+        ("float32", {"weight_sync": {"lora": "adapter"}}, True),
+        ("float32", {"engine": {"dtype": "bfloat16"}}, True),
+        ("bfloat16", {"lora": None}, False),
+    ],
+)
+def test_outside_float32_the_adapter_is_synced_and_judged_beside_its_model(
+    dtype: str, settings: Any, apart: bool, artifacts: Any
+) -> None:
+    config = config_of(dtype, **settings)
+    assert config.ppo.syncs_adapter is apart
+    assert (policy_files(config, *artifacts[:2]).adapter is not None) is apart
