@@ -16,3 +16,10 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
             f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
             f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
         )
+    loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
+    if stage == "ppo" and not loss <= limit:
+        raise GateFailed(
+            f"ppo: merged and rounded to {config.ppo.policy_deepspeed.dtype}, the policy lacks {loss:.0%} of what training "
+            f"changed, above ppo.published_loss_limit={limit:g}; leave ppo.weight_sync.lora out (or set it to adapter), train "
+            "in float32, or raise the limit: the run then continues from its last checkpoint"
+        )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role, plan
+from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import Services, StageResult
 
 
@@ -18,7 +19,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     from rlhf_core.cluster.fleet import Fleet
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.decoding import load_decoder
-    from rlhf_core.evaluation.published import SEQUENCES, Trained, check_published
+    from rlhf_core.evaluation.published import SEQUENCES, Trained, measure_published
     from rlhf_core.rewards.compose import RewardComposer, code_digests
     from rlhf_core.storage.digests import weights_sha256
     from rlhf_core.training.launch import resolve_device
@@ -50,8 +51,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     published = {}
     if trained is not None:  # now that the fleet's memory is free
         sft = services.inputs["sft"]
-        published = check_published(config, trained, services.out, sft, pad_id=decoder.pad, device=device)
+        published = measure_published(config, trained, services.out, sft, pad_id=decoder.pad, device=device)
         services.metrics.log_metrics(published, ppo.steps)
+        check_gate(config, "ppo", published)
     services.metrics.flush()
     last = json.loads((services.out / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")

@@ -47,7 +47,7 @@ def _train(
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.score import ScoreStatistics, load_score_model
     from rlhf_core.training.engine import TrainingEngine
-    from rlhf_core.training.reward import evaluate_reward, train_reward
+    from rlhf_core.training.reward import evaluate_reward, evaluate_saved, train_reward
 
     reward = config.reward
     train, held_out = load_pairs(data, "train"), load_pairs(data, "eval")
@@ -67,12 +67,22 @@ def _train(
     seed = derive_seed(config.run.seed, "reward")
     metrics = train_reward(engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services)
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
-    model.statistics = ScoreStatistics.of(scores)
+    statistics = model.statistics = ScoreStatistics.of(scores)
     engine.save_model(out / "model", model.save)
     engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
+    steps_done = engine.steps_done
+    del model
+    engine.close()  # with an adapter, rank 0 goes on with the saved model
     if services is not None:
+        if reward.lora is not None:
+            # Later stages load the merge, rounded to `dtype`: what is said of the model must be said of that one.
+            trained = scores
+            evaluation, scores = evaluate_saved(config, out / "model", held_out, pad_id, rank.torch_device)
+            evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
+            statistics = ScoreStatistics.of(scores)
+            statistics.save(out / "model")
         evaluation |= _examine(held_out, scores.numpy(), out, services)
-        services.metrics.log_metrics(evaluation, engine.steps_done)
+        services.metrics.log_metrics(evaluation, steps_done)
         services.metrics.log_table("reward_pairs", _table(data, held_out, scores))
     return {
         "accuracy": evaluation["eval/accuracy"],
@@ -80,8 +90,8 @@ def _train(
         "eval_loss": evaluation["eval/loss"],
         "pairs": float(len(held_out)),
         **({"calibration_error": evaluation["eval/calibration_error"]} if services is not None else {}),
-        "score_mean": model.statistics.mean,
-        "score_std": model.statistics.std,
+        "score_mean": statistics.mean,
+        "score_std": statistics.std,
         **metrics,
     }
 

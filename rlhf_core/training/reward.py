@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.seeds import epoch_batches
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
@@ -175,13 +178,32 @@ def evaluate_reward(
     dist.all_reduce(scores)
     scores = scores.cpu()
     engine.module.train()
-    gap = scores[:, 0] - scores[:, 1]
-    metrics = {
+    return _measures(scores, held_out, config), scores
+
+
+def evaluate_saved(
+    config: PipelineConfig, folder: Path, held_out: Sequence[PairExample], pad_id: int, device: str
+) -> tuple[dict[str, float], torch.Tensor]:
+    """As `evaluate_reward`, of the model in `folder` as later stages load it; on one device."""
+    reward = config.reward
+    doing("load the reward model", config.run.timeouts.start)
+    model = load_score_model(
+        folder, dtype=reward.deepspeed.dtype, attention=config.model.attention, device=device
+    ).eval()
+    sequences = [(pair.prompt_ids, ids) for pair in held_out for ids in (pair.chosen_ids, pair.rejected_ids)]
+    batches = whole_list(model, sequences, reward.micro_batch_tokens, pad_id)
+    flat = sequence_scores(model, ScoreStatistics(), batches)
+    scores = torch.tensor(flat, dtype=torch.float64).view(len(held_out), 2)
+    return _measures(scores, held_out, reward), scores
+
+
+def _measures(scores_P2: torch.Tensor, held_out: Sequence[PairExample], config: RewardConfig) -> dict[str, float]:
+    gap = scores_P2[:, 0] - scores_P2[:, 1]
+    return {
         "eval/accuracy": _right(gap).mean().item(),
         "eval/margin": gap.mean().item(),
-        "eval/loss": pair_loss(scores[:, 0], scores[:, 1], held_out, config).item(),
+        "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
     }
-    return metrics, scores
 
 
 def pair_loss(

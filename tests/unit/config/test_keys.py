@@ -96,7 +96,7 @@ IN_NO_KEY = {
     *(f"{section}.{name}" for section in DEEPSPEEDS for name in ("allow_other_ranks", "gradient_checkpointing", "hpz", "ranks")),
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy",
-    "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens", "ppo.reference_ranks",
+    "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens", "ppo.published_loss_limit", "ppo.reference_ranks",
     "ppo.reward_ranks", "ppo.samples_every",
     "ppo.engine.gpu_memory_utilization", "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
     "ppo.engine.max_restarts", "ppo.engine.min_count",

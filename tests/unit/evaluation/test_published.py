@@ -19,10 +19,11 @@ from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import GateFailed, ModelError
 from rlhf_core.evaluation import published
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
-from rlhf_core.evaluation.published import Trained, check_published
+from rlhf_core.evaluation.published import Trained, measure_published
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, whole_list
+from rlhf_core.stages.gates import check_gate
 from tests.tiny_llama import save_tiny_llama
 
 LORA = LoraConfig(r=16, alpha=32)
@@ -60,7 +61,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tra
 
 def check(config: PipelineConfig, artifacts: tuple[Path, Path, Trained]) -> dict[str, float]:
     ppo, sft, trained = artifacts
-    return check_published(config, trained, ppo, sft, pad_id=0, device="cpu")
+    found = measure_published(config, trained, ppo, sft, pad_id=0, device="cpu")
+    check_gate(config, "ppo", found)
+    return found
 
 
 def test_base_and_adapter_are_the_trained_policy_and_a_merge_in_bfloat16_is_not(
@@ -98,7 +101,7 @@ def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(arti
 def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -> None:
     ppo, sft, trained = artifacts
     other = Trained(trained.sequences, [values + 0.1 for values in trained.logprobs])
-    with pytest.raises(GateFailed, match="differ from the trained policy by 0.1 nats per token, more than 0.05"):
+    with pytest.raises(GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.05"):
         check(config_of(), (ppo, sft, other))
 
 

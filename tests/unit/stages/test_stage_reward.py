@@ -1,0 +1,98 @@
+"""What the stage `reward` says of a model with an adapter, with an engine that is scripted (the models are real).
+
+- accuracy, margin and score statistics are those of the merged model that later stages load, not of the one in training
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.models.adapters import merged
+from rlhf_core.models.policy import load_policy
+from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.stages import reward
+from rlhf_core.types import PairExample
+from tests.tiny_llama import save_tiny_llama
+
+PAIRS = [PairExample(f"p{i}", "", (1, 2, 3), (5 + i, 7), (9, 11 + i)) for i in range(12)]
+
+
+def raw_scores(model: Any) -> torch.Tensor:
+    """(P, 2)"""
+    sequences = [(pair.prompt_ids, ids) for pair in PAIRS for ids in (pair.chosen_ids, pair.rejected_ids)]
+    scores = sequence_scores(model.eval(), ScoreStatistics(), whole_list(model, sequences, 4096, 0))
+    return torch.tensor(scores, dtype=torch.float64).view(-1, 2)
+
+
+class Engine:
+    """Trains nothing; saves as the real one does."""
+
+    steps_done = 1
+
+    def __init__(self, model: Any, *_given: Any, **_more: Any) -> None:
+        self.module, self.lora = model, model.lora
+
+    def save_model(self, folder: Path, save: Any) -> None:
+        save(folder, dict(merged(dict(self.module.lm.named_parameters()), self.lora)))
+
+    def save_adapter(self, *_given: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def train(engine: Engine, *_given: Any, **_more: Any) -> dict[str, float]:
+    """A small update: most of it is lost where it is rounded to the grid of bfloat16."""
+    for name, parameter in engine.module.lm.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=3e-4)
+    return {}
+
+
+def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_that_later_stages_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = save_tiny_llama(tmp_path / "start", hidden_size=128)
+    load_policy(start, dtype="bfloat16", attention="sdpa", device="cpu").save(tmp_path / "sft" / "model")
+    in_training: list[torch.Tensor] = []
+
+    def evaluate(engine: Engine, *_given: Any) -> tuple[dict[str, float], torch.Tensor]:
+        in_training.append(raw_scores(engine.module))
+        return {"eval/accuracy": 2.0, "eval/margin": 0.0, "eval/loss": 0.0}, in_training[-1]
+
+    monkeypatch.setattr("rlhf_core.training.engine.TrainingEngine", Engine)
+    monkeypatch.setattr("rlhf_core.training.reward.train_reward", train)
+    monkeypatch.setattr("rlhf_core.training.reward.evaluate_reward", evaluate)
+    monkeypatch.setattr("rlhf_core.data.dataset.load_pairs", lambda folder, split: PAIRS)
+    decoder: Any = SimpleNamespace(pad=0)
+    monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda folder: decoder)
+    monkeypatch.setattr(reward, "_table", lambda *_given: [])
+    monkeypatch.setattr(reward, "_examine", lambda pairs, scores, out, services: {"eval/calibration_error": 0.0})
+    tree = {"run": {"device": "cpu"}, "reward": {"lora": {}, "deepspeed": {"dtype": "bfloat16"}}}
+    config = PipelineConfig.model_validate_json(json.dumps(tree))
+    logged: dict[str, float] = {}
+    services: Any = SimpleNamespace(
+        name_of=lambda stage: stage,
+        metrics=SimpleNamespace(
+            log_metrics=lambda metrics, step: logged.update(metrics), log_table=lambda *_given: None
+        ),
+    )
+    rank: Any = SimpleNamespace(torch_device="cpu")
+    metrics = reward._train(rank, config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", services)
+
+    loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
+    scores = raw_scores(loaded)
+    assert not torch.equal(scores, in_training[0]) and logged["eval/merge_gap"] > 0
+    assert loaded.statistics == ScoreStatistics.of(scores)
+    assert (metrics["score_mean"], metrics["score_std"]) == (loaded.statistics.mean, loaded.statistics.std)
+    assert metrics["accuracy"] == ((scores[:, 0] > scores[:, 1]).double().mean().item())
+    assert metrics["margin"] == (scores[:, 0] - scores[:, 1]).mean().item()
