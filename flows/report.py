@@ -23,8 +23,10 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
     stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null where not known
     reward.accuracy                             held-out accuracy of the reward model
+    reward.accuracy_exchanged                   the same with the prompts of the pairs exchanged
     evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}   where a true reward exists; likewise reward_model and
                                                 rules/<name>; difference: paired by prompt, policy minus SFT
+    evaluate.gold_reward_exchanged              likewise, each response judged against the prompt of another
     evaluate.win_rate.{mean,low,high}           policy against SFT
     evaluate.judge, evaluate.judge_trained_on   who decided the wins, and whether the policy was trained on it
     evaluate.kl                                 nats per response
@@ -48,7 +50,8 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
         **identity,
     }
     if "reward" in records and "accuracy" in records["reward"].ref.metrics:
-        summary["reward"] = {"accuracy": records["reward"].ref.metrics["accuracy"]}
+        found = records["reward"].ref.metrics
+        summary["reward"] = {name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found}
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
     for name in ("ppo", "evaluate", "register"):
@@ -109,15 +112,20 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
+_LABELS = {"gold_reward_exchanged": "gold reward, prompts exchanged"}
+
+
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The findings of a run as (name, value) rows, in words."""
     rows: list[tuple[str, str]] = []
     if "reward" in summary:
         rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
+        if "accuracy_exchanged" in summary["reward"]:
+            rows.append(("the same, prompts exchanged", f"{summary['reward']['accuracy_exchanged']:.3f}"))
     evaluation = summary.get("evaluate", {})
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
-            label = measure.removeprefix("rules/").replace("_", " ")
+            label = _LABELS.get(measure, measure.removeprefix("rules/").replace("_", " "))
             rows += [(f"{label}, {name}", _with_interval(values[who])) for who, name in _WHO.items() if who in values]
     if "win_rate" in evaluation:
         rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))

@@ -85,7 +85,7 @@ def _model(config: PipelineConfig) -> Iterator[Finding]:
 
 def _consistency(config: PipelineConfig) -> Iterator[Finding]:
     judge, ppo = config.evaluate.judge, config.ppo
-    rules = [source for source in ppo.rewards if not isinstance(source, ModelReward)]
+    rules = [source for source in ppo.rewards if not isinstance(source, ModelReward) and source.weight]
     if config.reward.enabled and not config.data.preference:
         yield ConfigError(
             "reward.enabled: is true, but data.preference is empty; add pairs, or set reward.enabled=false"
@@ -95,7 +95,9 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
     if judge == "reward_model" and not config.reward.enabled:
         yield ConfigError("evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules")
     if judge == "rules" and not rules:
-        yield ConfigError("evaluate.judge: rules needs a rule in ppo.rewards; got none; use auto or reward_model")
+        yield ConfigError(
+            "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or reward_model"
+        )
     if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
         yield ConfigError("evaluate.judge: gold knows the demo task only; got other data.prompts; use auto")
     if config.sft.deepspeed.ranks > config.sft.batch_size:

@@ -104,6 +104,7 @@ def _headline(report: Report) -> str:
 
 
 _MEASURES = (("gold_reward", "Gold reward"), ("reward_model", "Reward model"))
+_EXCHANGED = "Gold reward, exchanged prompts"
 
 
 def _verdict(rate: Mapping[str, float]) -> tuple[str, str]:
@@ -133,6 +134,8 @@ def _results_table(evaluation: Mapping[str, Any]) -> str:
     for key, label in _MEASURES:
         if evaluation.get(key):
             rows.append(_interval_row(label, evaluation[key]))
+        if key == "gold_reward" and evaluation.get("gold_reward_exchanged"):
+            rows.append(_interval_row(_EXCHANGED, evaluation["gold_reward_exchanged"]))
     for name, pair in evaluation["rules"].items():
         rows.append(_interval_row(f"Rule: {name}", pair))
     rows.append(_interval_row("Length (tokens)", evaluation["lengths"], digits=1))
@@ -175,13 +178,18 @@ def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _footnote(evaluation: Mapping[str, Any]) -> str:
+    exchanged = (
+        f" {_EXCHANGED}: each response is scored against the prompt of another; a policy that reads its prompts scores lower."
+        if evaluation.get("gold_reward_exchanged")
+        else ""
+    )
     return (
         f"<p class=quiet>{evaluation['prompts']} held-out prompts, the same for both models and with the same seeds; one "
         f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts; that of "
         "a change is of the difference prompt by prompt. What another training run (another seed) would give is not in "
         "these intervals. Distinct n-grams are counted over equally many n-grams of either model. Wins "
         f"are decided by {_text(_judge(evaluation))}, in both orders, "
-        f"which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts changed).</p>"
+        f"which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts changed).{exchanged}</p>"
     )
 
 

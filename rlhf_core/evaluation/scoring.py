@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 
 def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
-    """The sources of `ppo.rewards` that need no reward model."""
-    return tuple(source for source in config.ppo.rewards if not isinstance(source, ModelReward))
+    """The sources of `ppo.rewards` that need no reward model. A gold reward that is only watched is not among them:
+    evaluation measures the gold reward anyway."""
+    return tuple(
+        source
+        for source in config.ppo.rewards
+        if not isinstance(source, ModelReward) and not (isinstance(source, GoldReward) and source.weight == 0)
+    )
 
 
 def has_gold(prompts: Sequence[PromptExample]) -> bool:
@@ -36,7 +41,11 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
 
     Raises `ConfigError` if `evaluate.judge` asks for one that this run does not have.
     """
-    possible = {"gold": gold_known, "reward_model": config.reward.enabled, "rules": bool(rule_sources(config))}
+    possible = {
+        "gold": gold_known,
+        "reward_model": config.reward.enabled,
+        "rules": any(source.weight for source in rule_sources(config)),
+    }
     available = [name for name, there in possible.items() if there]
     wanted = config.evaluate.judge
     if wanted == "auto" and available:
@@ -45,7 +54,7 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
         return wanted
     raise ConfigError(
         f"evaluate.judge must name a judge that this run has; got {wanted}; use {' or '.join(['auto', *available])} "
-        "(gold needs the synthetic task, reward_model a trained reward model, rules a rule in ppo.rewards)"
+        "(gold needs the synthetic task, reward_model a trained reward model, rules a rule of some weight in ppo.rewards)"
     )
 
 

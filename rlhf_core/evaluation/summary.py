@@ -168,7 +168,8 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {"kl": evaluation["kl"]}
-    pairs = {name: evaluation[name] for name in ("gold_reward", "reward_model") if evaluation[name]}
+    names = ("gold_reward", "gold_reward_exchanged", "reward_model")
+    pairs = {name: evaluation[name] for name in names if evaluation.get(name)}
     pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
     for name, pair in pairs.items():
         flat |= {f"{name}/{model}/{part}": value for model, mean in pair.items() for part, value in mean.items()}

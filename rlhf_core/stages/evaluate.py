@@ -16,6 +16,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.history import History, read_history
 from rlhf_core.evaluation.judge import ScoreJudge, compare
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
@@ -60,6 +61,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
+    evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
     evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation)
@@ -106,7 +108,8 @@ def _measure(
         report()
     if sources:
         batch = scoring.score_rules(sources, both, code_digests(config.ppo.rewards, services.sources))
-        measures["rules"] = pair(batch.total)
+        if any(source.weight for source in sources):
+            measures["rules"] = pair(batch.total)
         rules = {name: pair(values) for name, values in batch.by_source.items()}
         report()
     policy = policy_files(config, services.inputs["ppo"], services.inputs["sft"])

@@ -44,6 +44,7 @@ def _train(
 
     from rlhf_core.data.dataset import load_pairs, require_margins
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.evaluation.exchange import exchange_pairs
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.score import ScoreStatistics, load_score_model
     from rlhf_core.training.engine import TrainingEngine
@@ -68,6 +69,8 @@ def _train(
     metrics = train_reward(engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services)
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     statistics = model.statistics = ScoreStatistics.of(scores)
+    exchanged = exchange_pairs(held_out)
+    of_exchanged = {} if exchanged is None else evaluate_reward(engine, exchanged, reward, pad_id)[0]
     engine.save_model(out / "model", model.save)
     engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
     steps_done = engine.steps_done
@@ -78,14 +81,19 @@ def _train(
             # Later stages load the merge, rounded to `dtype`: what is said of the model must be said of that one.
             trained = scores
             evaluation, scores = evaluate_saved(config, out / "model", held_out, pad_id, rank.torch_device)
+            if exchanged is not None:
+                of_exchanged, _ = evaluate_saved(config, out / "model", exchanged, pad_id, rank.torch_device)
             evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
             statistics = ScoreStatistics.of(scores)
             statistics.save(out / "model")
+        if of_exchanged:
+            evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
         evaluation |= _examine(held_out, scores.numpy(), out, services)
         services.metrics.log_metrics(evaluation, steps_done)
         services.metrics.log_table("reward_pairs", _table(data, held_out, scores))
     return {
         "accuracy": evaluation["eval/accuracy"],
+        **({"accuracy_exchanged": of_exchanged["eval/accuracy"]} if of_exchanged else {}),
         "margin": evaluation["eval/margin"],
         "eval_loss": evaluation["eval/loss"],
         "pairs": float(len(held_out)),

@@ -147,6 +147,8 @@ def test_every_stage_runs_on_s3_and_the_summary_has_its_numbers(golden: Golden) 
     assert all(not stage["reused"] and stage["seconds"] > 0 for stage in stages.values())
     assert all(stage["artifact"].startswith(golden.url) for stage in stages.values())
     assert 0.5 <= summary["reward"]["accuracy"] <= 1
+    assert 0 <= summary["reward"]["accuracy_exchanged"] <= 1
+    assert set(summary["evaluate"]["gold_reward_exchanged"]) >= {"sft", "ppo"}
     for model in ("sft", "ppo"):
         interval = summary["evaluate"]["gold_reward"][model]
         assert interval["low"] <= interval["mean"] <= interval["high"]

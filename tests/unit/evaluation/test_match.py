@@ -26,7 +26,7 @@ from tests.small_ppo import services as nowhere
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
-    for subject in ("fox", "cat", "dog", "hen")
+    for subject in ("fox", "cat", "dog", "bear")
     for place in ("in the garden", "on the roof")
 ]
 GOOD, BAD = "It is kind and gentle. It has a warm voice.", "It is rotten and dull."

@@ -26,7 +26,7 @@ from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, Servic
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
-    for subject in ("fox", "cat", "dog", "hen")
+    for subject in ("fox", "cat", "dog", "bear")
     for place in ("in the garden", "on the roof")
 ]
 RULES = [{"type": "length", "target": 20, "tolerance": 20}, {"type": "well_formed", "normalize": "batch"}]
@@ -208,6 +208,20 @@ def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, serv
 )
 def test_a_judge_that_the_policy_was_trained_on_is_known(measure: str, rewards: Any, trained: bool) -> None:
     assert scoring.trained_on(config_of(rewards), measure) is trained
+
+
+def test_exchanged_prompts_lower_the_gold_reward_of_the_policy_that_reads_them(
+    scripted: Any, services: Services
+) -> None:
+    result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), services)
+    found = read(services)
+    own, exchanged = found["gold_reward"], found["gold_reward_exchanged"]
+    assert exchanged["ppo"]["mean"] < own["ppo"]["mean"] - 0.3
+    assert exchanged["sft"]["mean"] == own["sft"]["mean"]  # its answer is always the same
+    assert result.metrics["gold_reward_exchanged/ppo/mean"] == exchanged["ppo"]["mean"]
+    assert "exchanged prompts" in (services.out / "report.html").read_text()
+    # A gold reward that is only watched is no rule: gold is measured anyway.
+    assert found["rules"] == {}
 
 
 def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, services: Services) -> None:

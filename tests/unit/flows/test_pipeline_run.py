@@ -179,7 +179,10 @@ EVALUATION = {
 
 
 def records(*stages: StageName) -> dict[StageName, StageRecord]:
-    metrics: dict[str, dict[str, float]] = {"reward": {"accuracy": 0.9, "margin": 1.0}, "evaluate": EVALUATION}
+    metrics: dict[str, dict[str, float]] = {
+        "reward": {"accuracy": 0.9, "accuracy_exchanged": 0.6, "margin": 1.0},
+        "evaluate": EVALUATION,
+    }
     return {stage: StageRecord(ref(stage, **metrics.get(stage, {})), 2.5, stage == "data") for stage in stages}
 
 
@@ -196,7 +199,8 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["stages"]["data"]["reused"] is True
     assert summary["stages"]["ppo"]["seconds"] == 60.0
     assert summary["stages"]["ppo"]["artifact"] == "/store/ppo"
-    assert summary["reward"]["accuracy"] == 0.9
+    assert summary["reward"] == {"accuracy": 0.9, "accuracy_exchanged": 0.6}
+    assert ("the same, prompts exchanged", "0.600") in results(summary)
     assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
     assert summary["evaluate"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
     assert summary["evaluate"]["kl"] == 3.5
