@@ -27,11 +27,12 @@ from flows.report import nothing_made, reuse_sentence, run_markdown, summarize
 from flows.settings import checked_config
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.checkrewards import module_file
+from rlhf_core.config.data import Source
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import decisive, pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.data.sources import pinned, source_digests
+from rlhf_core.data.sources import kind_of, pinned, source_digests, source_name
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
 from rlhf_core.processes import ProcessId, lives
 from rlhf_core.stages.spec import StageSpec
@@ -40,7 +41,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.tracker import Status, Tracking, open_tracking
+from rlhf_core.tracking.tracker import DataSet, Status, Tracking, open_tracking, origin_tags
 from rlhf_core.types import STAGES, ArtifactRef, StageName
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Pipeline:
         """Ask MLflow for the run of this pipeline, if it has not answered yet."""
         if self.parent_run_id is None:
             self.parent_run_id = self.tracking.parent_run(self.key, self.name, self.tags, flat(self.config))
+            self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
 
     def wants(self, stage: StageName) -> bool:
         """Whether this run has `stage` at all: `--until` ends it, and no reward model may be asked for."""
@@ -291,7 +293,9 @@ def open_pipeline(
     run = Pipeline(pinned(settings), config, start, until)
     if differs := run.left_unfinished():
         log.warning("%s", differs)
-    run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(versions()), **tags}
+    made_by = versions()
+    origin = origin_tags(config, made_by.get("git", ""))
+    run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(made_by), **origin, **tags}
     run.ensure_parent()
     run.save_state("running")
     state: str = "stopped"
@@ -341,6 +345,30 @@ def outside_digests(config: PipelineConfig) -> dict[str, str]:
     return source_digests(config) | rewards
 
 
+def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSet]:
+    """The data sources of `config` as MLflow knows data sets; `digests` as `source_digests` names them."""
+    found = []
+    for section in ("sft", "preference", "prompts"):
+        sources: tuple[Source, ...] = getattr(config.data, section)
+        for index, source in enumerate(sources):
+            place = f"data.{section}[{index}]"
+            kind, address = _address(source)
+            # A file has a sha256; the hub and the demo task a name, of which MLflow has no room for all.
+            digest = digests[place] if kind in ("local", "s3") else hashlib.sha256(digests[place].encode()).hexdigest()
+            found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
+    return found
+
+
+def _address(source: Source) -> tuple[str, dict[str, Any]]:
+    """Type and address of a source as MLflow's own sources write them."""
+    kind = kind_of(source.path)
+    if kind == "hub":
+        return "hugging_face", {"path": source.path, "split": source.split, "revision": source.revision}
+    if kind == "synthetic":
+        return "code", {"tags": {"mlflow.source.name": "rlhf_core/data/synthetic.py", "mlflow.source.type": "LOCAL"}}
+    return kind, {"uri": source.path}
+
+
 def flow_run_tags() -> dict[str, str]:
     """Tags by which an MLflow run leads back to the flow run that it belongs to."""
     from prefect import runtime
@@ -348,4 +376,6 @@ def flow_run_tags() -> dict[str, str]:
     tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
     if EMBEDDED not in os.environ:
         tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
+    if runtime.deployment.id:
+        tags["mlflow.source.type"] = "JOB"
     return {name: str(value) for name, value in tags.items() if value}

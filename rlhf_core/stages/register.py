@@ -49,6 +49,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         run_id=ppo.mlflow_run_id,
         tags=_tags(config, lineage, content, digest),
         evaluation=Evaluation.of(content, reward.digest if reward else None),
+        metrics=lineage.inputs["evaluate"].metrics,
+        evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
     tracking = open_tracking(config)
     tracking.wait(TRACKER_SECONDS)

@@ -29,7 +29,8 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, await_holder, claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.tracking.tracker import StageRun, open_tracking
+from rlhf_core.storage.versions import versions
+from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
 from rlhf_core.watch import Watch, idle, leave_part, take_part
 
@@ -60,7 +61,10 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
         spec.key,
         params=_params(spec),
         attempt=fence.attempt,
-        tags={"rlhf.attempt": str(fence.attempt)},
+        tags={
+            "rlhf.attempt": str(fence.attempt),
+            **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions().get("git", "")),
+        },
         inputs={str(name): ref for name, ref in spec.inputs.items()},
         pipeline=(spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None,
     )

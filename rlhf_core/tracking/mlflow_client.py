@@ -12,13 +12,13 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
+from rlhf_core.tracking.troubles import UnusableAnswer
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -34,6 +34,11 @@ _LAST_SECONDS = 3
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
+_MODEL_NAME = re.compile(r"[/:.%\"']")
+"""Not allowed in the name of a logged model."""
+_VERSIONS = "mlflow.modelVersions"
+_DATASET_NAME, _DATASET_DIGEST = 500, 36
+"""Longest of a data set."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,21 @@ class RunState:
     params: Mapping[str, str]
     last_steps: Mapping[str, int]
     """Highest recorded step of each metric."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What a run reads: where it is and which, no data."""
+
+    name: str
+    digest: str
+    """The first 36 characters count."""
+    source_type: str
+    """As MLflow calls its own sources: local, s3, hugging_face, code."""
+    source: Mapping[str, Any]
+    """Where it is, as MLflow's source of that type describes it."""
+    profile: Mapping[str, float] = field(default_factory=dict)
+    """Counts."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +134,10 @@ class Mlflow:
         location = artifacts_of(database) if database else None
         try:
             # Without the tag MLflow's pages open in their view for prompts and traces.
-            tags = {"mlflow.experimentKind": "custom_model_development"}
+            tags = {
+                "mlflow.experimentKind": "custom_model_development",
+                "mlflow.note.content": "Runs of the RLHF pipeline: one per configuration and data, with a run per stage below.",
+            }
             made = self._client.create_experiment(self._experiment, artifact_location=location, tags=tags)
             return _identity(made, "experiment")
         except MlflowException:
@@ -194,13 +217,69 @@ class Mlflow:
         if new:
             self.set_tags(run_id, {tag: json.dumps([*known, *new])})
 
-    def log_dataset(self, run_id: str, *, name: str, digest: str, uri: str, context: str) -> None:
-        """A data set as an input of the run: its address and digest, no data. Logging it twice adds nothing."""
+    def log_datasets(self, run_id: str, datasets: Iterable[DataSet], context: str) -> None:
+        """Data sets as inputs of the run: addresses and digests, no data. Logging one twice adds nothing. `context`: what
+        for, such as `training`."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        kind = "s3" if uri.startswith("s3://") else "local"
-        dataset = Dataset(name=name, digest=digest[:36], source_type=kind, source=json.dumps({"uri": uri}))
-        self._client.log_inputs(run_id, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", context)])])
+        tags = [InputTag("mlflow.data.context", context)]
+        entries = [
+            Dataset(
+                name=entry.name[:_DATASET_NAME],
+                digest=entry.digest[:_DATASET_DIGEST],
+                source_type=entry.source_type,
+                source=json.dumps(dict(entry.source)),
+                profile=json.dumps(dict(entry.profile)) if entry.profile else None,
+            )
+            for entry in datasets
+        ]
+        if entries:
+            self._client.log_inputs(run_id, datasets=[DatasetInput(entry, tags) for entry in entries])
+
+    # Logged models
+
+    def log_model(self, name: str, *, key: tuple[str, str], run_id: str, tags: Mapping[str, str]) -> str:
+        """The logged model with the tag `key`, found or made as an output of the run: MLflow keeps its record and not its
+        files. Returns its id."""
+        from mlflow.entities import LoggedModelOutput
+
+        key_name, key_value = key
+        text = f"tags.`{key_name}` = '{_quoted(key_value)}'"
+        if found := self._client.search_logged_models([self.experiment_id], filter_string=text):
+            model_id = _identity(found[0].model_id, "model")
+        else:
+            everything = {**tags, key_name: key_value, "mlflow.model.isExternal": "true"}
+            made = self._client.create_logged_model(
+                self.experiment_id,
+                name=_MODEL_NAME.sub("_", name),
+                source_run_id=run_id,
+                tags=everything,
+                model_type="policy",
+            )
+            model_id = _identity(made.model_id, "model")
+        # Each of the rest may have been left out by a kill, and MLflow takes none but the first a second time.
+        self._client.finalize_logged_model(model_id, "READY")
+        outputs = self._client.get_run(run_id).outputs
+        if outputs is None or model_id not in [output.model_id for output in outputs.model_outputs]:
+            self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
+        return model_id
+
+    def log_model_metrics(self, run_id: str, model_id: str, metrics: Mapping[str, float]) -> None:
+        """What the run measured of the logged model, which becomes an input of it; the same twice adds nothing."""
+        from mlflow.entities import LoggedModelInput, Metric
+
+        state = self._client.get_run(run_id)
+        time = int(state.info.start_time)
+        self._client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
+        points = [Metric(clean_name(name), value, time, 0, model_id=model_id) for name, value in metrics.items()]
+        self._client.log_batch(run_id, metrics=points)
+
+    def link_version(self, model_id: str, name: str, version: str) -> None:
+        """Tell the logged model which version of a registered model it is, as MLflow's own `register_model` does."""
+        known = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
+        entry = {"name": name, "version": int(version)}
+        if not any((e["name"], str(e["version"])) == (name, version) for e in known):
+            self._client.set_logged_model_tags(model_id, {_VERSIONS: json.dumps([*known, entry])})
 
     def system_metrics(self, run_id: str) -> Any:
         """MLflow's sampler of CPU, memory and GPU, started; `finish()` ends it."""
@@ -270,28 +349,6 @@ def sqlite_path(uri: str) -> Path | None:
 def clean_name(name: str) -> str:
     """A metric or parameter name that MLflow takes."""
     return _NAME.sub("_", name)[:250].strip() or "_"
-
-
-def reason(error: BaseException) -> str:
-    """What went wrong, in one short line without credentials."""
-    text = printable(" ".join(scrubbed(str(error)).split()))[:160]
-    return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
-
-
-def trouble(error: BaseException) -> str:
-    """Which trouble MLflow is in, and how to end it if the user can: what follows "MLflow at ADDRESS" in a message."""
-    status = getattr(error, "get_http_status_code", lambda: 0)()
-    code = getattr(error, "error_code", "")
-    if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
-        fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        return f"refuses these credentials ({reason(error)}); {fix}"
-    if 400 <= status < 500 or isinstance(error, UnusableAnswer):
-        return f"does not take this ({reason(error)})"
-    return f"does not answer ({reason(error)})"
-
-
-class UnusableAnswer(Exception):
-    """A success by its status, without what was asked for."""
 
 
 def _identity(value: Any, what: str) -> str:

@@ -7,15 +7,19 @@ Whether a candidate becomes champion is decided by a match against the present o
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError, RLHFError
 from rlhf_core.failpoints import failpoint
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, reason
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
+from rlhf_core.tracking.troubles import reason, trouble
+
+log = logging.getLogger(__name__)
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 POLICY = "rlhf.policy_digest"
@@ -124,6 +128,10 @@ class Candidate:
     tags: Mapping[str, str]
     """Lineage."""
     evaluation: Evaluation
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Headline numbers of its evaluation."""
+    evaluation_run_id: str | None = None
+    """MLflow run that measured them."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,7 @@ def register(
         mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
         version, created = _find_or_create(mlflow, model, candidate)
         failpoint("register.created")
+        _log_model(mlflow, model, version.version, candidate)
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
     while champion is None or champion.version != version.version:
@@ -256,6 +265,24 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
     )
     run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
     return mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description), True
+
+
+def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -> None:
+    """Record the candidate as an output of the run that trained it, with its version and what its evaluation measured.
+
+    Does without where MLflow does not take it: a server older than MLflow 3 knows no logged models.
+    """
+    if not candidate.run_id or not mlflow.has_run(candidate.run_id):
+        return
+    tags = {"rlhf.source": candidate.source, **candidate.tags}
+    try:
+        model_id = mlflow.log_model(model, key=(POLICY, candidate.policy_digest), run_id=candidate.run_id, tags=tags)
+        mlflow.link_version(model_id, model, version)
+        if candidate.evaluation_run_id and mlflow.has_run(candidate.evaluation_run_id):
+            mlflow.log_model_metrics(candidate.evaluation_run_id, model_id, candidate.metrics)
+    except Exception as error:
+        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
+        log.warning("MLflow at %s %s: version %s has no logged model.", address, trouble(error), version)
 
 
 def _compare(rule: str, candidate: float, champion: float) -> Decision:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, trouble
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name
 from rlhf_core.tracking.spool import Spool
+from rlhf_core.tracking.troubles import trouble
 
 log = logging.getLogger(__name__)
 

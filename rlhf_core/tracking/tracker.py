@@ -7,10 +7,12 @@ warning.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,13 +23,14 @@ from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, hurry, sqlite_path, trouble
+from rlhf_core.tracking.mlflow_client import DataSet, Mlflow, Point, RunState, clean_name, hurry, sqlite_path
 from rlhf_core.tracking.registry import has_version
 from rlhf_core.tracking.spool import Spool, next_attempt
 from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
+from rlhf_core.tracking.troubles import trouble
 from rlhf_core.types import ArtifactRef
 
-__all__ = ["StageRun", "Status", "Tracking", "open_tracking"]
+__all__ = ["DataSet", "StageRun", "Status", "Tracking", "open_tracking", "origin_tags"]
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +108,9 @@ class Tracking:
     ) -> StageRun:
         """The run of one stage under `parent_id`, found by its stage key or created. Works when the tracker is down.
 
-        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the stage reads; the data artifact is logged as the run's data set. `pipeline`: its key and name, by which the parent is found or made
-        where `parent_id` is not known because the tracker did not answer earlier.
+        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the
+        stage reads; the data artifact is logged as the run's data set. `pipeline`: its key and name, by which the parent
+        is found or made where `parent_id` is not known because the tracker did not answer earlier.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
@@ -116,11 +120,11 @@ class Tracking:
             if parent is None and pipeline is not None:
                 parent = self._find_or_create({PIPELINE_KEY: pipeline[0]}, pipeline[1], {}, {}).run_id
             identity = _stage_identity(parent, key)
-            state = self._find_or_create(identity, stage, {STAGE: stage, **facts, **(tags or {})}, params or {})
+            about = {STAGE: stage, _DESCRIPTION: f"Stage `{stage}`, key `{key}`.", **facts, **(tags or {})}
+            state = self._find_or_create(identity, stage, about, params or {})
             if (data := inputs.get("data")) is not None:
-                self.mlflow.log_dataset(
-                    state.run_id, name=f"data-{data.key}", digest=data.digest, uri=data.uri, context="training"
-                )
+                context = "evaluation" if stage in ("evaluate", "register") else "training"
+                self.mlflow.log_datasets(state.run_id, [_artifact(data)], context)
             return state
 
         spool = Spool(self._spool_folder(stage, key), attempt)
@@ -168,6 +172,11 @@ class Tracking:
                 self.mlflow.log_points(state.run_id, points)
 
         self._try(log_all)
+
+    def log_datasets(self, run_id: str | None, datasets: Iterable[DataSet]) -> None:
+        """What a pipeline reads from outside, as inputs of its run."""
+        if run_id is not None:
+            self._try(lambda: self.mlflow.log_datasets(run_id, datasets, "training"))
 
     def describe(self, run_id: str | None, text: str, reused: str = "") -> None:
         """Set a run's description. `reused`: a sentence; a description that the run has is then kept, and the sentence
@@ -228,7 +237,10 @@ class Tracking:
             state = self.mlflow.create_run(name, text)
         else:
             self.mlflow.reopen(state.run_id)
-            self.mlflow.set_tags(state.run_id, text)
+            # Who made it first, and what was written about it since, stays.
+            self.mlflow.set_tags(
+                state.run_id, {tag: value for tag, value in text.items() if tag not in (_DESCRIPTION, "mlflow.user")}
+            )
         # Parameters are logged apart from the creation: a kill in between leaves a run that lacks some.
         known = state.params
         missing = {name: value for name, value in params.items() if value is not None and clean_name(name) not in known}
@@ -272,6 +284,24 @@ class Tracking:
 def _page(experiment: str, run_id: str | None) -> str:
     """A run's page in MLflow's view for training; it opens in the one for prompts and traces otherwise."""
     return f"#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
+
+
+def _artifact(data: ArtifactRef) -> DataSet:
+    """The data artifact as MLflow knows data sets, with its counts of rows."""
+    kind = "s3" if data.uri.startswith("s3://") else "local"
+    counts = {name.removeprefix("data/"): value for name, value in data.metrics.items()}
+    return DataSet(f"data-{data.key}", data.digest, kind, {"uri": data.uri}, counts)
+
+
+def origin_tags(source: str, git: str = "") -> dict[str, str]:
+    """MLflow's own tags of who ran what: the user, `source` (a file), and `git`, a commit that may end in `-dirty`."""
+    tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
+    with suppress(OSError, KeyError, ImportError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    if git:
+        tags["mlflow.source.git.commit"] = git.removesuffix("-dirty")
+        tags["mlflow.source.git.dirty"] = str(git.endswith("-dirty")).lower()
+    return tags
 
 
 def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.tracking import bounded_http
-from rlhf_core.tracking.mlflow_client import Mlflow, UnusableAnswer
+from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.tracker import Tracking
+from rlhf_core.tracking.troubles import UnusableAnswer
 
 Serve = Callable[[socket.socket], None]
 

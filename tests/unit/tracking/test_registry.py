@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
@@ -164,6 +165,42 @@ def test_a_crash_between_version_and_aliases_is_repaired_by_the_second_run(
     done = register(mlflow, "m4", candidate("a", 1.0), min_win_rate=0.5)
     assert (done.version, done.created) == ("1", False)
     assert aliases(mlflow, "m4") == {"candidate": "1", "champion": "1"}
+
+
+def test_a_version_is_linked_to_the_run_that_trained_it_and_to_its_logged_model_with_its_metrics(
+    mlflow: Mlflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained, evaluated = mlflow.create_run("ppo", {}), mlflow.create_run("evaluate", {})
+    policy = replace(
+        candidate("linked", 1.0, note="n"),
+        run_id=trained.run_id,
+        evaluation_run_id=evaluated.run_id,
+        metrics={"win_rate/mean": 0.75, "kl": 3.0},
+    )
+    for _ in range(2):
+        done = register(mlflow, "m.9", policy, min_win_rate=0.5)
+    client = mlflow._client
+    assert client.get_model_version("m.9", done.version).run_id == trained.run_id
+    [output] = client.get_run(trained.run_id).outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    assert (model.name, str(model.status), model.source_run_id) == ("m_9", "READY", trained.run_id)
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "m.9", "version": 1}]
+    assert (model.tags["rlhf.source"], model.tags["note"]) == ("/store/linked/policy", "n")
+    assert {metric.key: metric.value for metric in model.metrics} == policy.metrics
+    assert [entry.model_id for entry in client.get_run(evaluated.run_id).inputs.model_inputs] == [model.model_id]
+    assert "logged model" not in caplog.text
+
+
+def test_a_server_without_logged_models_registers_all_the_same(
+    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*args: object, **more: object) -> None:
+        raise MlflowException("API request to endpoint failed with error code 404", error_code=404)
+
+    monkeypatch.setattr(Mlflow, "log_model", unknown)
+    policy = replace(candidate("old", 1.0), run_id=mlflow.create_run("ppo", {}).run_id)
+    assert register(mlflow, "m10", policy, min_win_rate=0.5).decision.champion
+    assert "version 1 has no logged model" in caplog.text
 
 
 def test_a_champion_without_a_recorded_evaluation_is_not_replaced(mlflow: Mlflow) -> None:

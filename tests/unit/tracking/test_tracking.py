@@ -18,6 +18,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
+from flows.pipeline import data_sets
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.tracking import mlflow_client
@@ -25,7 +26,7 @@ from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking import tracker as tracker_module
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.spool import Spool, next_attempt
-from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking
+from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef
 
 Row = tuple[str, float, int]
@@ -369,13 +370,59 @@ def test_a_reused_stage_shows_its_numbers_and_who_made_it(tracking: Tracking, da
 
 
 def test_the_data_artifact_is_an_input_of_the_run_once(tracking: Tracking, database: Path) -> None:
-    inputs = {"data": ArtifactRef("data", "dk", "e" * 64, "/store/data")}
+    inputs = {"data": ArtifactRef("data", "dk", "e" * 64, "/store/data", {"data/sft_train": 3.0})}
     run = stage(tracking, None, inputs=inputs)
     stage(tracking, None, inputs=inputs)
     from mlflow.tracking import MlflowClient
 
-    found = MlflowClient(f"sqlite:///{database}").get_run(run.run_id).inputs.dataset_inputs
-    assert [(entry.dataset.name, entry.dataset.digest) for entry in found] == [("data-dk", "e" * 36)]
+    [entry] = MlflowClient(f"sqlite:///{database}").get_run(run.run_id).inputs.dataset_inputs
+    assert (entry.dataset.name, entry.dataset.digest) == ("data-dk", "e" * 36)
+    assert (entry.dataset.source_type, json.loads(entry.dataset.source)) == ("local", {"uri": "/store/data"})
+    assert json.loads(entry.dataset.profile) == {"sft_train": 3.0}
+
+
+def test_what_a_pipeline_reads_is_inputs_of_its_run_that_mlflow_can_read_back(
+    tracking: Tracking, database: Path, tmp_path: Path
+) -> None:
+    import mlflow.data
+    from mlflow.tracking import MlflowClient
+
+    sources = [{"path": path} for path in (f"{tmp_path}/a.jsonl", "s3://bucket/b.parquet", "owner/name", "synthetic")]
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "data": {"sft": tuple(sources)}})
+    digests = {f"data.sft[{i}]": str(i) * 64 for i in (0, 1)} | {
+        "data.sft[2]": "hub:owner/name@c",
+        "data.sft[3]": "synthetic@1",
+    }
+    digests |= {f"data.{name}[0]": "synthetic@1" for name in ("preference", "prompts")}
+    parent = tracking.parent_run("p1", "demo")
+    for _ in range(2):
+        tracking.log_datasets(parent, data_sets(config, digests))
+    entries = MlflowClient(f"sqlite:///{database}").get_run(parent).inputs.dataset_inputs
+    found = {entry.dataset.name: entry.dataset for entry in entries}
+    assert set(found) == {
+        "data.sft[0] a.jsonl", "data.sft[1] b.parquet", "data.sft[2] owner/name", "data.sft[3] synthetic",
+        "data.preference[0] synthetic", "data.prompts[0] synthetic",
+    }  # fmt: skip
+    assert found["data.sft[0] a.jsonl"].digest == "0" * 36 and len(found["data.sft[2] owner/name"].digest) == 36
+    kinds = [type(mlflow.data.get_source(found[name])).__name__ for name in sorted(found) if "sft" in name]
+    assert kinds == [
+        "LocalArtifactDatasetSource",
+        "S3ArtifactDatasetSource",
+        "HuggingFaceDatasetSource",
+        "CodeDatasetSource",
+    ]
+
+
+def test_a_run_says_who_ran_what(tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "ada")
+    parent = tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", "c0ffee-dirty"))
+    monkeypatch.setenv("LOGNAME", "bob")
+    tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", "c0ffee"))
+    tags = run_of(database, parent)["tags"]
+    assert tags["mlflow.user"] == "ada", "who made it, not who typed it again"
+    assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("configs/demo.yaml", "LOCAL")
+    assert (tags["mlflow.source.git.commit"], tags["mlflow.source.git.dirty"]) == ("c0ffee", "false")
+    assert origin_tags("x", "c0ffee-dirty")["mlflow.source.git.dirty"] == "true"
 
 
 def test_a_tracker_that_takes_connections_and_says_nothing_costs_a_process_that_must_end_little(
