@@ -285,7 +285,7 @@ def _download(store: Store, manifest: Manifest, target: Path) -> Path:
     try:
         for entry in manifest.files:
             try:
-                store.get_file(f"{manifest.data}/{entry.path}", temporary / entry.path)
+                store.get_file(f"{manifest.data}/{entry.path}", temporary / entry.path, entry.size)
             except FileNotFoundError as error:
                 raise CorruptArtifact(f"{store.uri(manifest.data)}/{entry.path} is missing.") from error
         try:

@@ -27,7 +27,7 @@ class LocalFiles:
             if not (link and _linked(source, temporary)):
                 shutil.copyfile(source, temporary)
 
-    def get_file(self, key: str, target: Path) -> None:
+    def get_file(self, key: str, target: Path, size: int | None = None) -> None:
         with self._errors("read", key), _writing(target) as temporary:
             shutil.copyfile(self._root / key, temporary)
 

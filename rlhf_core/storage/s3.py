@@ -20,7 +20,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +34,16 @@ CONNECT_SECONDS, READ_SECONDS = 5, 20
 REQUEST_SECONDS = 300.0
 """For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than 0.25 MB/s is
 none."""
+SMALL_BYTES = 64 * 2**20
+"""The largest object that is read into memory: manifests are far smaller."""
+LISTED = 100_000
+"""Objects below one folder: a stage's checkpoints are some hundred files."""
 SETTLE_SECONDS = 0.5
 """How long writers of one key wait before they look who won, on servers without conditional puts."""
 
+_LEAST_SECONDS = 10.0
+"""For a call that moves little, also where patience is short: the first one sets the client up."""
+_BYTES_PER_SECOND = 250_000
 _PART_BYTES = 16 * 2**20
 _AT_ONCE = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
@@ -58,11 +65,60 @@ def filesystem(endpoint: str | None) -> Any:
     `endpoint`: address of an S3-compatible server; None: AWS.
     """
     import s3fs
+    from fsspec.callbacks import Callback
+
+    class Arriving(Callback):  # type: ignore[misc]  # untyped
+        """Gives a download the time that its size needs, and ends one that is larger than it may be."""
+
+        def __init__(self, limit: int | None, allow: Callable[[float], None]) -> None:
+            super().__init__()
+            self._limit, self._allow, self._came = limit, allow, 0
+
+        def set_size(self, size: int | None) -> None:
+            self._refuse(size or 0)
+            self._allow((size or 0) / _BYTES_PER_SECOND)
+
+        def relative_update(self, inc: int = 1) -> None:
+            self._came += inc
+            self._refuse(self._came)
+
+        def _refuse(self, size: int) -> None:
+            if self._limit is not None and size > self._limit:
+                raise _TooMuch(f"it sends {size} bytes or more, where {self._limit} were expected")
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
         async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
             # A server that stops reading would hold a request for ever: the client bounds its silence only.
             return await asyncio.wait_for(super()._call_s3(*method, **arguments), REQUEST_SECONDS)
+
+        async def _get_file(self, rpath: str, lpath: str, *, limit: int | None = None, **more: Any) -> None:
+            # Bytes that come one by one keep the client waiting for ever.
+            clock = asyncio.get_running_loop().time
+            async with asyncio.timeout(REQUEST_SECONDS) as end:
+                arriving = Arriving(limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds))
+                await super()._get_file(rpath, lpath, **{**more, "callback": arriving})
+
+        async def _iterdir(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
+            count = 0
+            async for entry in super()._iterdir(*given, **more):
+                count += 1
+                if count > LISTED:
+                    raise _TooMuch(f"it lists more than {LISTED} objects")
+                yield entry
+
+        async def small(self, path: str) -> bytes:
+            """The content of an object of at most SMALL_BYTES."""
+            bucket, key, _ = self.split_path(path)
+            body = (await self._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
+            content = bytearray()
+            try:
+                while part := await body.read(2**16):
+                    content += part
+                    if len(content) > SMALL_BYTES:
+                        raise _TooMuch(f"it sends more than {SMALL_BYTES} bytes for an object that must be small")
+            finally:
+                body.close()
+            return bytes(content)
 
     bounded = Bounded(
         endpoint_url=endpoint,
@@ -91,6 +147,8 @@ class S3Objects:
         self._root = f"{bucket}/{prefix}" if prefix else bucket
         self._endpoint = endpoint
         self._patience = patience
+        self._seconds = max(patience, _LEAST_SECONDS)
+        """For one try of a call that moves little."""
 
     @functools.cached_property
     def _fs(self) -> Any:
@@ -110,8 +168,8 @@ class S3Objects:
     def _refuses(self, probe: str) -> bool:
         refused = False
         try:
-            self._fs.pipe_file(probe, b"first", mode="create")
-            self._fs.pipe_file(probe, b"second", mode="create")
+            self._pipe(probe, b"first", "create")
+            self._pipe(probe, b"second", "create")
         except FileExistsError:
             refused = True
         except OSError as error:
@@ -120,8 +178,8 @@ class S3Objects:
                 raise
             log.debug("conditional put: %s", error)
             # A plain put tells "no conditional puts" from "no access at all".
-            self._fs.pipe_file(probe, b"plain")
-        self._fs.rm_file(probe)
+            self._pipe(probe, b"plain")
+        self._remove(probe)
         return refused
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
@@ -136,17 +194,17 @@ class S3Objects:
 
         self._call("write", key, put)
 
-    def get_file(self, key: str, target: Path) -> None:
+    def get_file(self, key: str, target: Path, size: int | None = None) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
         try:
-            self._call("read", key, lambda: self._fs.get_file(self._path(key), str(temporary)))
+            self._call("read", key, lambda: self._fs.get_file(self._path(key), str(temporary), limit=size))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._call("write", key, lambda: self._fs.pipe_file(self._path(key), data))
+        self._call("write", key, lambda: self._pipe(self._path(key), data))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         if self.read_bytes(key) is not None:
@@ -154,20 +212,22 @@ class S3Objects:
         mode = "create" if self._conditional else "overwrite"
         # After a lost answer a second try meets its own object; reading back tells.
         with contextlib.suppress(FileExistsError):
-            self._call("create", key, lambda: self._fs.pipe_file(self._path(key), data, mode=mode))
+            self._call("create", key, lambda: self._pipe(self._path(key), data, mode))
         if mode == "overwrite":
             time.sleep(SETTLE_SECONDS)
         return self.read_bytes(key) == data
 
     def read_bytes(self, key: str) -> bytes | None:
         try:
-            content: bytes = self._call("read", key, lambda: self._fs.cat_file(self._path(key)))
+            content: bytes = self._call("read", key, lambda: self._within(lambda: self._fs.small(self._path(key))))
         except FileNotFoundError:
             return None
         return content
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        found = self._call("list", prefix, lambda: self._fs.find(self._path(prefix), detail=True))
+        found = self._call(
+            "list", prefix, lambda: self._within(lambda: self._fs._find(self._path(prefix), detail=True))
+        )
         start = len(self._root) + 1
         return {path[start:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
 
@@ -175,7 +235,7 @@ class S3Objects:
         # One by one: the bulk call of s3fs does not report what could not be deleted.
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                self._call("delete", key, functools.partial(self._fs.rm_file, self._path(key)))
+                self._call("delete", key, functools.partial(self._remove, self._path(key)))
 
     def delete_prefix(self, prefix: str) -> None:
         self.delete(sorted(self.sizes(prefix)))
@@ -206,6 +266,28 @@ class S3Objects:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
+    def _remove(self, path: str) -> None:
+        self._within(lambda: self._fs._rm_file(path))
+
+    def _pipe(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
+
+    def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
+        """Run a coroutine of the client, all of its requests and tries, within the time of one call that moves `size`
+        bytes. Raises TimeoutError."""
+        from fsspec.asyn import sync
+
+        seconds = self._seconds + size / _BYTES_PER_SECOND
+
+        async def bounded() -> _T:
+            return await asyncio.wait_for(call(), seconds)
+
+        try:
+            done: _T = sync(self._fs.loop, bounded)
+        except TimeoutError as error:
+            raise TimeoutError(f"no whole answer within {seconds:.0f} s") from error
+        return done
+
     def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
         try:
             return patiently(f"The store could not {action} {self.uri(key)}", self._patience, call)
@@ -234,7 +316,7 @@ def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
                 raise StoreError(
                     f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's policy."
                 ) from error
-            if type(error).__name__ in _HOPELESS:
+            if type(error).__name__ in _HOPELESS or isinstance(error, _TooMuch):
                 raise StoreError(f"{what}: {_reason(error)}") from error
             failed, since = failed + 1, since or time.monotonic()
             pause = _jitter.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**failed))
@@ -244,6 +326,10 @@ def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
                 ) from error
             log.log(logging.WARNING if failed == 1 else logging.DEBUG, "%s (%s); trying again.", what, _reason(error))
             time.sleep(pause)
+
+
+class _TooMuch(OSError):
+    """More than any store of ours holds: this is none, or another's."""
 
 
 @functools.cache

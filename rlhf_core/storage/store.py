@@ -30,7 +30,7 @@ class Backend(Protocol):
     """What `Store` needs of a place. Keys and prefixes are checked before they come here."""
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None: ...
-    def get_file(self, key: str, target: Path) -> None: ...
+    def get_file(self, key: str, target: Path, size: int | None = None) -> None: ...
     def put_bytes(self, key: str, data: bytes) -> None: ...
     def put_if_absent(self, key: str, data: bytes) -> bool: ...
     def read_bytes(self, key: str) -> bytes | None: ...
@@ -79,9 +79,12 @@ class Store:
         for files that nobody will write to any more."""
         self._backend.put_file(local, check_key(key), link=link)
 
-    def get_file(self, key: str, local: Path) -> None:
-        """Copy an object to a local file, which appears whole. Raises FileNotFoundError if there is no such object."""
-        self._backend.get_file(check_key(key), local)
+    def get_file(self, key: str, local: Path, size: int | None = None) -> None:
+        """Copy an object to a local file, which appears whole. Raises FileNotFoundError if there is no such object.
+
+        `size`: bytes that it should have; a bucket that sends more is not read to its end.
+        """
+        self._backend.get_file(check_key(key), local, size)
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Write a small object, replacing what was there."""

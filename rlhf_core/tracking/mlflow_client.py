@@ -238,40 +238,46 @@ class Mlflow:
 
     # Logged models
 
-    def log_model(self, name: str, *, key: tuple[str, str], run_id: str, tags: Mapping[str, str]) -> str:
+    def log_model(
+        self, name: str, *, key: tuple[str, str], run_id: str, tags: Mapping[str, str], description: str
+    ) -> str:
         """The logged model with the tag `key`, found or made as an output of the run: MLflow keeps its record and not its
         files. Returns its id."""
         from mlflow.entities import LoggedModelOutput
 
         key_name, key_value = key
+        run = self._client.get_run(run_id)
         text = f"tags.`{key_name}` = '{_quoted(key_value)}'"
         if found := self._client.search_logged_models([self.experiment_id], filter_string=text):
-            model_id = _identity(found[0].model_id, "model")
+            model = found[0]
         else:
-            everything = {**tags, key_name: key_value, "mlflow.model.isExternal": "true"}
-            made = self._client.create_logged_model(
+            of_the_run = {tag: text for tag, text in run.data.tags.items() if re.match(r"mlflow\.(user|source\.)", tag)}
+            known = {"mlflow.note.content": description, "mlflow.model.isExternal": "true"}
+            model = self._client.create_logged_model(
                 self.experiment_id,
                 name=_MODEL_NAME.sub("_", name),
                 source_run_id=run_id,
-                tags=everything,
+                tags={**of_the_run, **tags, key_name: key_value, **known},
                 model_type="policy",
             )
-            model_id = _identity(made.model_id, "model")
-        # Each of the rest may have been left out by a kill, and MLflow takes none but the first a second time.
+        model_id = _identity(model.model_id, "model")
+        # A kill may have left out each of these, and MLflow does not take an output twice.
         self._client.finalize_logged_model(model_id, "READY")
-        outputs = self._client.get_run(run_id).outputs
-        if outputs is None or model_id not in [output.model_id for output in outputs.model_outputs]:
+        if model_id not in [output.model_id for output in (run.outputs.model_outputs if run.outputs else ())]:
             self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
         return model_id
 
     def log_model_metrics(self, run_id: str, model_id: str, metrics: Mapping[str, float]) -> None:
-        """What the run measured of the logged model, which becomes an input of it; the same twice adds nothing."""
+        """What the run measured of the logged model, on the data set that is its input. The model becomes an input of the
+        run; the same twice adds nothing."""
         from mlflow.entities import LoggedModelInput, Metric
 
-        state = self._client.get_run(run_id)
-        time = int(state.info.start_time)
+        run = self._client.get_run(run_id)
+        data = run.inputs.dataset_inputs[0].dataset if run.inputs and run.inputs.dataset_inputs else None
+        on = {"dataset_name": data.name, "dataset_digest": data.digest} if data else {}
+        time = int(run.info.start_time)
         self._client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
-        points = [Metric(clean_name(name), value, time, 0, model_id=model_id) for name, value in metrics.items()]
+        points = [Metric(clean_name(name), value, time, 0, model_id=model_id, **on) for name, value in metrics.items()]
         self._client.log_batch(run_id, metrics=points)
 
     def link_version(self, model_id: str, name: str, version: str) -> None:

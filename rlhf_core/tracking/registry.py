@@ -260,11 +260,13 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
     if mlflow.uri.startswith("http") and "://" not in source:
         # A server takes no bare local path as a source, because it would serve it; this names the place all the same.
         source = f"local-store://{source}"
-    description = (
-        f"Win rate {candidate.evaluation.win_rate:.3f} against the SFT model. Load the folder: {candidate.source}"
-    )
+    description = _description(candidate)
     run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
     return mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description), True
+
+
+def _description(candidate: Candidate) -> str:
+    return f"Win rate {candidate.evaluation.win_rate:.3f} against the SFT model. Load the folder: {candidate.source}"
 
 
 def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -> None:
@@ -276,7 +278,13 @@ def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -
         return
     tags = {"rlhf.source": candidate.source, **candidate.tags}
     try:
-        model_id = mlflow.log_model(model, key=(POLICY, candidate.policy_digest), run_id=candidate.run_id, tags=tags)
+        model_id = mlflow.log_model(
+            model,
+            key=(POLICY, candidate.policy_digest),
+            run_id=candidate.run_id,
+            tags=tags,
+            description=_description(candidate),
+        )
         mlflow.link_version(model_id, model, version)
         if candidate.evaluation_run_id and mlflow.has_run(candidate.evaluation_run_id):
             mlflow.log_model_metrics(candidate.evaluation_run_id, model_id, candidate.metrics)

@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.stages import register as register_stage
-from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
 from rlhf_core.tracking.registry import Candidate, Evaluation, Match, decide, register
 from rlhf_core.types import ArtifactRef, Lineage, Services
 
@@ -170,7 +170,8 @@ def test_a_crash_between_version_and_aliases_is_repaired_by_the_second_run(
 def test_a_version_is_linked_to_the_run_that_trained_it_and_to_its_logged_model_with_its_metrics(
     mlflow: Mlflow, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained, evaluated = mlflow.create_run("ppo", {}), mlflow.create_run("evaluate", {})
+    trained, evaluated = mlflow.create_run("ppo", {"mlflow.user": "ada"}), mlflow.create_run("evaluate", {})
+    mlflow.log_datasets(evaluated.run_id, [DataSet("data-k", "d1", "local", {"uri": "/s"})], "evaluation")
     policy = replace(
         candidate("linked", 1.0, note="n"),
         run_id=trained.run_id,
@@ -186,7 +187,9 @@ def test_a_version_is_linked_to_the_run_that_trained_it_and_to_its_logged_model_
     assert (model.name, str(model.status), model.source_run_id) == ("m_9", "READY", trained.run_id)
     assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "m.9", "version": 1}]
     assert (model.tags["rlhf.source"], model.tags["note"]) == ("/store/linked/policy", "n")
+    assert model.tags["mlflow.user"] == "ada" and "Win rate 0.800" in model.tags["mlflow.note.content"]
     assert {metric.key: metric.value for metric in model.metrics} == policy.metrics
+    assert {metric.dataset_name for metric in model.metrics} == {"data-k"}
     assert [entry.model_id for entry in client.get_run(evaluated.run_id).inputs.model_inputs] == [model.model_id]
     assert "logged model" not in caplog.text
 

@@ -1,0 +1,155 @@
+"""Whatever an S3 server does, each call of the store ends in bounded time and memory, with an error that names it.
+
+The real client against a server on loopback that misbehaves; a sound one is in `tests/integration/test_store_s3.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import RLHFError, StoreError, StoreUnavailable
+from rlhf_core.storage import s3
+from rlhf_core.storage.store import Store
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+PIECE = b"x" * 2**16
+
+
+def _head(handler: BaseHTTPRequestHandler, length: int) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(length))
+    handler.end_headers()
+
+
+def nothing(handler: BaseHTTPRequestHandler) -> None:
+    time.sleep(20)
+
+
+def byte_by_byte(handler: BaseHTTPRequestHandler) -> None:
+    _head(handler, 10_000)
+    while True:
+        handler.wfile.write(b"x")
+        time.sleep(0.1)
+
+
+def without_end(handler: BaseHTTPRequestHandler) -> None:
+    _head(handler, 10**13)
+    while True:
+        handler.wfile.write(PIECE)
+
+
+def pages(keys: int) -> Answer:
+    """Listings of `keys` objects a page, each with a token for another page."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        number = time.monotonic_ns()
+        entries = "".join(f"<Contents><Key>a/{number}-{i}</Key><Size>1</Size></Contents>" for i in range(keys))
+        more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{number}</NextContinuationToken>"
+        body = f"<ListBucketResult><Name>b</Name>{more}{entries}</ListBucketResult>".encode()
+        _head(handler, len(body))
+        handler.wfile.write(body)
+
+    return answer
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Store]]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(s3, "_LEAST_SECONDS", 1.5)
+    monkeypatch.setattr(s3, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(s3, "SMALL_BYTES", 2**20)
+    monkeypatch.setattr(s3, "LISTED", 100)
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Answer) -> Store:
+        class Handler(BaseHTTPRequestHandler):
+            def respond(self) -> None:
+                with suppress(OSError):
+                    answer(self)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = respond
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return Store("s3://bucket/x", f"http://127.0.0.1:{server.server_port}", patience=0.2)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (nothing, StoreUnavailable, "could not read s3://bucket/x/a"),
+        (byte_by_byte, StoreUnavailable, "could not read s3://bucket/x/a"),
+        (without_end, StoreError, "more than 1048576 bytes for an object that must be small"),
+    ],
+)
+def test_reading_a_small_object_ends_in_time_and_memory(
+    answer: Answer, error: type[RLHFError], words: str, bucket: Callable[[Answer], Store]
+) -> None:
+    store = bucket(answer)
+    started = time.monotonic()
+    with pytest.raises(error, match=words):
+        store.read_bytes("a")
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (byte_by_byte, StoreUnavailable, "could not read s3://bucket/x/a"),
+        (without_end, StoreError, "10000000000000 bytes or more, where 5 were expected"),
+    ],
+)
+def test_a_file_that_is_downloaded_ends_in_time_and_size(
+    answer: Answer, error: type[RLHFError], words: str, bucket: Callable[[Answer], Store], tmp_path: Path
+) -> None:
+    store = bucket(answer)
+    started = time.monotonic()
+    with pytest.raises(error, match=words):
+        store.get_file("a", tmp_path / "a", 5 if answer is without_end else None)
+    assert time.monotonic() - started < 8
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (pages(200), StoreError, "it lists more than 100 objects"),
+        (pages(0), StoreUnavailable, "could not list s3://bucket/x/a"),
+        (nothing, StoreUnavailable, "could not list s3://bucket/x/a.*no whole answer within 2 s"),
+        (byte_by_byte, StoreUnavailable, "could not list s3://bucket/x/a"),
+    ],
+    ids=["pages without end", "empty pages without end", "nothing", "byte by byte"],
+)
+def test_a_listing_ends(answer: Answer, error: type[RLHFError], words: str, bucket: Callable[[Answer], Store]) -> None:
+    store = bucket(answer)
+    started = time.monotonic()
+    with pytest.raises(error, match=words):
+        store.list("a")
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize("answer", [nothing, byte_by_byte])
+def test_the_check_before_the_start_ends_soon(answer: Answer, bucket: Callable[[Answer], Store]) -> None:
+    store = bucket(answer)
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=r"store\.url='s3://bucket/x' cannot be used now"):
+        store.check(0.2)
+    assert time.monotonic() - started < 8
