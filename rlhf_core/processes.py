@@ -41,7 +41,8 @@ class ProcessId:
 
     def alive(self) -> bool:
         """Whether it is running still; a zombie is not."""
-        with contextlib.suppress(psutil.Error):
+        # A pid out of a damaged file may be no pid at all.
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 1.0
             return same and process.status() != psutil.STATUS_ZOMBIE

@@ -37,7 +37,7 @@ class ArtifactStore:
         self._store = store
         self._cache = cache
         self._outbox = outbox
-        self._verified: dict[tuple[str, str, str], Path] = {}
+        self._verified: dict[tuple[str, str, str], tuple[Path, _Stamp]] = {}
 
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
         """The artifact of a stage key; None if there is none.
@@ -119,20 +119,21 @@ class ArtifactStore:
         return ref
 
     def fetch(self, ref: ArtifactRef) -> Path:
-        """A local folder with the artifact's files, every one checked against its sha256 (once per process). Read only.
+        """A local folder with the artifact's files, every one checked against its sha256, again only if one has
+        changed since. Read only.
 
         Raises CorruptArtifact, naming the file; the artifact is then set aside, so that the next run makes it again.
         """
         identity = (ref.kind, ref.key, ref.digest)
-        if (known := self._verified.get(identity)) is not None and known.exists():
-            return known
+        if (known := self._verified.get(identity)) is not None and known[1] == _stamp(known[0]):
+            return known[0]
         prefix = _prefix(ref.kind, ref.key)
         manifest = None
         try:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None and manifest.digest == ref.digest:
                 folder = bundles.fetch(self._store, manifest, self._cache)
-                self._verified[identity] = folder
+                self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
             kept = bundles.quarantine(self._store, prefix, error.message, manifest)
@@ -199,6 +200,15 @@ class ArtifactStore:
             )
         except KeyError as error:
             raise CorruptArtifact(f"The manifest of {manifest.prefix} has no entry {error}.") from error
+
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+def _stamp(folder: Path) -> _Stamp:
+    """Path, inode, size and time of change of every file: what a changed file cannot keep without intent."""
+    found = [(path.relative_to(folder).as_posix(), path.lstat()) for path in sorted(folder.rglob("*"))]
+    return tuple((name, state.st_ino, state.st_size, state.st_ctime_ns) for name, state in found)
 
 
 def _prefix(kind: str, key: str) -> str:

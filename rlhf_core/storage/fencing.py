@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import time
 import uuid
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS = 60.0
 """A stage whose flow was killed may take 20 s to stop, and its guard some more."""
 _TRIES = 1000
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a record raises that is not as `claim` wrote it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_
         if time.monotonic() > deadline:
             raise StageHeld(
                 f"stage {name} of this configuration is being made by {where}; wait until it is done, or end "
-                f"its run (kill {_run_of(holder)}) and type the command again"
+                f"its run{_how_to_end(holder)} and type the command again"
             )
         if not said:
             log.warning("stage %s is held by %s, which is waited for, %g s at most", name, where, seconds)
@@ -104,7 +107,7 @@ def _key(stage_key: str, attempt: int) -> str:
 
 def _latest(store: Store, stage_key: str) -> int:
     names = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in store.list(_folder(stage_key)))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
 
 
 def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
@@ -112,10 +115,16 @@ def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
     try:
         content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
         holder = ProcessId(int(content["pid"]), float(content["started"]))
-    except (ValueError, KeyError, TypeError):
+    except _DAMAGED:
         return None
     other = holder.pid != os.getpid()
     return holder if other and lives(holder.pid, holder.started, content.get("host", "")) else None
+
+
+def _how_to_end(holder: ProcessId) -> str:
+    """The command, unless that would end the whole machine or container."""
+    run = _run_of(holder)
+    return f" (kill {run})" if run > 1 else ""
 
 
 def _run_of(holder: ProcessId) -> int:
@@ -131,5 +140,5 @@ def _holder(store: Store, stage_key: str, attempt: int) -> str:
     try:
         content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
         return f"process {content['pid']} on {content['host']}, since {content['time']}"
-    except (ValueError, KeyError, TypeError):
+    except _DAMAGED:
         return "by an unknown process"

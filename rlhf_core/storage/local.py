@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import uuid
@@ -11,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import StoreError
-from rlhf_core.storage.store import TEMPORARY
+from rlhf_core.storage.store import SMALL_BYTES, TEMPORARY
+
+log = logging.getLogger(__name__)
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
 
@@ -23,6 +26,7 @@ class LocalFiles:
         self._root = root
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
+        self._set_folder_aside(key)
         with self._errors("write", key), _writing(self._root / key) as temporary:
             if not (link and _linked(source, temporary)):
                 shutil.copyfile(source, temporary)
@@ -32,11 +36,13 @@ class LocalFiles:
             shutil.copyfile(self._root / key, temporary)
 
     def put_bytes(self, key: str, data: bytes) -> None:
+        self._set_folder_aside(key)
         with self._errors("write", key), _writing(self._root / key) as temporary:
             temporary.write_bytes(data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         target = self._root / key
+        self._set_folder_aside(key)
         temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
         with self._errors("create", key):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +55,15 @@ class LocalFiles:
                 _fsync(target.parent)
 
     def read_bytes(self, key: str) -> bytes | None:
+        path = self._root / key
         with self._errors("read", key):
             try:
-                return (self._root / key).read_bytes()
+                if not path.is_file():
+                    # A folder or a device in the place of an object is one that is damaged; a pipe would never end.
+                    return b"" if path.exists() else None
+                if (size := path.stat().st_size) > SMALL_BYTES:
+                    raise StoreError(f"{path} has {size} bytes; an object of its kind has {SMALL_BYTES} at most.")
+                return path.read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -71,6 +83,7 @@ class LocalFiles:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
+            self._set_folder_aside(key)
             with self._errors("delete", key):
                 (self._root / key).unlink(missing_ok=True)
 
@@ -90,6 +103,15 @@ class LocalFiles:
 
     def local_path(self, key: str) -> Path | None:
         return self._root / key
+
+    def _set_folder_aside(self, key: str) -> None:
+        """Rename a folder that lies where an object is to be written or deleted: it is not ours, and it is in the way."""
+        path = self._root / key
+        if path.is_dir() and not path.is_symlink():
+            aside = path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}")
+            with self._errors("rename", key):
+                path.rename(aside)
+            log.error("%s is a folder, which is no object of a store; it is now %s.", path, aside)
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import StoreError, StoreUnavailable
-from rlhf_core.storage.store import TEMPORARY
+from rlhf_core.storage.store import SMALL_BYTES, TEMPORARY
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ CONNECT_SECONDS, READ_SECONDS = 5, 20
 REQUEST_SECONDS = 300.0
 """For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than 0.25 MB/s is
 none."""
-SMALL_BYTES = 64 * 2**20
-"""The largest object that is read into memory: manifests are far smaller."""
 LISTED = 100_000
 """Objects below one folder: a stage's checkpoints are some hundred files."""
 SETTLE_SECONDS = 0.5

@@ -20,6 +20,9 @@ from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailab
 TEMPORARY = ".tmp-"
 """File names that begin so are unfinished writes: never listed, never allowed in a key."""
 
+SMALL_BYTES = 64 * 2**20
+"""The largest object that is read into memory: manifests are far smaller."""
+
 _CHECK_PATIENCE = 2.0
 
 _BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")

@@ -1,0 +1,132 @@
+"""What lies in a local store where an object should: folders, pipes, devices, records that nobody of ours wrote.
+
+Locks: it is noticed as damage, nothing hangs, nothing outside is touched, and the next run makes its result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.errors import CorruptArtifact, StoreError
+from rlhf_core.processes import ProcessId
+from rlhf_core.storage import fencing, local
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import await_holder, claim
+from rlhf_core.storage.store import Store
+from rlhf_core.types import ArtifactRef
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+    (path / "mine").write_text("keep me")
+
+
+STRANGE: dict[str, Callable[[Path], None]] = {
+    "a folder": _folder,
+    "a pipe": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+def publish(store: Store, folder: Path) -> tuple[ArtifactStore, ArtifactRef]:
+    artifacts = ArtifactStore(store, folder / "cache")
+    (folder / "out").mkdir()
+    (folder / "out" / "x.json").write_text("1")
+    return artifacts, artifacts.publish("data", "k", folder / "out", parents={}, metrics={}, config={})
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_something_else_in_the_place_of_a_manifest_is_set_aside_and_the_artifact_made_again(
+    what: str, tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "store")
+    artifacts, ref = publish(store, tmp_path)
+    manifest = tmp_path / "store" / "artifacts" / "data" / "k" / "manifest.json"
+    manifest.unlink()
+    STRANGE[what](manifest)
+    assert artifacts.find("data", "k") is None
+    again = publish(store, tmp_path)[1]
+    assert again.digest == ref.digest and artifacts.find("data", "k") == again
+    if what == "a folder":
+        [kept] = manifest.parent.glob("aside-*-manifest.json/mine")
+        assert kept.read_text() == "keep me"
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_something_else_in_the_place_of_the_newest_step_leaves_the_checkpoints(what: str, tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(Store(tmp_path / "store"), "k", tmp_path / "work", keep=2)
+
+    def save(step: int) -> None:
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "rank0").write_text(str(step))
+        checkpoints.save(step, tmp_path / "state")
+
+    save(3)
+    newest = tmp_path / "store" / "checkpoints" / "k" / "newest.json"
+    newest.unlink()
+    STRANGE[what](newest)
+    assert (checkpoints.latest() or (0,))[0] == 3
+    save(4)
+    assert (checkpoints.latest() or (0,))[0] == 4
+    assert json.loads(newest.read_text())["step"] == 4
+
+
+RECORDS: dict[str, str] = {
+    "a pid below 0": '{"pid": -1, "started": 1.0, "host": "HOST"}',
+    "a pid of 0": '{"pid": 0, "started": 1.0, "host": "HOST"}',
+    "a pid above all": '{"pid": 100000000000000000000, "started": 1.0, "host": "HOST"}',
+    "a pid that is infinite": '{"pid": Infinity, "started": 1.0, "host": "HOST"}',
+    "nested too deep": "[" * 100_000,
+    "a list": "[1]",
+    "a number": "3",
+    "nothing": "",
+    "bytes": "\udcff\udcfe",
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_an_attempt_that_nobody_of_ours_recorded_keeps_nobody_waiting(record: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = claim(store, "k")
+    text = RECORDS[record].replace("HOST", fencing.socket.gethostname())
+    (tmp_path / "checkpoints" / "k" / "attempts" / "000002.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert not await_holder(store, "k", "ppo", 5.0)
+    with pytest.raises(Exception, match=r"attempt 2 .* has taken over"):
+        first.check()
+    assert claim(store, "k").attempt == 3
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "\u0663", "-1", "1e3", "x"])
+def test_names_that_are_no_number_of_an_attempt_are_passed_over(name: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    claim(store, "k")
+    (tmp_path / "checkpoints" / "k" / "attempts" / f"{name}.json").write_text("{}")
+    assert claim(store, "k").attempt == 2
+
+
+def test_nobody_is_told_to_end_process_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fencing._how_to_end(ProcessId(1, 0.0)) == ""
+    monkeypatch.setattr(fencing, "_run_of", lambda holder: 77)
+    assert fencing._how_to_end(ProcessId(99, 0.0)) == " (kill 77)"
+
+
+def test_a_file_that_changes_after_it_was_verified_is_verified_again(tmp_path: Path) -> None:
+    artifacts, ref = publish(Store(tmp_path / "store"), tmp_path)
+    folder = artifacts.fetch(ref)
+    assert artifacts.fetch(ref) == folder
+    (folder / "x.json").write_text("2")
+    with pytest.raises(CorruptArtifact, match=r"x\.json does not have the sha256"):
+        artifacts.fetch(ref)
+
+
+def test_an_object_that_is_too_large_for_its_kind_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "SMALL_BYTES", 3)
+    (tmp_path / "x.json").write_text("1234")
+    with pytest.raises(StoreError, match="has 4 bytes; an object of its kind has 3 at most"):
+        Store(tmp_path).read_bytes("x.json")
