@@ -63,26 +63,6 @@ def filesystem(endpoint: str | None) -> Any:
     `endpoint`: address of an S3-compatible server; None: AWS.
     """
     import s3fs
-    from fsspec.callbacks import Callback
-
-    class Arriving(Callback):  # type: ignore[misc]  # untyped
-        """Gives a download the time that its size needs, and ends one that is larger than it may be."""
-
-        def __init__(self, limit: int | None, allow: Callable[[float], None]) -> None:
-            super().__init__()
-            self._limit, self._allow, self._came = limit, allow, 0
-
-        def set_size(self, size: int | None) -> None:
-            self._refuse(size or 0)
-            self._allow((size or 0) / _BYTES_PER_SECOND)
-
-        def relative_update(self, inc: int = 1) -> None:
-            self._came += inc
-            self._refuse(self._came)
-
-        def _refuse(self, size: int) -> None:
-            if self._limit is not None and size > self._limit:
-                raise _TooMuch(f"it sends {size} bytes or more, where {self._limit} were expected")
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
         async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
@@ -93,7 +73,7 @@ def filesystem(endpoint: str | None) -> Any:
             # Bytes that come one by one keep the client waiting for ever.
             clock = asyncio.get_running_loop().time
             async with asyncio.timeout(REQUEST_SECONDS) as end:
-                arriving = Arriving(limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds))
+                arriving = _arriving(limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds))
                 await super()._get_file(rpath, lpath, **{**more, "callback": arriving})
 
         async def _iterdir(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
@@ -135,6 +115,28 @@ def filesystem(endpoint: str | None) -> Any:
     )
     bounded.retries = 2
     return bounded
+
+
+def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
+    """For a download: tells `allow` the seconds that its size needs, and ends it if it is larger than `limit` bytes."""
+    from fsspec.callbacks import Callback
+
+    class Arriving(Callback):  # type: ignore[misc]  # untyped
+        came = 0
+
+        def set_size(self, size: int | None) -> None:
+            refuse(size or 0)
+            allow((size or 0) / _BYTES_PER_SECOND)
+
+        def relative_update(self, inc: int = 1) -> None:
+            self.came += inc
+            refuse(self.came)
+
+    def refuse(size: int) -> None:
+        if limit is not None and size > limit:
+            raise _TooMuch(f"it sends {size} bytes or more, where {limit} were expected")
+
+    return Arriving()
 
 
 class S3Objects:

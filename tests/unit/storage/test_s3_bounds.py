@@ -59,18 +59,24 @@ def pages(keys: int) -> Answer:
     return answer
 
 
+MANY = pages(200)
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Store]]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(s3, "_LEAST_SECONDS", 1.5)
-    monkeypatch.setattr(s3, "REQUEST_SECONDS", 1.0)
     monkeypatch.setattr(s3, "SMALL_BYTES", 2**20)
     monkeypatch.setattr(s3, "LISTED", 100)
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answer) -> Store:
+        # Where size is the limit, a busy machine shall not meet that of time first.
+        seconds = 30.0 if answer in (without_end, MANY) else 1.5
+        monkeypatch.setattr(s3, "_LEAST_SECONDS", seconds)
+        monkeypatch.setattr(s3, "REQUEST_SECONDS", seconds)
+
         class Handler(BaseHTTPRequestHandler):
             def respond(self) -> None:
                 with suppress(OSError):
@@ -107,7 +113,7 @@ def test_reading_a_small_object_ends_in_time_and_memory(
     started = time.monotonic()
     with pytest.raises(error, match=words):
         store.read_bytes("a")
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(
@@ -124,14 +130,14 @@ def test_a_file_that_is_downloaded_ends_in_time_and_size(
     started = time.monotonic()
     with pytest.raises(error, match=words):
         store.get_file("a", tmp_path / "a", 5 if answer is without_end else None)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 15
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (pages(200), StoreError, "it lists more than 100 objects"),
+        (MANY, StoreError, "it lists more than 100 objects"),
         (pages(0), StoreUnavailable, "could not list s3://bucket/x/a"),
         (nothing, StoreUnavailable, "could not list s3://bucket/x/a.*no whole answer within 2 s"),
         (byte_by_byte, StoreUnavailable, "could not list s3://bucket/x/a"),
@@ -143,7 +149,7 @@ def test_a_listing_ends(answer: Answer, error: type[RLHFError], words: str, buck
     started = time.monotonic()
     with pytest.raises(error, match=words):
         store.list("a")
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("answer", [nothing, byte_by_byte])
@@ -152,4 +158,4 @@ def test_the_check_before_the_start_ends_soon(answer: Answer, bucket: Callable[[
     started = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"store\.url='s3://bucket/x' cannot be used now"):
         store.check(0.2)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 15
