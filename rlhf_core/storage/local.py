@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import StoreError
+from rlhf_core.files import UnfitFile, read_bounded
 from rlhf_core.storage.store import SMALL_BYTES, TEMPORARY
 
 log = logging.getLogger(__name__)
@@ -58,14 +59,13 @@ class LocalFiles:
         path = self._root / key
         with self._errors("read", key):
             try:
-                if not path.is_file():
-                    # A folder or a device in the place of an object is one that is damaged; a pipe would never end.
-                    return b"" if path.exists() else None
-                if (size := path.stat().st_size) > SMALL_BYTES:
-                    raise StoreError(f"{path} has {size} bytes; an object of its kind has {SMALL_BYTES} at most.")
-                return path.read_bytes()
+                return read_bounded(path, SMALL_BYTES)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            except UnfitFile:
+                if path.is_file():
+                    raise
+                return b""  # a folder, pipe or device in the place of an object: it is damaged
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
         start, found = self._root / prefix, {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from rlhf_core.config.redact import has_credentials
+from rlhf_core.config.redact import has_credentials, scrubbed
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 
 TEMPORARY = ".tmp-"
@@ -151,6 +151,12 @@ class Store:
             raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error
         except FileNotFoundError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: no folder can be made there.") from error
+        except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            # Of a library below, which met what it did not foresee: the same command would meet it again.
+            raise ConfigError(
+                f"store.url={self.url!r} cannot be used: {type(error).__name__}: {scrubbed(str(error))[:200]}; correct "
+                "store.url or store.endpoint"
+            ) from error
         if not whole:
             raise ConfigError(f"store.url={self.url!r} cannot be used: it did not give back what was written to it.")
 

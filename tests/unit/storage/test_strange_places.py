@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import CorruptArtifact, StoreError
+from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
 from rlhf_core.processes import ProcessId
 from rlhf_core.storage import fencing, local
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -128,5 +128,19 @@ def test_a_file_that_changes_after_it_was_verified_is_verified_again(tmp_path: P
 def test_an_object_that_is_too_large_for_its_kind_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "SMALL_BYTES", 3)
     (tmp_path / "x.json").write_text("1234")
-    with pytest.raises(StoreError, match="has 4 bytes; an object of its kind has 3 at most"):
+    with pytest.raises(StoreError, match="has 4 bytes, more than the 3 bytes allowed"):
         Store(tmp_path).read_bytes("x.json")
+
+
+@pytest.mark.parametrize(
+    "error", [UnicodeError("no label"), RecursionError("deep"), OverflowError("big"), OSError(5, "I/O")]
+)
+def test_whatever_a_check_of_the_store_runs_into_names_the_field(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(local.LocalFiles, "put_bytes", fail)
+    with pytest.raises(ConfigError, match=rf"store\.url=.* cannot be used: {type(error).__name__}"):
+        Store(tmp_path).check()
