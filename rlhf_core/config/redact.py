@@ -38,13 +38,13 @@ _PARAMETER = re.compile(r"(?<=[?&;#])([^\s?&;#=/'\"]{1,80})=([^\s&;#'\"<>]+)")
 _SECRET_VALUE = re.compile(
     r"(?:AKIA|ASIA)[0-9A-Z]{12,}|\bhf_[A-Za-z0-9]{8,}|\bsk-[\w-]{8,}|\bgh[pousr]_\w{8,}|github_pat_\w+|xox[abpr]-[\w-]+"
     r"|-----BEGIN[\s\S]*?(?:-----END[^-]*-----|$)|\beyJ[\w-]{10,}\.[\w.-]*|hooks\.slack\.com/\S+|discord(?:app)?\.com/api/webhooks/\S+"
-    r"|\w+\.webhook\.office\.com/\S+"
+    r"|(?<!\w)\w{1,100}\.webhook\.office\.com/\S+"
 )
 """Values that tell what they are by their form."""
 
 _SLASHES = r"(?:https?:[/\\]+|:[/\\]{2,}|(?<![^\s'\"=(,])//(?=[^/\s@]*:))"
 """What a URL's host or user follows; clients read a backslash as a slash, and take URLs without a scheme."""
-_URL_USER = re.compile(rf"({_SLASHES})(?:[^/\\\s@?#'\"]+|[^/\s@'\"]*:[^@\s'\"]*)@", re.I)
+_URL_USER = re.compile(rf"({_SLASHES})(?:[^/\\\s@?#'\"]{{1,4000}}|[^/\s@'\"]{{0,200}}:[^@\s'\"]{{0,1000}})@", re.I)
 _HEADER = re.compile(
     r"(authorization['\"]?\s*[:=]\s*['\"b]*(?:(?:basic|bearer|digest|token|negotiate)\s+)?|"
     r"\b(?:bearer|basic)\s+(?=\S*\d))[\w.~+/=%;:-]{8,}",
@@ -59,7 +59,7 @@ _ASSIGNED = re.compile(
 """`password=...` of connection strings, `"password": "..."` of JSON."""
 _FOLDERS = {"PWD", "OLDPWD"}
 """Variables of every shell that hold a folder, though elsewhere a name like theirs is a password's."""
-_URL_PASSWORD = re.compile(rf"{_SLASHES}[^/\\\s:@]*:([^@\s]+)@", re.I)
+_URL_PASSWORD = re.compile(rf"{_SLASHES}[^/\\\s:@]{{0,200}}:([^@\s]{{1,1000}})@", re.I)
 _SHORTEST_SECRET = 6
 """Shorter values are words such as `true`, and would be taken out of every line."""
 _WORDS = {"default", "disabled", "enabled", "password", "secret"}

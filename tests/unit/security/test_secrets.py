@@ -16,6 +16,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable
 from pathlib import Path
@@ -291,3 +292,14 @@ def test_a_command_line_with_a_secret_in_its_environment_prints_none_of_it(tmp_p
     )  # fmt: skip
     assert done.returncode == 2 and "ppo.steps" in done.stderr
     assert CANARY not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "a:", "//", "http://", "http://a:", "eyJ", "password", "bearer ", "?a", "-----BEGIN ", "@"]
+)
+def test_a_long_line_of_any_kind_is_scrubbed_in_time(piece: str) -> None:
+    began = time.monotonic()
+    text = "http://" + piece * (20_000 // len(piece))
+    scrubbed(text, {"HF_TOKEN": CANARY})
+    has_credentials(text)
+    assert time.monotonic() - began < 2.0
