@@ -185,6 +185,15 @@ def test_mlflow_has_the_parent_the_stages_their_curves_and_the_registered_policy
     assert any(path.endswith("report.html") for path in evaluate), evaluate
     version = client.get_model_version_by_alias("tiny-policy", "candidate")
     assert version.source.startswith(golden.url)
+    assert version.run_id == ppo
+    [output] = client.get_run(ppo).outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "tiny-policy", "version": int(version.version)}]
+    assert "win_rate/mean" in {metric.key for metric in model.metrics}
+    for run in (parent, by_stage["ppo"]):
+        assert {"mlflow.user", "mlflow.source.name", "mlflow.source.type"} <= set(run.data.tags)
+        assert all(entry.dataset.digest and entry.dataset.source for entry in run.inputs.dataset_inputs)
+        assert run.inputs.dataset_inputs
 
 
 def test_the_trajectory_is_the_pinned_one(golden: Golden) -> None:
@@ -201,7 +210,16 @@ def test_the_trajectory_is_the_pinned_one(golden: Golden) -> None:
 
 
 def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{golden.home}/mlflow.db")
+    before = client.get_run(golden.summary["mlflow_run_id"])
     summary, _, seconds = _run(golden.home, f"store.url={golden.url}")
+    after = client.get_run(golden.summary["mlflow_run_id"])
+    description = before.data.tags["mlflow.note.content"]
+    assert description.startswith("# Pipeline finished in ")
+    assert after.data.tags["mlflow.note.content"].startswith(f"{description}\n\n**Reused:** last on ")
+    assert after.info.end_time == before.info.end_time
     assert all(stage["reused"] for stage in summary["stages"].values())
     assert summary["weights_sha256"] == golden.summary["weights_sha256"]
     assert summary["mlflow_run_id"] == golden.summary["mlflow_run_id"]

@@ -223,7 +223,7 @@ def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_n
     fault: Fault, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
 ) -> None:
     ended = []
-    for allowed in range(1, 100, 5):
+    for allowed in range(1, 100, 3):
         place = tmp_path / str(allowed)
         proxy.restart(lambda n: "")
         attempt = Attempt(f"{url}/{allowed}", proxy.endpoint, place, patience=0.3)

@@ -184,7 +184,7 @@ def test_one_bad_download_does_not_condemn_an_artifact(
     ref = publish(artifacts, output(tmp_path / "out"))
     plain = Store.get_file
 
-    def short(self: Store, key: str, local: Path) -> None:
+    def short(self: Store, key: str, local: Path, size: int | None = None) -> None:
         monkeypatch.setattr(Store, "get_file", plain)
         local.parent.mkdir(parents=True, exist_ok=True)
         local.write_bytes(b"")
