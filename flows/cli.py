@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_working_folder()
         code: int = arguments.command(arguments)
+        sys.stdout.flush()  # where a reader such as `head` is gone, say so here
         return code
     except InputError as error:
         _complain(f"error: {error.message}")
@@ -270,8 +271,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        show(plan, Console())
+        out = Console()
+        out.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign] # rich would exit with 1
+        show(plan, out)
     return 0 if plan.verdict.fits else InputError.exit_code
+
+
+def _raise_broken_pipe() -> NoReturn:
+    raise BrokenPipeError
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:

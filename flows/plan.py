@@ -13,7 +13,7 @@ from flows.report import duration
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, checking
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import Verdict, advise, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
@@ -63,11 +63,13 @@ class Plan:
 
 def make_plan(config_path: str, overrides: Sequence[str], gpus: str | None, model_config: str | None) -> Plan:
     """`gpus`: such as `8xA100-80G`; None: those of this machine, or its CPU. Raises ConfigError or ModelError."""
-    config = load_config(config_path, overrides)
-    if gpus is not None and config.run.device == "auto":
-        config = load_config(config_path, [*overrides, "run.device=cuda"])  # what is usual there
+    with checking(config_path):
+        config = load_config(config_path, overrides)
+        if gpus is not None and config.run.device == "auto":
+            config = load_config(config_path, [*overrides, "run.device=cuda"])  # what is usual there
     hardware = _hardware(config, gpus)
-    shape = shape_of(config, Path(model_config) if model_config else None)
+    with checking(model_config or "model.path"):
+        shape = shape_of(config, Path(model_config) if model_config else None)
     verdict = judge(config, shape, hardware)
     changes = None if verdict.fits else advise(config, lambda changed: judge(changed, shape, hardware))
     time = step_time(config, shape, hardware.device)

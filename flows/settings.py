@@ -9,6 +9,7 @@ from flows.files import make_home
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
+from rlhf_core.errors import checking
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.storage.store import Store
 
@@ -19,9 +20,10 @@ def checked_config(path: str, overrides: Sequence[str], *, patient: bool = False
     `patient`: nobody waits for the answer, so an outage of the store is sat out for `store.retry_seconds`.
     Raises InputError with everything that is wrong, StoreUnavailable if only the store does not answer.
     """
-    config = load_config(path, overrides)
-    warnings = check(config)
-    check_memory(config)
+    with checking(path):
+        config = load_config(path, overrides)
+        warnings = check(config)
+        check_memory(config)
     make_home(Path(config.run.home))
     store = Store(config.store_url, config.store.endpoint)
     if patient:

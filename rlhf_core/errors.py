@@ -30,8 +30,26 @@ where it was raised: another process may not even be able to unpickle it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_INPUT = 2
 EXIT_FAULT = 3
+
+
+@contextmanager
+def checking(what: str) -> Iterator[None]:
+    """Around checks of what the user gave: any exception but ours becomes a ConfigError about `what`, exit code 2.
+
+    Nothing has begun yet that "type the same command again" could continue.
+    """
+    try:
+        yield
+    except RLHFError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{what}: cannot be checked ({type(error).__name__}: {words}); correct it") from error
 
 
 class RLHFError(Exception):

@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_core.config.checkfiles import Finding, is_local, tensors
+from rlhf_core.config.checkfiles import Finding, guarded, is_local, tensors
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, ModelError
+
+_TINY_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
@@ -28,8 +30,8 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     ):
         if lora is None:
             continue
-        if lora.targets is not None and config.model.path is not None and is_local(config.model.path):
-            yield from _targets(field, lora.targets, Path(config.model.path))
+        if lora.targets is not None:
+            yield from guarded(f"{field}.lora.targets", _targets(field, lora.targets, config.model.path))
         if lora.quantize is None:
             continue
         what = f"{field}.lora.quantize: {lora.quantize}"
@@ -46,12 +48,17 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
             )
 
 
-def _targets(field: str, targets: tuple[str, ...], folder: Path) -> Iterator[Finding]:
-    """The names of layers come from those of the weights, `model.layers.0.self_attn.q_proj.weight`."""
-    paths = [name.split(".") for name in tensors(folder)]
-    have = {path[-2] for path in paths if len(path) > 2 and any(part.isdigit() for part in path)}
+def _targets(field: str, targets: tuple[str, ...], path: str | None) -> Iterator[Finding]:
+    """Of a folder, the names of layers come from those of the weights, `model.layers.0.self_attn.q_proj.weight`."""
+    if path is None:
+        where, have = "the model from scratch", set(_TINY_LAYERS)
+    elif is_local(path):
+        where, names = path, [name.split(".") for name in tensors(Path(path))]
+        have = {name[-2] for name in names if len(name) > 2 and any(part.isdigit() for part in name)}
+    else:
+        return
     if have and (unknown := sorted(set(targets) - have)):
         yield ModelError(
-            f"{field}.lora.targets: {folder} has no {', '.join(unknown)} in its layers; it has {', '.join(sorted(have))}; "
+            f"{field}.lora.targets: {where} has no {', '.join(unknown)} in its layers; it has {', '.join(sorted(have))}; "
             "name linear layers among them, or leave targets out"
         )

@@ -13,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.redact import shown
-from rlhf_core.errors import ConfigError, InputError, ModelError
+from rlhf_core.errors import ConfigError, InputError, ModelError, checking
 
 Finding = InputError | str
 
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 POINTER = b"version https://git-lfs"
+MAX_TEMPLATE_BYTES = 2**20
+
+
+def guarded(field: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """`findings`, and whatever exception looking for them ends in as one more, about `field`."""
+    try:
+        with checking(field):
+            yield from findings
+    except InputError as error:
+        yield error
 
 
 def is_local(path: str) -> bool:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_core.config.checkfiles import Finding, exists
+from rlhf_core.config.checkfiles import Finding, exists, guarded
 from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.rewards import GoldReward, PythonReward, RemoteReward
+from rlhf_core.config.rewards import AnyReward, GoldReward, PythonReward, RemoteReward
 from rlhf_core.config.tokens import reward_token
 from rlhf_core.errors import ConfigError
 
@@ -27,14 +27,18 @@ def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
             yield error
     for index, source in enumerate(config.ppo.rewards):
         field = f"ppo.rewards.{index}"
-        if isinstance(source, PythonReward):
-            problem = _function_problem(source)
-            if problem:
-                yield ConfigError(problem.replace("FIELD", field))
-        elif isinstance(source, RemoteReward):
-            yield from _hosts(source, field)
-        elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
-            yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
+        yield from guarded(field, _source(config, source, field))
+
+
+def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[Finding]:
+    if isinstance(source, PythonReward):
+        problem = _function_problem(source)
+        if problem:
+            yield ConfigError(problem.replace("FIELD", field))
+    elif isinstance(source, RemoteReward):
+        yield from _hosts(source, field)
+    elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
+        yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
 
 
 def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:

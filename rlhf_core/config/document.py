@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ranges import RANGES
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.config.schema import fields, kind, kinds, rule
 
@@ -36,6 +37,12 @@ This page is made from the schema: `python -m rlhf_core.config.document > docs/c
 """
 
 
+_RANGES = """## Ranges
+
+Numbers outside these ranges are refused, though their type would allow them (`*` is an index).
+"""
+
+
 def markdown() -> str:
     """The whole page."""
     parts = [_HEAD]
@@ -47,6 +54,10 @@ def markdown() -> str:
     parts.append("## Items of `ppo.rewards`\n\nTold apart by `type`. All of them have:\n")
     parts.append(_table(RewardSource, None))
     parts += list(_rewards())
+    parts.append(_RANGES)
+    parts.append("| field | from | to | why |\n|---|---|---|---|")
+    parts += [f"| `{name}` | {low:g} | {high:g} | {why} |" for name, (low, high, why) in RANGES.items()]
+    parts.append("")
     return "\n".join(parts)
 
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.config.devices import gpu_names, leads_to_gpu
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.problems import Place, dotted, sentences, unknown
+from rlhf_core.config.ranges import out_of_range
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
 from rlhf_core.config.schema import Keys, kinds, locate
 from rlhf_core.config.yamlfile import Document, parse, parse_value, read
@@ -67,14 +68,50 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
                 f"{place(path)}: {dotted(path)}: credentials in a URL are refused; got {HIDDEN}; "
                 "give them by environment variables or a role"
             )
+    problems.extend(f"{place(path)}: {sentence}" for path, sentence in out_of_range(tree))
     try:
-        config = PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_precision(tree))))
+        config = _validated(tree)
     except ValidationError as error:
         problems.extend(sentences(error, place))
+    except Exception as error:  # whatever a validator or the parser ran into: typing it again would not help
+        path = _culprit(tree)
+        what = f"{dotted(path) or 'the configuration'}: cannot be checked ({type(error).__name__}: {str(error)[:200]})"
+        problems.append(f"{place(path)}: {what}; correct the value")
     if problems:
         # Not chained: pydantic's error would carry the values that the message hides.
         raise ConfigError("\n".join(problems)) from None
     return config
+
+
+def _validated(tree: dict[str, Any]) -> PipelineConfig:
+    return PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_precision(tree))))
+
+
+def _culprit(tree: Any) -> Keys:
+    """The path of the smallest part of `tree` whose validation, with nothing else said, ends in an exception."""
+    path: Keys = ()
+    here = tree
+    while isinstance(here, dict | list):
+        for key, value in here.items() if isinstance(here, dict) else enumerate(here):
+            if _breaks((*path, key), value):
+                path, here = (*path, key), value
+                break
+        else:
+            break
+    return path
+
+
+def _breaks(path: Keys, value: Any) -> bool:
+    alone: Any = value
+    for key in reversed(path):
+        alone = [alone] if isinstance(key, int) else {key: alone}
+    try:
+        _validated(alone)
+    except ValidationError:
+        return False
+    except Exception:
+        return True
+    return False
 
 
 def _placer(document: Document, overrides: Mapping[Keys, str]) -> Place:

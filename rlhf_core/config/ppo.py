@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
 
@@ -195,7 +196,7 @@ class PPOConfig(Section):
         (0.0, 2.0), description="Lowest and highest weight that `importance` lets pass"
     )
     ptx: PTXConfig | None = Field(None, description="Pretraining loss in the policy's update; None: none")
-    ema_decay: Fraction | None = Field(
+    ema_decay: Decay | None = Field(
         None, description="Decay per optimizer step of an average of the policy's weights, saved beside it; None: none"
     )
     logprob_gap_limit: PositiveFloat | None = Field(
@@ -302,8 +303,7 @@ class PPOConfig(Section):
     def _batch_algebra(self) -> Self:
         total, parts = self.rollout_batch_size, self.minibatches
         if total % parts:
-            fits = [n for n in range(1, total + 1) if total % n == 0]
-            near = sorted(fits, key=lambda n: (abs(n - parts), n))[:3]
+            near = _divisors_near(total, parts)
             raise ValueError(
                 f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step} x "
                 f"{self.samples_per_prompt} = {total}); got {parts}; use {', '.join(map(str, sorted(near)))}"
@@ -348,3 +348,10 @@ class PPOConfig(Section):
                 f"ppo.rewards need distinct names; got {', '.join(names)}; give `name` to those of one type"
             )
         return self
+
+
+def _divisors_near(total: int, wanted: int) -> list[int]:
+    """Up to three divisors of `total` that are nearest to `wanted`; 1 where none is within 10,000."""
+    start = min(wanted, total)
+    around = (n for distance in range(10_000) for n in {start - distance, start + distance} if 1 <= n <= total)
+    return list(islice((n for n in around if total % n == 0), 3)) or [1]

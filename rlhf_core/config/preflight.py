@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf_core.config.checkadapters import check_adapters
 from rlhf_core.config.checkdata import check_source
-from rlhf_core.config.checkfiles import Finding, check_model, is_local, tensors
+from rlhf_core.config.checkfiles import MAX_TEMPLATE_BYTES, Finding, check_model, guarded, is_local, tensors
 from rlhf_core.config.checkplaces import check_environment, check_places
 from rlhf_core.config.checkrewards import check_rewards
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
@@ -24,6 +24,7 @@ from rlhf_core.config.placement import plan as placement
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.files import read_bounded
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on the CPU computes with; other sizes load and then fail at the first token."""
@@ -36,17 +37,17 @@ def check(config: PipelineConfig) -> list[str]:
     """Warnings, one sentence each. Raises ConfigError, DataError or ModelError (the class of the first problem) whose
     message lists every problem, a line each."""
     parts = (
-        check_places,
-        check_environment,
-        _data,
-        _model,
-        check_adapters,
-        check_rewards,
-        _consistency,
-        _devices,
-        _disk,
+        ("store, run.home, tracking", check_places),
+        ("environment", check_environment),
+        ("data", _data),
+        ("model.path", _model),
+        ("lora", check_adapters),
+        ("ppo.rewards", check_rewards),
+        ("configuration", _consistency),
+        ("run.device", _devices),
+        ("run.home", _disk),
     )
-    findings: list[Finding] = [finding for part in parts for finding in part(config)]
+    findings: list[Finding] = [finding for field, part in parts for finding in guarded(field, part(config))]
     errors = [finding for finding in findings if isinstance(finding, InputError)]
     if errors:
         raise type(errors[0])("\n".join(dict.fromkeys(error.message for error in errors)))
@@ -57,13 +58,12 @@ def _data(config: PipelineConfig) -> Iterator[Finding]:
     data = config.data
     for name, sources in (("sft", data.sft), ("preference", data.preference), ("prompts", data.prompts)):
         for index, source in enumerate(sources):
-            yield from check_source(f"data.{name}.{index}", source.path, source.revision)
+            field = f"data.{name}.{index}"
+            yield from guarded(f"{field}.path", check_source(field, source.path, source.revision))
     if data.chat_template is not None:
-        file = Path(data.chat_template)
-        if not file.is_file():
-            yield ConfigError(f"data.chat_template: file not found: {file}; give a Jinja file")
-        elif not file.read_bytes().strip():
-            yield ConfigError(f"data.chat_template: {file} is empty; a template must render something")
+        yield from guarded("data.chat_template", _chat_template(data.chat_template))
+    if data.eval_fraction > 0.5:
+        yield f"data.eval_fraction is {data.eval_fraction:g}: more prompts are held out than trained on; 0.1 is usual"
     if all(source.path == "synthetic" for source in data.prompts):
         training = round(data.synthetic.prompts * (1 - data.eval_fraction))
         if config.ppo.prompts_per_step > training:
@@ -71,6 +71,18 @@ def _data(config: PipelineConfig) -> Iterator[Finding]:
                 f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts are for "
                 "training: some come twice in one step; raise data.synthetic.prompts"
             )
+
+
+def _chat_template(path: str) -> Iterator[Finding]:
+    try:
+        content = read_bounded(path, MAX_TEMPLATE_BYTES)
+    except FileNotFoundError:
+        yield ConfigError(f"data.chat_template: file not found: {path}; give a Jinja file")
+    except OSError as error:
+        yield ConfigError(f"data.chat_template: cannot read {path}: {error}; give a Jinja file")
+    else:
+        if not content.strip():
+            yield ConfigError(f"data.chat_template: {path} is empty; a template must render something")
 
 
 def _model(config: PipelineConfig) -> Iterator[Finding]:
@@ -199,6 +211,12 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
             )
         if deepspeed.dtype == "float16":
             yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
+    for field, ranks in (("sft", config.sft.deepspeed.ranks), ("reward", config.reward.deepspeed.ranks)):
+        if ranks > cores:
+            yield (
+                f"{field}.deepspeed.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each with a copy of "
+                "the model; lower it"
+            )
     if plan.busy > cores:
         yield (
             f"ppo has {plan.busy} processes at work at once ({plan.describe()}) on {cores} CPU cores: they will take "

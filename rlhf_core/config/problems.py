@@ -153,13 +153,15 @@ def _number_fix(wanted: Kind, value: Any, example: str | None) -> str:
     number = _as_number(value)
     if number is None or not math.isfinite(number):
         return f"use, for example, {example or '1'}"
-    low, above, high = wanted.limit("ge"), wanted.limit("gt"), wanted.limit("le")
+    low, above, high, below = (wanted.limit(name) for name in ("ge", "gt", "le", "lt"))
     if low is not None and number < low:
         return f"use {low:g} or more"
     if above is not None and number <= above:
         return f"use a number above {above:g}" + (f", such as {example}" if example else "")
     if high is not None and number > high:
         return f"use at most {int(high) if high >= 1 else high}"
+    if below is not None and number >= below:
+        return f"use a number below {below:g}" + (f", such as {example}" if example else "")
     if wanted.annotation is int and number != int(number):
         return f"use {max(int(low or 0), math.floor(number))} or {math.ceil(number)}"
     if wanted.annotation is int:

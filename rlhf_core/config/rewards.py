@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UserPath
 from rlhf_core.config.hosts import as_network, host_of, is_listed, url_problem
+from rlhf_core.config.patterns import pattern_problem
+from rlhf_core.config.redact import shown
 
 
 class RewardSource(Section):
@@ -60,12 +62,8 @@ class FormatReward(RewardSource):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"pattern must be a Python regular expression; got {pattern!r}, which does not compile: {error}"
-            ) from error
+        if problem := pattern_problem(pattern):
+            raise ValueError(f"pattern must be a Python regular expression; got {shown(pattern)}, which {problem}")
         return pattern
 
 

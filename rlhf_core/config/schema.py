@@ -195,8 +195,10 @@ def _list_rule(wanted: Kind) -> str:
 
 
 def _range(wanted: Kind) -> str:
-    low, above, high = wanted.limit("ge"), wanted.limit("gt"), wanted.limit("le")
+    low, above, high, below = (wanted.limit(name) for name in ("ge", "gt", "le", "lt"))
     lower = f"above {above:g}" if above is not None else f"from {low:g}" if low is not None else ""
+    if below is not None:
+        return f" {lower} to below {below:g}"
     if high is None:
         return f" {lower}".rstrip()
     upper = f"{int(high)}" if float(high) < 1e12 and float(high).is_integer() else f"{high:g}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class OptimizerConfig(Section):
@@ -14,7 +15,7 @@ class OptimizerConfig(Section):
 
     learning_rate: PositiveFloat = Field(1e-5, description="Peak learning rate")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's moment decays")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's moment decays")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     warmup_ratio: Fraction = Field(0.05, description="Share of the optimizer steps with linearly rising rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Decay after the warm-up")
@@ -72,6 +73,14 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = Field(
         None, description="`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are"
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _are_names(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in targets or ():
+            if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+                raise ValueError(f"targets must be names of layers, not patterns or paths; got {name!r}; use q_proj")
+        return targets
 
 
 class SFTConfig(Section):

@@ -17,6 +17,7 @@ import yaml
 
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError
+from rlhf_core.files import UnfitFile, open_regular
 
 MAX_BYTES = 1_000_000
 MAX_ALIASES = 100
@@ -55,14 +56,18 @@ class Document:
 def read(path: str | Path) -> Document:
     """Parse a file. Raises ConfigError: missing, a folder, unreadable, too large, not UTF-8, not YAML, empty."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: configuration file not found; give the path of a YAML file") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path}: is a directory; give the path of a YAML file in it") from error
     except PermissionError as error:
         raise ConfigError(f"{path}: permission denied; make the file readable for this user") from error
+    except UnfitFile as error:
+        if Path(path).is_dir():
+            raise ConfigError(f"{path}: is a directory; give the path of a YAML file in it") from error
+        raise ConfigError(
+            f"{shown(str(error))}: a configuration is read several times; write it to a file and give its path"
+        ) from error
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown(str(path))}: cannot be read ({what}); give the path of a YAML file") from error

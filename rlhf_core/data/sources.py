@@ -22,7 +22,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, Any, Literal, TypeVar, cast
 
 from rlhf_core.config.checkdata import suffix_of
-from rlhf_core.config.checkfiles import DATA_SUFFIXES
+from rlhf_core.config.checkfiles import DATA_SUFFIXES, MAX_TEMPLATE_BYTES
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, numbered, read_file
@@ -34,7 +34,6 @@ from rlhf_core.files import UnfitFile, open_regular, read_bounded, unfit
 from rlhf_core.storage.s3 import filesystem, patiently
 
 _CHUNK = 2**20
-MAX_TEMPLATE_BYTES = 2**20
 _CHANGED = (
     "was changed after {}: what is read is not what the stage's key stands for; nothing was stored; run again when "
     "nobody writes to it, or give a copy"

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan as place
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError, ModelError
-from rlhf_core.planning.hardware import GIB, Hardware, visible_hardware
+from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
 from rlhf_core.planning.memory import engine_memory
 from rlhf_core.planning.shape import ModelShape, shape_of
@@ -67,11 +68,11 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verd
 
 
 def check_memory(config: PipelineConfig) -> None:
-    """For the preflight: raises ConfigError if this machine's GPUs are known and too small. Asks nobody: a model whose
-    shape is not on this machine is not judged."""
-    hardware = visible_hardware()
-    if hardware is None or config.run.device == "cpu" or os.environ.get("RAY_ADDRESS"):
-        return  # without GPUs, with unknown ones, or on those of a Ray cluster elsewhere
+    """For the preflight: raises ConfigError if this machine's GPUs are known and too small, or its memory where there are
+    none. Asks nobody: a model whose shape is not on this machine is not judged."""
+    hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
+    if hardware is None or os.environ.get("RAY_ADDRESS"):
+        return  # unknown GPUs, or a Ray cluster elsewhere
     try:
         shape = shape_of(config, local=True)
     except ModelError:
@@ -79,7 +80,8 @@ def check_memory(config: PipelineConfig) -> None:
     verdict = judge(config, shape, hardware)
     if not verdict.fits:
         changes = advise(config, lambda changed: judge(changed, shape, hardware))
-        fix = f"it fits with {shlex.join(changes)}" if changes else "use more or larger GPUs"
+        other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
+        fix = f"it fits with {shlex.join(changes)}" if changes else other
         raise ConfigError("\n".join(problem.text for problem in verdict.problems) + f"; {fix}")
 
 

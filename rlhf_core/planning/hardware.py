@@ -60,12 +60,12 @@ _DEVICES = {
 
 def parse_gpus(text: str) -> Hardware:
     """`8xA100-80G`, `A100-80G` (one), in any case. Raises ConfigError with the known names."""
-    found = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([\w-]+)", text.strip())
+    found = re.fullmatch(r"(?:([0-9]{1,6})\s*[xX*]\s*)?([\w-]+)", text.strip())
     name = found[2].upper() if found else ""
     matches = [device for known, device in _DEVICES.items() if known.upper() == name]
     # A name without its memory is enough where only one device has it.
     matches = matches or [device for known, device in _DEVICES.items() if known.upper().split("-")[0] == name]
-    if found is None or len(matches) != 1 or found[1] == "0":
+    if found is None or len(matches) != 1 or (found[1] and int(found[1]) == 0):
         raise ConfigError(
             f"--gpus: must be a count and a device, such as 8xA100-80G; got {text!r}; known: {', '.join(_DEVICES)}"
         )

@@ -10,7 +10,9 @@ from typing import Any
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.files import read_bounded
 
+_MAX_CONFIG_BYTES = 16 * 2**20
 _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose layers are counted here; transformers is asked for each of them in the tests."""
 
@@ -135,7 +137,7 @@ def _config_file(config: PipelineConfig, local: bool) -> Path:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_bounded(file, _MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: is no readable config.json: {error}") from error
     if not isinstance(found, dict):

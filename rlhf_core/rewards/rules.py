@@ -13,6 +13,7 @@ from typing import Any
 
 import regex
 
+from rlhf_core.config.patterns import compiled, pattern_problem
 from rlhf_core.config.rewards import (
     AnswerReward,
     AnyReward,
@@ -111,7 +112,7 @@ def format_match(source: FormatReward, sample: RewardInput) -> float:
     `MATCH_SECONDS`; a response on which it is not decided by then counts as no match and is named in the log.
     """
     try:
-        return float(_compiled(source.pattern).fullmatch(sample.response, timeout=MATCH_SECONDS) is not None)
+        return float(compiled(source.pattern).fullmatch(sample.response, timeout=MATCH_SECONDS) is not None)
     except TimeoutError:
         logger.warning(
             "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts as no match; "
@@ -155,13 +156,11 @@ def token_share(source: TokenShareReward, sample: RewardInput) -> float:
 
 def check_pattern(source: FormatReward) -> None:
     """Raises `ConfigError` if the pattern does not compile."""
-    try:
-        _compiled(source.pattern)
-    except regex.error as error:
+    if problem := pattern_problem(source.pattern):
         raise ConfigError(
             f"ppo.rewards.{source.name or source.type}.pattern must be a Python regular expression; got "
-            f"{source.pattern!r}, which does not compile: {error}"
-        ) from error
+            f"{source.pattern!r}, which {problem}"
+        )
 
 
 def _words(text: str) -> list[str]:
@@ -171,8 +170,3 @@ def _words(text: str) -> list[str]:
 @lru_cache(maxsize=256)
 def _whole_word(word: str) -> Any:
     return regex.compile(rf"(?<!\w){regex.escape(word)}(?!\w)", regex.IGNORECASE)
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> Any:
-    return regex.compile(pattern)

@@ -7,6 +7,8 @@ validation library; all problems of a file are listed at once; secrets are never
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 from pathlib import Path
 
@@ -302,6 +304,127 @@ def test_items_that_are_wrong_do_not_make_a_list_too_short(command: Command) -> 
 
 
 SECRET = "hunter2hunter2"
+PATTERNS = {
+    "a{99999999999999999999}": "does not compile: the repetition number is too large",
+    "(" * 3000: "is nested too deeply",
+    "(": "does not compile: missing )",
+    "[[:alpha:]]": "is ambiguous: Possible nested set",
+    "(?x) a # b": "has the flag x (verbose)",
+    "\\p{L}": "does not compile: bad escape",
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern[:10])
+def test_a_pattern_that_python_does_not_read_or_reads_in_two_ways_is_refused_with_its_field(
+    command: Command, pattern: str
+) -> None:
+    text = json.dumps({"ppo": {"rewards": [{"type": "format", "pattern": pattern}]}})
+    command.complaint(Bad("a pattern", text, ("c.yaml:1: ppo.rewards.0", "regular expression", PATTERNS[pattern])))
+
+
+RANGES = (
+    ("ppo", "{prompts_per_step: 1000000000, minibatches: 7}", "ppo.minibatches must divide", "got 7"),
+    ("ppo", "{prompts_per_step: 1000000000, minibatches: 7}", "ppo.prompts_per_step: must be from 1 to 1000000", "use at"),
+    ("ppo", "{samples_per_prompt: 1000000000, prompts_per_step: 999999937, minibatches: 1000000}", "use at most 65536", "held in memory"),
+    ("ppo", "{temperature: 1.0e-9}", "ppo.temperature: must be from 0.01 to 100", "use 0.01 or more"),
+    ("evaluate", "{temperature: 1.0e-9}", "evaluate.temperature: must be from 0.01", "got 1e-09"),
+    ("sft", "{optimizer: {betas: [1, 1]}}", "sft.optimizer.betas.0", "to below 1"),
+    ("ppo", "{policy: {betas: [0.9, 1.0]}}", "ppo.policy.betas.1", "use a number below 1"),
+    ("ppo", "{ema_decay: 1}", "ppo.ema_decay", "to below 1"),
+    ("data", "{synthetic: {sft_examples: 1000000000}}", "data.synthetic.sft_examples: must be from 1", "2 KiB each"),
+    ("data", "{eval_fraction: 1}", "data.eval_fraction: must be from 0 to 0.9", "use at most 0.9"),
+    ("data", "{min_rows: 1000000000}", "data.min_rows", "use at most 100000000"),
+    ("ppo", "{engine: {count: 10000}}", "ppo.engine.count: must be from 1 to 1024", "a copy of the policy"),
+    ("ppo", "{weight_sync: {bucket_mib: 1000000000}}", "ppo.weight_sync.bucket_mib", "use at most 16384"),
+    ("ppo", "{lora: {r: 1000000000}}", "ppo.lora.r", "use at most 8192"),
+    ("evaluate", "{bootstrap: 1000000000}", "evaluate.bootstrap", "use at most 200000"),
+    ("run", "{threads: 1000000}", "run.threads", "use at most 4096"),
+    ("run", "{timeouts: {start: 1.0e-9}}", "run.timeouts.start", "use 0.1 or more"),
+    ("run", "{stage_timeout: 1.0e-9}", "run.stage_timeout", "use 1 or more"),
+    ("ppo", "{algorithm: grpo, samples_per_prompt: 4, dynamic_filtering: {max_rounds: 1000000000}}", "max_rounds", "100"),
+    ("ppo", "{rewards: [{type: python, function: 'a:b', timeout: 1.0e-9}]}", "ppo.rewards.0.timeout", "use 0.01 or more"),
+    ("ppo", "{lora: {targets: [nonsense]}}", "ppo.lora.targets: the model from scratch has no nonsense", "q_proj"),
+    ("ppo", "{lora: {targets: ['.*']}}", "ppo.lora.targets", "not patterns or paths; got '.*'"),
+    (
+        "model",
+        "{tiny: {hidden_size: 65536, heads: 512, layers: 1000, intermediate_size: 262144}}",
+        "GiB; this machine has",
+        "use a smaller model",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", RANGES, ids=lambda row: f"{row[0]}{row[1]}")
+def test_numbers_that_nobody_can_mean_are_refused_with_range_and_reason(
+    command: Command, row: tuple[str, str, str, str]
+) -> None:
+    section, value, *words = row
+    command.complaint(Bad("a range", f"{section}: {value}\n", tuple(words)))
+
+
+PLACES = {
+    "a pipe": ("is a pipe (FIFO), not a regular file", "write it to a file"),
+    "a device": ("/dev/zero is a device", "write it to a file"),
+    "a link to itself": ("loop.yaml is a link that leads to itself",),
+    "a dangling link": ("configuration file not found",),
+}
+
+
+@pytest.mark.parametrize("title", PLACES)
+def test_a_configuration_that_is_no_regular_file_is_refused_without_opening_it(command: Command, title: str) -> None:
+    os.mkfifo(command.folder / "pipe.yaml")
+    (command.folder / "loop.yaml").symlink_to("loop.yaml")
+    (command.folder / "gone.yaml").symlink_to("nowhere")
+    names = {
+        "a pipe": "pipe.yaml",
+        "a device": "/dev/zero",
+        "a link to itself": "loop.yaml",
+        "a dangling link": "gone.yaml",
+    }
+    message = command.said("run", names[title])
+    assert [word for word in PLACES[title] if word not in message] == [], message
+
+
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+def test_a_shape_that_is_no_regular_file_is_refused_without_opening_it(command: Command, target: str) -> None:
+    os.mkfifo(command.folder / "pipe")
+    (command.folder / "c.yaml").write_text("run: {device: cpu}\n")
+    message = command.said("plan", "c.yaml", "--model-config", target)
+    assert f"{target} is a " in message and "not a regular file" in message
+
+
+@pytest.mark.parametrize("gpus", ["\u0668xA100-80G", "1000000000xA100-80G", "0xA100-80G"])
+def test_a_count_of_gpus_that_is_no_count_is_refused(command: Command, gpus: str) -> None:
+    (command.folder / "c.yaml").write_text("run: {seed: 1}\n")
+    assert "--gpus: must be a count and a device" in command.said("plan", "c.yaml", "--gpus", gpus)
+
+
+BROKEN_CHECKS = {
+    "rlhf_core.config.checkdata.exists": (
+        "data: {sft: [{path: ./a.jsonl}]}",
+        "data.sft.0.path: cannot be checked (RecursionError: ",
+    ),
+    "rlhf_core.config.preflight.check_model": ("model: {path: ./x}", "model.path: cannot be checked (RecursionError: "),
+    "rlhf_core.config.rewards.pattern_problem": (
+        "run: {seed: 1}\nppo:\n  steps: 3\n  rewards:\n  - {type: format, pattern: a}",
+        "c.yaml:5: ppo.rewards.0: cannot be checked (RecursionError: ",
+    ),
+    "flows.settings.check_memory": ("run: {seed: 1}", "c.yaml: cannot be checked (RecursionError: too deep)"),
+}
+
+
+@pytest.mark.parametrize("check", BROKEN_CHECKS)
+def test_whatever_a_check_runs_into_is_told_of_its_field_with_exit_code_2(
+    command: Command, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(check, fail)
+    text, words = BROKEN_CHECKS[check]
+    command.complaint(Bad("a check that fails", text, (words, "correct")))
+
+
 SECRETS = (
     Bad("a store's user", f"store: {{url: 's3://key:{SECRET}@bucket/x'}}", ("store.url", "credentials", "environment")),
     Bad("a slash in a password", f"store: {{url: 's3://AKIA:ab/{SECRET}@bucket'}}", ("credentials",)),

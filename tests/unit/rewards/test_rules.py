@@ -2,14 +2,20 @@
 
 - each rule's value on small responses worked out by hand;
 - edge cases: empty responses, prompts without content words, other scripts;
-- a pattern that would take for ever is stopped and counts as no match.
+- a pattern that would take for ever is stopped and counts as no match;
+- a pattern means what it means to Python's `re`, though another engine matches it.
 """
 
 import dataclasses
+import re
 import time
+import warnings
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rlhf_core.config.patterns import compiled, pattern_problem
 from rlhf_core.config.rewards import (
     FormatReward,
     GoldReward,
@@ -168,3 +174,34 @@ def test_every_rule_is_reached_by_its_type() -> None:
         "length": 1.0, "keywords": 1.0, "format": 1.0, "repetition": 0.0, "relevance": 0.5, "well_formed": 1.0,
         "token_share": 0.75,
     }  # fmt: skip
+
+
+PIECES = ["a", "e", "i", "{", "}", "{2}", "{,2}", "{,}", "{e}", "{i<2}", "{e<=1}", "[", "]", "[^", "[[:alpha:]]", "[a-d]",
+    "(", ")", "(?:", "(?i:", "|", "*", "+", "?", ".", "^", "$", r"\d", r"\{", r"\[", r"\1", "[:", "(?#", "(?>", "-", "<",
+    r"\N{DIGIT ONE}"]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=7), st.lists(st.text("abei{}[]1: \n", max_size=5), max_size=8))
+def test_a_pattern_means_what_it_means_to_python(pieces: list[str], texts: list[str]) -> None:
+    pattern = "".join(pieces)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            own = re.compile(pattern)
+    except (re.error, OverflowError, FutureWarning):
+        assert not pattern or pattern_problem(pattern) is not None
+        return
+    assert pattern_problem(pattern) is None
+    for text in [*texts, "a", "{e}", "a{e}", pattern]:
+        assert (compiled(pattern).fullmatch(text, timeout=5) is None) == (own.fullmatch(text) is None), (pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "does_not"),
+    [("Step {i}", "Step {i}", "Step "), ("a{e}", "a{e}", "b"), ("x{d<5}", "x{d<5}", ""), ("[ab[]+", "[a", "]")],
+)
+def test_braces_and_brackets_are_the_characters_that_python_takes_them_for(
+    pattern: str, fits: str, does_not: str
+) -> None:
+    source = FormatReward(type="format", pattern=pattern)
+    assert [rules.format_match(source, sample(text)) for text in (fits, does_not)] == [1.0, 0.0]

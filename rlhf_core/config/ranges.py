@@ -1,0 +1,112 @@
+"""Ranges that make sense, beyond what the types of fields allow: a number outside is a slip of the keyboard or an attack,
+and would end in exhausted memory, an endless loop or a late error.
+
+The types bound every number by 10^9. This table is narrower where such a number would do harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rlhf_core.config.redact import shown
+from rlhf_core.config.schema import Keys
+
+
+class Range(NamedTuple):
+    """The least and the largest value that make sense, and why."""
+
+    low: float
+    high: float
+    reason: str
+
+
+_RANKS = Range(1, 4096, "each is a process of its own")
+_ENGINES = Range(1, 1024, "each is a process with a copy of the policy")
+_SECONDS = Range(0.1, 1e8, "shorter ones end before any work can be done, longer ones never")
+_PAUSE = Range(0.001, 1e6, "seconds between two tries")
+_RATE = Range(1e-20, 100, "beyond it no training of a language model has converged")
+_SYNTHETIC = Range(1, 2_000_000, "examples are held in memory, about 2 KiB each")
+_TEMPERATURE = Range(0.01, 100, "vLLM raises lower ones to 0.01, so that engine and trainer would differ")
+_BATCH = Range(1, 1_000_000, "the sequences of a batch are held in memory")
+_TOKENS = Range(1, 2**24, "tokens of a sequence or of one forward pass")
+_RANK_R = Range(1, 8192, "wider than the layers of any model")
+_TRIES = Range(0, 1000, "a failure that lasts longer needs a person")
+
+RANGES: dict[str, Range] = {
+    "run.threads": Range(0, 4096, "threads beyond the cores slow each other down"),
+    "run.retries": _TRIES,
+    "run.retry_delay": _PAUSE,
+    "run.stage_timeout": Range(1, 1e9, "a stage needs seconds to start"),
+    "run.timeouts.start": _SECONDS,
+    "run.timeouts.stall": _SECONDS,
+    "run.timeouts.sync": _SECONDS,
+    "model.tiny.hidden_size": Range(1, 65536, "wider than any model"),
+    "model.tiny.intermediate_size": Range(1, 2**19, "wider than any model"),
+    "model.tiny.layers": Range(1, 1024, "deeper than any model"),
+    "model.tiny.vocab_size": Range(1, 2**21, "larger than any vocabulary"),
+    "model.tiny.max_positions": _TOKENS,
+    "data.synthetic.sft_examples": _SYNTHETIC,
+    "data.synthetic.pairs": _SYNTHETIC,
+    "data.synthetic.prompts": _SYNTHETIC,
+    "data.max_prompt_tokens": _TOKENS,
+    "data.max_response_tokens": _TOKENS,
+    "data.max_text_tokens": _TOKENS,
+    "data.eval_fraction": Range(0, 0.9, "the rest of the prompts is what is trained on"),
+    "data.min_rows": Range(0, 10**8, "rows are held in memory"),
+    "ppo.prompts_per_step": _BATCH,
+    "ppo.samples_per_prompt": Range(1, 65536, "the sequences of a batch are held in memory"),
+    "ppo.minibatches": _BATCH,
+    "ppo.max_new_tokens": _TOKENS,
+    "ppo.micro_batch_tokens": _TOKENS,
+    "ppo.temperature": _TEMPERATURE,
+    "ppo.reference_ranks": _RANKS,
+    "ppo.reward_ranks": _RANKS,
+    "ppo.engine.count": _ENGINES,
+    "ppo.engine.tensor_parallel": Range(1, 256, "GPUs of one engine"),
+    "ppo.engine.max_num_seqs": Range(1, 65536, "each sequence has memory of its own"),
+    "ppo.engine.max_restarts": _TRIES,
+    "ppo.weight_sync.bucket_mib": Range(1, 16384, "a bucket is held twice in memory"),
+    "ppo.dynamic_filtering.max_rounds": Range(1, 100, "each round samples a whole batch again"),
+    "evaluate.temperature": _TEMPERATURE,
+    "evaluate.bootstrap": Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
+    "evaluate.samples": Range(1, 10_000, "rows of one table"),
+    **{f"{stage}.deepspeed.ranks": _RANKS for stage in ("sft", "reward")},
+    **{f"ppo.{role}_deepspeed.ranks": _RANKS for role in ("policy", "critic")},
+    **{f"{stage}.batch_size": _BATCH for stage in ("sft", "reward", "ppo.ptx")},
+    **{f"{stage}.micro_batch_tokens": _TOKENS for stage in ("sft", "reward")},
+    **{f"{stage}.lora.{field}": _RANK_R for stage in ("sft", "reward", "ppo") for field in ("r", "alpha")},
+    **{
+        f"{section}.learning_rate": _RATE
+        for section in ("sft.optimizer", "reward.optimizer", "ppo.policy", "ppo.critic")
+    },
+    "ppo.rewards.*.timeout": Range(0.01, 1e6, "shorter ones end before an answer, longer ones never"),
+    "ppo.rewards.*.retries": _TRIES,
+    "ppo.rewards.*.backoff": _PAUSE,
+    "ppo.rewards.*.breaker_seconds": _PAUSE,
+    "ppo.rewards.*.concurrency": Range(1, 1024, "connections to one service"),
+    "ppo.rewards.*.items_per_request": Range(1, 65536, "a request has at most 16 MiB"),
+}
+"""By field; `*` is an index."""
+
+
+def out_of_range(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, str]]:
+    """Path and sentence of each number in `tree` that its type allows and this table does not."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from out_of_range(value, (*path, key))
+    elif isinstance(tree, int | float) and not isinstance(tree, bool):
+        field = ".".join(map(str, path))
+        found = RANGES.get(".".join("*" if isinstance(key, int) else key for key in path))
+        # What the type refuses (0, negative, above 10^9, NaN) is told by its own rule.
+        if found is not None and 0 < tree <= 1e9 and not found.low <= tree <= found.high:
+            fix = f"use {_number(found.low)} or more" if tree < found.low else f"use at most {_number(found.high)}"
+            yield (
+                path,
+                f"{field}: must be from {_number(found.low)} to {_number(found.high)} ({found.reason}); "
+                f"got {shown(tree)}; {fix}",
+            )
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and value < 1e12 else f"{value:g}"
