@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import gzip
 import io
 import json
@@ -19,9 +20,11 @@ from pathlib import Path
 from rlhf_core.config.checkfiles import DATA_SUFFIXES, HUB_ID, POINTER, Finding, exists, is_local
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.files import open_regular, unfit
 
 _FIRST_ROWS = 5
 _MAX_READ = 8_000_000
+_MAX_BLANK = 40_000_000
 MAX_FILES = 50_000
 """Of a folder, counting all that lies in it: more is no folder of data."""
 
@@ -77,7 +80,12 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
         )
         return
     if not is_local(path):
-        if not HUB_ID.fullmatch(path):
+        if difflib.SequenceMatcher(a=path.lower(), b="synthetic").ratio() >= 0.85:
+            yield DataError(
+                f"{field}.path: file not found: {path}; did you mean synthetic? A hub data set is owner/name, a local file "
+                f"./{path}"
+            )
+        elif not HUB_ID.fullmatch(path):
             yield DataError(f"{field}.path: file not found, and {path[:80]!r} is no hub id either; correct the path")
         elif revision is None:
             yield (
@@ -91,10 +99,12 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
         yield DataError(f"{field}.path: file not found: {what}; correct the path (relative ones start at {Path.cwd()})")
         return
     place = Path(local)
-    if place.is_file():
-        yield from _data_file(field, place)
-    else:
+    if place.is_dir():
         yield from _folder(field, place)
+    elif problem := unfit(place):
+        yield DataError(f"{field}.path: {problem}; write the rows to a file and give its path")
+    else:
+        yield from _data_file(field, place)
 
 
 def _folder(field: str, folder: Path) -> Iterator[Finding]:
@@ -115,7 +125,7 @@ def _data_file(field: str, file: Path) -> Iterator[Finding]:
         yield DataError(f"{field}.path: {file}: unknown kind of file; use one of {', '.join(DATA_SUFFIXES)}")
         return
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             head = stream.read(256)
         problem = impostor(suffix, head) or _CHECKS[suffix](file)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -124,18 +134,18 @@ def _data_file(field: str, file: Path) -> Iterator[Finding]:
         problem = f"it cannot be read ({error.strerror or error}); make it readable"
     if problem is not None:
         # A problem of a line begins with its number.
-        yield DataError(f"{field}.path: {file}:{'' if problem[0].isdigit() else ' '}{problem}")
+        yield DataError(f"{field}.path: {file}:{'' if re.match(r'[0-9]+: ', problem) else ' '}{problem}")
 
 
 def _parquet(file: Path) -> str | None:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         stream.seek(max(0, file.stat().st_size - 4))
         whole = file.stat().st_size >= 12 and stream.read() == b"PAR1"
     return None if whole else "this parquet file is cut short (no PAR1 at its end); copy it again"
 
 
 def _csv(file: Path) -> str | None:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         text = io.StringIO(stream.read(_MAX_READ).decode("utf-8-sig", errors="replace"), newline="")
     reader = csv.reader(text, strict=True)
     try:
@@ -153,13 +163,18 @@ def _csv(file: Path) -> str | None:
 def _json_lines(file: Path) -> str | None:
     """A file none of whose first rows is an object is of another kind; single bad rows are for the data stage."""
     reasons: list[str] = []
-    with gzip.open(file, "rb") if suffix_of(file.name) == ".jsonl.gz" else file.open("rb") as stream:
+    with gzip.open(file, "rb") if suffix_of(file.name) == ".jsonl.gz" else open_regular(file) as stream:
+        seen = 0
         for number in range(1, 1000):
             line = stream.readline(_MAX_READ)
+            seen += len(line)
+            if not reasons and seen > _MAX_BLANK:
+                return f"its first {_MAX_BLANK // 10**6} MB are blank; give a file with rows"
             if not line or len(reasons) == _FIRST_ROWS:
                 break
             if not line.removeprefix(b"\xef\xbb\xbf").strip():
                 continue
+            seen = 0
             reason = _row_problem(line, cut=len(line) == _MAX_READ)
             if reason is None:
                 return None
@@ -186,7 +201,7 @@ def _row_problem(line: bytes, cut: bool) -> str | None:
 
 
 def _json_array(file: Path) -> str | None:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         data = stream.read(_MAX_READ + 1)
     first = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ranges import RANGES
+from rlhf_core.config.ranges import RANGES, number
 from rlhf_core.config.rewards import RewardSource
 from rlhf_core.config.schema import fields, kind, kinds, rule
 
@@ -56,7 +56,7 @@ def markdown() -> str:
     parts += list(_rewards())
     parts.append(_RANGES)
     parts.append("| field | from | to | why |\n|---|---|---|---|")
-    parts += [f"| `{name}` | {low:g} | {high:g} | {why} |" for name, (low, high, why) in RANGES.items()]
+    parts += [f"| `{name}` | {number(low)} | {number(high)} | {why} |" for name, (low, high, why) in RANGES.items()]
     parts.append("")
     return "\n".join(parts)
 

@@ -37,7 +37,7 @@ RANGES: dict[str, Range] = {
     "run.threads": Range(0, 4096, "threads beyond the cores slow each other down"),
     "run.retries": _TRIES,
     "run.retry_delay": _PAUSE,
-    "run.stage_timeout": Range(1, 1e9, "a stage needs seconds to start"),
+    "run.stage_timeout": Range(1, 5e8, "a stage needs seconds to start"),
     "run.timeouts.start": _SECONDS,
     "run.timeouts.stall": _SECONDS,
     "run.timeouts.sync": _SECONDS,
@@ -100,13 +100,14 @@ def out_of_range(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, str]]:
         found = RANGES.get(".".join("*" if isinstance(key, int) else key for key in path))
         # What the type refuses (0, negative, above 10^9, NaN) is told by its own rule.
         if found is not None and 0 < tree <= 1e9 and not found.low <= tree <= found.high:
-            fix = f"use {_number(found.low)} or more" if tree < found.low else f"use at most {_number(found.high)}"
+            fix = f"use {number(found.low)} or more" if tree < found.low else f"use at most {number(found.high)}"
             yield (
                 path,
-                f"{field}: must be from {_number(found.low)} to {_number(found.high)} ({found.reason}); "
+                f"{field}: must be from {number(found.low)} to {number(found.high)} ({found.reason}); "
                 f"got {shown(tree)}; {fix}",
             )
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A bound in words of the configuration: 1000000, not 1e+06."""
     return str(int(value)) if float(value).is_integer() and value < 1e12 else f"{value:g}"

@@ -66,7 +66,8 @@ def read(path: str | Path) -> Document:
         if Path(path).is_dir():
             raise ConfigError(f"{path}: is a directory; give the path of a YAML file in it") from error
         raise ConfigError(
-            f"{shown(str(error))}: a configuration is read several times; write it to a file and give its path"
+            f"{shown(str(error), limit=300)}: a configuration cannot be read from it, as it is read several times; write it to a file "
+            "and give its path"
         ) from error
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error

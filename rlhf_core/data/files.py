@@ -22,6 +22,9 @@ from rlhf_core.errors import DataError
 MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
 
+_BATCH_BYTES = 64 * 2**20
+"""Of a parquet file, so much is decoded at once, or one row."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -68,6 +71,8 @@ def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 def json_type(value: Any) -> str:
     """The type of a JSON value, for messages."""
+    if isinstance(value, bytes):
+        return "binary data; save the column as text"
     return "null" if value is None else type(value).__name__
 
 
@@ -79,10 +84,20 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON; use null or leave the field out")
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. ValueError for a key twice, of which JSON's readers keep either one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key {twice[:40]!r} in an object; keep one of them")
+    return found
+
+
 def _parse(text: str) -> dict[str, Any]:
     """One JSON object; ValueError with the reason."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON at column {error.colno}: {error.msg}") from error
     except RecursionError as error:
@@ -131,7 +146,9 @@ def _jsonl_row(file: str, number: int, line: bytes) -> Row | BadRow:
 
 def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     try:
-        value = json.loads(stream.read().decode("utf-8-sig"), parse_constant=_refuse_constant)
+        value = json.loads(
+            stream.read().decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
+        )
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -170,15 +187,27 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         except StopIteration:
             return
         except csv.Error as error:
-            yield BadRow(file, line, f"not CSV: {error}", "")
+            if str(error) == "unexpected end of data":
+                raise DataError(
+                    f"{file}:{line}: a quote that opens in this row is never closed, so the {reader.line_num - line} lines "
+                    "behind it cannot be told apart; close it"
+                ) from error
+            yield from _lost(file, line, reader.line_num, f"not CSV: {error}", "")
             continue
         shown = _cut(",".join(cells)).encode(errors="replace").decode()
         if any("\udc80" <= char <= "\udcff" for cell in cells if not cell.isascii() for char in cell):
             yield BadRow(file, line, "not UTF-8", shown)
         elif cells and len(cells) != len(header):
-            yield BadRow(file, line, f"{len(cells)} cells, but the first line names {len(header)} fields", shown)
+            reason = f"{len(cells)} cells, but the first line names {len(header)} fields"
+            yield from _lost(file, line, reader.line_num, reason, shown)
         elif cells:
             yield Row(file, line, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+
+
+def _lost(file: str, first: int, last: int, reason: str, shown: str) -> Iterator[BadRow]:
+    """A bad row for each line that a row with a wrong quote took in: they may have been rows of their own."""
+    for line in range(first, max(first, last) + 1):
+        yield BadRow(file, line, reason if line == first else f"within the bad row that begins in line {first}", shown)
 
 
 def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
@@ -187,15 +216,58 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
     number = 0
     try:
-        for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
-            yield from numbered(file, batch.to_pylist(), number)
-            number += batch.num_rows
+        names = pq.read_schema(stream).names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(
+                f"{file}: the column {twice[0]!r} is there {names.count(twice[0])} times; rename one of them"
+            )
+        # Texts stay in their dictionaries: a few bytes can stand for a thousand copies of a long one.
+        whole = pq.ParquetFile(stream, read_dictionary=names)
+        for batch in whole.iter_batches(batch_size=_batch_rows(whole.metadata)):
+            columns = [_values(column) for column in batch.columns]
+            for cells in zip(*columns, strict=True):
+                number += 1
+                row = dict(zip(names, cells, strict=True))
+                if _text_size(row) > MAX_ROW_BYTES:
+                    yield BadRow(file, number, f"longer than {MAX_ROW_BYTES // 2**20} MiB", "")
+                else:
+                    yield Row(file, number, row)
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again") from error
+    except MemoryError as error:
+        raise DataError(
+            f"{file}: the rows about {number + 1} do not fit in memory; write smaller row groups"
+        ) from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"
         ) from error
+
+
+def _batch_rows(metadata: Any) -> int:
+    """Rows of which `_BATCH_BYTES` hold, by the sizes in the file, at most 1024."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=0)
+    return max(1, min(1024, int(_BATCH_BYTES / max(largest, 1))))
+
+
+def _values(column: Any) -> list[Any]:
+    """A column's values; equal texts of a dictionary are one object."""
+    import pyarrow as pa
+
+    if not isinstance(column, pa.DictionaryArray):
+        return list(column.to_pylist())
+    texts = column.dictionary.to_pylist()
+    return [None if index is None else texts[index] for index in column.indices.to_pylist()]
+
+
+def _text_size(value: Any) -> int:
+    """Characters (bytes, where it is binary) of all texts in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    return sum(map(_text_size, value)) if isinstance(value, list) else 0
 
 
 def numbered(file: str, rows: Iterable[dict[str, Any]], number: int = 0) -> Iterator[Row]:

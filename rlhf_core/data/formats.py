@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,14 @@ from rlhf_core.data.files import json_type
 
 ROLES = ("system", "user", "assistant")
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
+_INVISIBLE = (
+    string.whitespace
+    + "\x85\xa0\xad\u115f\u1160\u180e\u2800\u3164\ufeff\uffa0"
+    + "".join(
+        chr(code) for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070)) for code in range(start, end)
+    )
+)
+"""White space, and characters without width or ink."""
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -118,10 +127,22 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
     meta = dict(own) if isinstance(own, Mapping) else {} if own is None else {"meta": own}
     meta.update({str(name): value for name, value in row.items() if name not in _OWN_FIELDS and value is not None})
     try:
-        plain = json.loads(json.dumps(meta, default=str, allow_nan=False))
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"its other fields cannot be kept as JSON: {error}") from error
+        plain = json.loads(json.dumps(meta, default=_as_text, allow_nan=False))
+    except (ValueError, RecursionError):
+        plain = {name: kept for name, value in meta.items() if (kept := _as_json(name, value)) is not None}
     return dict(plain)
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """One field as JSON, its numbers that are not finite as null: what tables write where a value is missing."""
+    try:
+        return json.loads(json.dumps(value, default=_as_text), parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"the field {name[:40]!r} cannot be kept as JSON: {error}") from error
+
+
+def _as_text(value: Any) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _checked(text: Any, name: str) -> str:
@@ -129,7 +150,7 @@ def _checked(text: Any, name: str) -> str:
         raise RowError(f"{name} is missing or null")
     if not isinstance(text, str):
         raise RowError(f"{name} must be a string; got {json_type(text)}")
-    if not text.strip():
+    if not text.strip() or not text.strip(_INVISIBLE):
         raise RowError(f"{name} is {'blank' if text else 'empty'}")
     if "\x00" in text:
         raise RowError(f"{name} has a NUL character")
@@ -149,7 +170,7 @@ def _messages(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     value = row.get(name)
     if value is None:
         raise RowError(f"{name!r} is missing or null")
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise RowError(f"{name!r} must be a list of messages; got {json_type(value)}")
     if not value:
         raise RowError(f"{name!r} has no messages")

@@ -100,7 +100,9 @@ FIELDS = (
     Bad(
         "a source without path", "data:\n  sft:\n    - {split: test}\n", ("c.yaml:3", "data.sft.0.path", "is required")
     ),
-    Bad("one beta", "sft: {optimizer: {betas: [0.9]}}\n", ("sft.optimizer.betas.1", "is required", "from 0 to 1")),
+    Bad(
+        "one beta", "sft: {optimizer: {betas: [0.9]}}\n", ("sft.optimizer.betas.1", "is required", "from 0 to below 1")
+    ),
     Bad("a negative temperature", "ppo: {temperature: -1}\n", ("ppo.temperature", "above 0", "got -1")),
     Bad(
         "a run name that climbs", "run: {name: ../x}\n", ("run.name", "1 to 64 of a-z", "'../x'", "use, for example, x")
@@ -279,7 +281,7 @@ def test_a_missing_file_an_unreadable_one_and_a_folder_are_told_apart(
 
     (tmp_path / "closed.yaml").write_text("run: {seed: 1}")
     # The tests may run as root, whom file modes do not stop.
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("rlhf_core.config.yamlfile.open_regular", refuse)
     assert "closed.yaml: permission denied" in command.said("run", "closed.yaml")
 
 

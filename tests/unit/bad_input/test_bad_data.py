@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
+import resource
 from typing import Any
 
 import pytest
@@ -40,8 +42,9 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 LONG_ROW = b'{"prompt": "' + random.Random(0).randbytes(9000).hex().encode() + b'"}\n'
 
 FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
-    "an empty file": ("a.jsonl", b"", ("0 rows", "empty")),
-    "only blank lines": ("a.jsonl", b"\n \n\r\n", ("0 rows", "blank")),
+    "an empty file": ("a.jsonl", b"", ("a.jsonl: the file is empty (0 rows)",)),
+    "only blank lines": ("a.jsonl", b"\n \n\r\n", ("a.jsonl: 0 rows, only blank lines",)),
+    "40 MB of blanks": ("a.jsonl.gz", gzip.compress(b" " * 41_000_000, 1), ("a.jsonl.gz: its first 40 MB are blank",)),
     "no JSON": ("a.jsonl", b"hello\nworld\n", ("a.jsonl:1", "not complete JSON", "one JSON object per line")),
     "a row cut off": ("a.jsonl", b'{"prompt": "a', ("a.jsonl:1", "not complete JSON")),
     "rows that are lists": ("a.jsonl", b"[1]\n[2]\n", ("a.jsonl:1", "must be a JSON object", "got list")),
@@ -99,6 +102,12 @@ PATHS = {
     "https://host/a.jsonl": ("scheme https://", "download"),
     "ftp://host/a.jsonl": ("scheme ftp://", "download"),
     "empty": ("no data files",),
+    "Synthetic": ("did you mean synthetic?", "./Synthetic"),
+    "sinthetic": ("did you mean synthetic?",),
+    "pipe": ("pipe is a pipe (FIFO), not a regular file", "write the rows to a file"),
+    "pipe.jsonl": ("pipe.jsonl is a pipe (FIFO)",),
+    "/dev/zero": ("/dev/zero is a device",),
+    "loop.jsonl": ("file not found: loop.jsonl",),
     "x" * 5000 + ".jsonl": ("file not found",),
     "a\\0b.jsonl": ("file not found",),
 }
@@ -107,6 +116,9 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path[:20])
 def test_a_path_that_leads_nowhere_is_refused_before_the_start(command: Command, path: str) -> None:
     (command.folder / "empty").mkdir()
+    (command.folder / "loop.jsonl").symlink_to("loop.jsonl")
+    for pipe in ("pipe", "pipe.jsonl"):
+        os.mkfifo(command.folder / pipe)
     bad = Bad(path, f'data: {{preference: [{{path: "{path}"}}]}}', PATHS[path])
     assert command.complaint(bad).startswith("data.preference.0.path: ")
 
@@ -155,8 +167,74 @@ ROWS: dict[str, tuple[bytes, str]] = {
     "null content": (jsonl({**GOOD[0], "prompt": chat(("user", None))}), "prompt[0].content is missing or null"),
     "no messages": (jsonl({**GOOD[0], "prompt": []}), "'prompt' has no messages"),
     "a role with an escape": (jsonl({**GOOD[0], "prompt": chat(("\x1b]0;x\x07", "a"))}), "prompt[0].role must be"),
+    "a key twice": (b'{"prompt": "a", "chosen": "b", "rejected": "c", "prompt": "d"}\n', "duplicate key 'prompt'"),
+    "a zero-width prompt": (jsonl({**GOOD[0], "prompt": "\u200b"}), "'prompt' is blank"),
     "a row cut short": (b'{"prompt": "a", "cho', "the last line is cut short"),
 }  # fmt: skip
+
+
+def parquet(columns: list[tuple[str, Any]], **options: Any) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_arrays([pa.array(values) for _, values in columns], names=[name for name, _ in columns])
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    return stream.getvalue()
+
+
+def bomb() -> bytes:
+    """A thousand rows that are one long text of the column's dictionary."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * (20 << 20)]))
+    stream = io.BytesIO()
+    table = pa.Table.from_arrays([column], names=["prompt"])
+    pq.write_table(table, stream, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    return stream.getvalue()
+
+
+QUOTE = "prompt,chosen,rejected\n" + "".join(f"{i},good {i},bad {i}\n" for i in range(5))
+TEXTS = [f"text {i}" for i in range(20)]
+BAD_TABLES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
+    "a quote that is never closed": (
+        "a.csv",
+        (QUOTE + '"open,b,c\n' + "".join(f"{i},a,b\n" for i in range(30))).encode(),
+        ("a.csv:7: a quote that opens in this row is never closed", "30 lines behind it"),
+    ),
+    "a quote that is closed lines later": (
+        "a.csv",
+        (QUOTE + '"open,b,c\n' + "".join(f"{i},a,b\n" for i in range(30)) + '1,"2",3\n').encode(),
+        ("32 of 37 rows", "a.csv:7: not CSV"),
+    ),
+    "a column twice": (
+        "a.parquet",
+        parquet([("prompt", TEXTS), ("chosen", TEXTS), ("rejected", TEXTS), ("prompt", TEXTS)]),
+        ("a.parquet: the column 'prompt' is there 2 times", "rename"),
+    ),
+    "binary texts": (
+        "a.parquet",
+        parquet([("prompt", [text.encode() for text in TEXTS])]),
+        ("a.parquet:1: 'prompt' must be a list of messages; got binary data; save the column as text",),
+    ),
+    "a thousand rows of 20 MiB in a few bytes": (
+        "a.parquet",
+        bomb(),
+        ("a.parquet:1: longer than 16 MiB",),
+    ),
+}
+
+
+@pytest.mark.parametrize("title", BAD_TABLES)
+def test_a_table_that_would_lose_or_swap_rows_is_refused(command: Command, title: str) -> None:
+    name, content, words = BAD_TABLES[title]
+    command.data_stage = True
+    assert len(content) < 2_000_000
+    bad = Bad(title, config_of(f"./{name}", max_bad_rows=0.05), words, files={name: content})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert command.complaint(bad).startswith(("data.sft[0]: ", f"{name}:"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
 @pytest.mark.parametrize("title", ROWS)

@@ -100,14 +100,17 @@ LEAVES = sorted(path for path in all_fields() if locate(path).kind.section is No
 def values(wanted: Kind) -> st.SearchStrategy[Any]:
     """Values that the schema allows at a field, and that leave most other rules alone."""
     annotation = wanted.annotation
-    low, above, high = wanted.limit("ge"), wanted.limit("gt"), wanted.limit("le")
+    low, above, high, below = (wanted.limit(name) for name in ("ge", "gt", "le", "lt"))
     some: st.SearchStrategy[Any]
     if annotation is bool:
         some = st.booleans()
     elif annotation is int:
         some = st.integers(int(low or 0), min(int(high), 64))
     elif annotation is float:
-        some = st.floats(low if low is not None else above, min(high, 1e6), exclude_min=above is not None)
+        most = min(high, 1e6) if high is not None else below
+        some = st.floats(
+            low if low is not None else above, most, exclude_min=above is not None, exclude_max=high is None
+        )
     elif get_origin(annotation) is Literal:
         some = st.sampled_from(get_args(annotation))
     elif annotation is str and wanted.limit("pattern"):

@@ -183,8 +183,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         },
         "sft": {
             "optimizer": {
-                "learning_rate": draw(st.floats(1e-12, 1e3)),
-                "betas": [draw(st.floats(0, 1)), draw(st.floats(0, 1))],
+                "learning_rate": draw(st.floats(1e-12, 1e2)),
+                "betas": [draw(st.floats(0, 1, exclude_max=True)), draw(st.floats(0, 1, exclude_max=True))],
             },
             "pack": draw(st.booleans()),
         },

@@ -111,7 +111,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": U, "content": None}, {"role": A, "content": "b"}]},
         r"messages\[0\].content is missing or null",
     ),
-    ({"text": "a", "score": float("nan")}, "other fields cannot be kept as JSON"),
+    ({"text": b"a"}, "'text' must be a string; got binary data; save the column as text"),
+    ({"prompt": b"a"}, "'prompt' must be a list of messages; got binary data"),
+    ({"prompt": "\u200b"}, "'prompt' is blank"),
+    ({"prompt": "a", "completion": "\ufeff \u2060\u3164"}, "'completion' is blank"),
 ]
 
 
@@ -119,3 +122,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_malformed_row_is_refused_with_its_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError, match=reason):
         normalise(row)
+
+
+def test_numbers_that_are_not_finite_and_bytes_in_other_fields_do_not_cost_the_row() -> None:
+    row = {"text": "a", "score": float("nan"), "parts": {"a": [float("inf"), 1.5]}, "image": b"1234", "n": 2}
+    assert normalise(row).meta == {"parts": {"a": [None, 1.5]}, "image": "4 bytes", "n": 2}

@@ -479,3 +479,12 @@ def test_progress_lines_are_few_and_say_what_is_left(caplog: pytest.LogCaptureFi
     assert messages[0] == "ppo: 1/100 steps  kl=1.5"
     assert "s left  kl=1.5" in messages[1]
     assert messages[-1] == "ppo: 100/100 steps  kl=1.5"
+
+
+def test_a_plan_whose_reader_goes_away_ends_with_0() -> None:
+    command = [sys.executable, "-m", "flows.cli", "plan", DEMO, "run.device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as plan:
+        assert plan.stdout is not None and plan.stderr is not None
+        plan.stdout.close()
+        assert plan.wait(60) == 0, plan.stderr.read()
+        assert plan.stderr.read() == b""
