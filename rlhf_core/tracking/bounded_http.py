@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urljoin
 
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
@@ -48,8 +50,15 @@ class BoundedAdapter(HTTPAdapter):
     def send(
         self, request: PreparedRequest, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Response:
-        with _Call(self._seconds(request, timeout)):
+        # A redirect that is followed is a part of the call that was redirected.
+        now = time.monotonic()
+        target, began = getattr(_here, "redirect", ("", now))
+        spent = now - began if request.url == target else 0.0
+        _here.redirect = ("", now)
+        with _Call(self._seconds(request, timeout), spent):
             response = super().send(request, stream, timeout, *args, **kwargs)
+            if response.is_redirect:
+                _here.redirect = (urljoin(str(request.url), response.headers["location"]), now - spent)
             if not stream:
                 # What `Response.content` would read, without bounds, later.
                 response._content = _read(response)
@@ -65,9 +74,10 @@ class BoundedAdapter(HTTPAdapter):
 class _Call:
     """One request with all its tries. When its time is up its connections are shut down, which ends any read of them."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, spent: float = 0.0) -> None:
+        """`spent`: of its `seconds`, by the requests that led to it."""
         self._seconds = seconds
-        self._timer = threading.Timer(seconds, self._end)
+        self._timer = threading.Timer(max(0.0, seconds - spent), self._end)
         self._timer.daemon = True
         self._connections: list[HTTPConnection] = []
         self._lock = threading.Lock()

@@ -101,6 +101,19 @@ def test_a_call_ends_in_the_time_of_its_tries_whatever_trickles_in(what: str, se
     assert time.monotonic() - started < 3
 
 
+def test_redirects_that_lead_on_and_on_slowly_are_one_call(server: Callable[[Serve], str]) -> None:
+    def elsewhere(connection: socket.socket) -> None:
+        time.sleep(0.3)
+        _whole("307 Temporary Redirect", b"", f"Location: /{time.monotonic_ns()}")(connection)
+
+    mlflow = Mlflow(server(elsewhere), "e")
+    _ = mlflow._client
+    started = time.monotonic()
+    with pytest.raises(Exception, match="no whole answer within 1 s"):
+        mlflow.ping()
+    assert time.monotonic() - started < 3
+
+
 @pytest.mark.parametrize("status", ["503 Service Unavailable", "429 Too Many Requests"])
 def test_retry_after_is_not_waited_for(
     status: str, server: Callable[[Serve], str], monkeypatch: pytest.MonkeyPatch
