@@ -99,6 +99,7 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
     uri, endpoint = environ.get("MLFLOW_TRACKING_URI"), environ.get("AWS_ENDPOINT_URL_S3")
     if uri and config.tracking.uri is None and (problem := tracker_problem(uri)):
         yield ConfigError(f"MLFLOW_TRACKING_URI: {problem}")
+    yield from _tracker(environ)
     if endpoint and has_credentials(endpoint):
         yield ConfigError(
             f"AWS_ENDPOINT_URL_S3: credentials in a URL are refused; got {HIDDEN}; set AWS_ACCESS_KEY_ID and "
@@ -125,6 +126,22 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(environ['RAY_AUTH_MODE'])}; unset it"
         )
+
+
+def _tracker(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables of MLflow's client that would let every call of it fail, which `register` would find out at the end."""
+    token = environ.get("MLFLOW_TRACKING_TOKEN", "")
+    if token and not (token.isascii() and token.isprintable() and token == token.strip()):
+        yield ConfigError(
+            f"MLFLOW_TRACKING_TOKEN: must be printable ASCII characters without blanks or line breaks around them; got "
+            f"{HIDDEN}; take them off (a file read into a variable keeps its last line break in some shells)"
+        )
+    for name, low, high in (("MLFLOW_HTTP_REQUEST_TIMEOUT", 1, 3600), ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", 0, 10)):
+        value = environ.get(name)
+        if value is not None and not (re.fullmatch("[0-9]{1,4}", value) and low <= int(value) <= high):
+            yield ConfigError(
+                f"{name}: must be a whole number from {low} to {high}; got {shown(value)}; correct or unset it"
+            )
 
 
 _RAY_SECONDS = 5.0

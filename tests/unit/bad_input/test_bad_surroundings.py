@@ -180,6 +180,12 @@ SECRET = "hunter2hunter2"
 ENVIRONMENTS = {
     "a tracker of an unknown kind": ({"MLFLOW_TRACKING_URI": "ftp://host"}, ("MLFLOW_TRACKING_URI", "scheme ftp://")),
     "a tracker that is a word": ({"MLFLOW_TRACKING_URI": "databricks"}, ("MLFLOW_TRACKING_URI", "'databricks'")),
+    "a tracker's token with a line break": ({"MLFLOW_TRACKING_TOKEN": f"{SECRET}\n"}, ("MLFLOW_TRACKING_TOKEN", "(hidden)")),
+    "a tracker's token with an umlaut": ({"MLFLOW_TRACKING_TOKEN": f"{SECRET}\u00e4"}, ("MLFLOW_TRACKING_TOKEN", "ASCII")),
+    "a timeout of the tracker that is a word": (
+        {"MLFLOW_HTTP_REQUEST_TIMEOUT": "ten"}, ("MLFLOW_HTTP_REQUEST_TIMEOUT", "whole number", "'ten'"),
+    ),
+    "more tries than MLflow allows": ({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "99"}, ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "10")),
     "an endpoint without a scheme": ({"AWS_ENDPOINT_URL_S3": "localhost:9000"}, ("AWS_ENDPOINT_URL_S3", "http(s)://")),
     "an endpoint with a password": ({"AWS_ENDPOINT_URL_S3": f"http://me:{SECRET}@host"}, ("AWS_ENDPOINT_URL_S3", "credentials")),
     "a failpoint that is none": ({"RLHF_FAIL": "ppo.after_rollout"}, ("RLHF_FAIL", "name:nth:action")),
