@@ -51,4 +51,22 @@ def create_app() -> Any:
     """The application with all settings of the environment."""
     from prefect.server.api.server import create_app
 
+    _take_turns()
     return OwnAddressOnly(create_app())
+
+
+def _take_turns() -> None:
+    """Let every transaction of Prefect's on SQLite wait for the one that writes.
+
+    Most begin by reading, and SQLite then refuses at once, as "database is locked", to let them write where another has
+    written meanwhile: a worker that polled an idle server left 25 such tracebacks a minute in its log. Prefect has a mode
+    that takes the write lock first, and waits for it up to a minute, but uses it for some transactions only.
+    """
+    from prefect.server.database.configurations import AioSqliteConfiguration
+
+    begin = AioSqliteConfiguration.begin_transaction
+
+    def begin_transaction(self: Any, session: Any, with_for_update: bool = False) -> Any:
+        return begin(self, session, with_for_update=True)
+
+    AioSqliteConfiguration.begin_transaction = begin_transaction  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from rlhf_core.types import StageName
 
 log = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 2.0
+PROGRESS_SECONDS = 5.0
 """The progress artifact moves at most this often."""
 _MAX_FAILURES = 3
 

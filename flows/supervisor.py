@@ -102,6 +102,7 @@ class Supervisor:
             MARK: str(self._home),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",
             "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,rlhf_core",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONUNBUFFERED": "1",

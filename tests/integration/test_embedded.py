@@ -4,7 +4,7 @@
 - it is gone when the command is, however that ended
 - one of the user's that is gone for good in the middle costs nothing
 - a web page of another origin, opened in a real browser, gets nothing from it and changes nothing in it
-- a database that is none is made anew
+- a database that is none is made anew; those who write to it at the same time take turns
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -159,6 +160,20 @@ def test_a_web_page_of_another_origin_is_refused_in_a_real_browser(server: Serve
     assert seen.pop("write without a preflight") == "opaque 0", "sent, and refused: see what is left"
     assert set(seen.values()) == {"refused"} and len(seen) == 6, seen
     assert post(f"{server.url}/variables/filter", {}, login=server.login) == []
+
+
+def test_writers_wait_for_each_other_and_none_is_refused(server: Server) -> None:
+    """As Prefect begins its transactions, five of six get 503, "database is locked"."""
+
+    def write(number: int) -> None:
+        flow = post(f"{server.url}/flows/", {"name": f"flow {number}"}, 60, server.login)["id"]
+        for _ in range(3):
+            run = {"flow_id": flow, "state": {"type": "RUNNING"}}
+            post(f"{server.url}/flow_runs/", run, 60, server.login)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(write, range(6)))
+    assert "database is locked" not in (server.home / "logs" / "prefect.log").read_text()
 
 
 def test_it_is_started_again_where_it_dies_and_ends_with_the_command(server: Server) -> None:
