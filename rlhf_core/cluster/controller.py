@@ -61,15 +61,15 @@ class PPOController:
     ) -> None:
         """`demonstrations`: for the pretraining loss. `cpu_seconds`: CPU time of all processes so far; given, each
         phase's share is measured too."""
-        self._ppo = config.ppo
+        self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
         self._services = services
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
-        self._collector = Collector(config.ppo, fleet, prompts, decode, composer, seed)
+        self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         self._journal = RolloutJournal(services.journal or services.work, prompts)
-        self._updater = Updater(config.ppo, fleet, seed, demonstrations)
+        self._updater = Updater(ppo, fleet, seed, demonstrations)
         kl = self._ppo.kl
         self._kl: FixedKL | AdaptiveKL = (
             FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
@@ -78,7 +78,7 @@ class PPOController:
         self._clocked: Metrics = {}
         """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest must be the
         same wherever and however fast it is made."""
-        self._guards = StepGuards(config.ppo, lambda: services.checkpoints.best())
+        self._guards = StepGuards(ppo, lambda: services.checkpoints.best())
         self.done = 0
         """Steps finished: the policy version."""
         self._last: Sequence[PromptAndResponse] = []

@@ -26,6 +26,7 @@ from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.rollout.dispatch import reassign
 from rlhf_core.seeds import derive_seed
+from rlhf_core.training.layout import tell
 from rlhf_core.watch import Watch, doing, leave_part, take_part
 from rlhf_core.weight_sync.sender import SyncReport
 
@@ -84,6 +85,8 @@ class Fleet:
         """How often each group was started."""
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: Engines
+        self.packs = True
+        """Whether rows are packed: all models that were loaded bear it, and the configuration does not say otherwise."""
 
     def __enter__(self) -> Fleet:
         self._watch = self._given_watch or Watch().__enter__()
@@ -210,7 +213,7 @@ class Fleet:
         return PartSpec(name, self._watch.folder.resolve(), self._timeouts)
 
     def _load(self, groups: Sequence[WorkerGroup] = (), engines: Sequence[Any] = ()) -> None:
-        loading = []
+        loading: list[Any] = []
         for worker_group in groups:
             address, port = self.wait(
                 [worker_group.actors[0].address.remote(self._local)], f"{worker_group.group.name} to start"
@@ -218,8 +221,13 @@ class Fleet:
             loading += worker_group.submit_each(
                 "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
             )
+        ranks = len(loading)
         loading += [engine.load.remote() for engine in engines]
-        self.wait(loading, "all models to load")
+        self.packs &= all(self.wait(loading, "all models to load")[:ranks])
+        if groups and self._config.ppo.pack is not False:
+            tell(self.packs, "the policy, the reward model or the critic", "ppo.pack")
+        layouts = [call for group in groups for call in group.submit("choose_layout", self.packs)]
+        self.wait(layouts, "all ranks to choose the layout of rows")
 
     def _environment(self) -> dict[str, dict[str, str]]:
         """Thread counts: trainers share the cores among themselves, engines too; the two take turns."""

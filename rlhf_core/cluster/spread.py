@@ -27,7 +27,7 @@ class Spread:
         """`sequences`: (prompt ids, response ids). `before`, `after`: the method's other arguments."""
         group = fleet.groups[role]
         lengths = [len(prompt) + len(response) for prompt, response in sequences]
-        plan = plan_ranks(lengths, group.ranks, ppo.micro_batch_tokens, pack=ppo.pack)
+        plan = plan_ranks(lengths, group.ranks, ppo.micro_batch_tokens, pack=ppo.packs)
         self._fleet = fleet
         self._what = f"{role}.{method}"
         self._shares = [[i for micro in micros for i in micro] for micros in plan]

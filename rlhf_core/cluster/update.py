@@ -103,7 +103,7 @@ class Updater:
             tokens = sum(len(s.response_ids) for s in chosen)
             denominator = max(1.0, step_denominator(self._ppo.aggregation, tokens, len(chosen)))
             lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
-            plan = plan_ranks(lengths, ranks, self._ppo.micro_batch_tokens, pack=self._ppo.pack)
+            plan = plan_ranks(lengths, ranks, self._ppo.micro_batch_tokens, pack=self._ppo.packs)
             for rank, micros in enumerate(plan):
                 numbered = renumber(micros, start=len(mine[rank]))
                 mine[rank] += [chosen[i] for micro in micros for i in micro]
@@ -122,7 +122,7 @@ class Updater:
         for number in range(per_iteration):
             batch = self._demonstrations_at((step - 1) * per_iteration + number, size)
             targets = sum(sum(d.loss_mask[1:]) for d in batch)  # nothing predicts the first token
-            plan = plan_ranks([len(d.input_ids) for d in batch], len(steps), ppo.micro_batch_tokens, pack=ppo.pack)
+            plan = plan_ranks([len(d.input_ids) for d in batch], len(steps), ppo.micro_batch_tokens, pack=ppo.packs)
             for rank, micros in enumerate(plan):
                 old = steps[rank][number]
                 numbered = renumber(micros, start=len(rows[rank]))

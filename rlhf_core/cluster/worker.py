@@ -47,8 +47,8 @@ class ModelWorker(Actor):
         return ("127.0.0.1" if local else ray.util.get_node_ip_address(), free_port())
 
     @called("start")
-    def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> None:
-        """Join the group and load the models."""
+    def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
+        """Join the group and load the models. Returns whether all of them bear packed rows."""
         import torch
 
         # Ray shows each actor its own GPU only, as number 0.
@@ -58,6 +58,13 @@ class ModelWorker(Actor):
         for role in self._roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
+        return all(getattr(model, "module", model).packs for model in self._models.values())
+
+    @called()
+    def choose_layout(self, pack: bool) -> None:
+        """Packed or padded rows, the same for all groups: before the first pass."""
+        ppo = self._config.ppo.model_copy(update={"pack": pack})
+        self._config = self._config.model_copy(update={"ppo": ppo})
 
     def _load(self, role: Role) -> Any:
         from rlhf_core.models.adapters import WithoutAdapter, add_adapter
@@ -78,6 +85,7 @@ class ModelWorker(Actor):
             attention=self._config.model.attention,
             device=self._rank.torch_device,
             quantize=ppo.lora.quantize if ppo.lora is not None and trained else None,
+            pack=ppo.pack,
         )
         if role == "critic":
             model.fold_statistics()
@@ -132,7 +140,7 @@ class ModelWorker(Actor):
     def _batches(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> Any:
         from rlhf_core.models.scoring import Batches
 
-        device, pack = self._rank.torch_device, self._config.ppo.pack
+        device, pack = self._rank.torch_device, self._config.ppo.packs
         return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
 
     # -- update -------------------------------------------------------------------------------------------------

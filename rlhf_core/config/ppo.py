@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhf_core.config.rewards import AnyReward, ModelReward
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
 
 MAX_ENGINE_RANK = 512
 """The largest rank of an adapter that vLLM serves."""
@@ -133,9 +133,7 @@ class PPOConfig(Section):
     epochs: PositiveInt = Field(1, description="Passes over each rollout batch")
     minibatches: PositiveInt = Field(4, description="Optimizer steps per epoch")
     micro_batch_tokens: PositiveInt = Field(16384, description="Tokens per forward pass of one rank")
-    pack: bool = Field(
-        True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
-    )
+    pack: Packing = Field("auto", description=PACK)
     policy: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"), description="Policy optimizer"
     )
@@ -221,6 +219,11 @@ class PPOConfig(Section):
     def minibatch_size(self) -> int:
         """Responses of one optimizer step, over all ranks."""
         return self.rollout_batch_size // self.minibatches
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed. `auto` is no answer until the models were tried: padding is right for every one."""
+        return self.pack is True
 
     @property
     def uses_reward_model(self) -> bool:

@@ -9,6 +9,13 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
+Packing = bool | Literal["auto"]
+"""`auto` becomes true or false when the model is loaded (`models.selftest`)."""
+PACK = (
+    "Put several sequences into one row, invisible to each other; `false`: right-padded rows; `auto`: rows are packed where the "
+    "model keeps their sequences apart, which is tried when it is loaded; `true`: a model that does not is refused"
+)
+
 
 class OptimizerConfig(Section):
     """AdamW with warm-up and decay."""
@@ -96,12 +103,15 @@ class SFTConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         4096, description="Tokens per forward pass of one rank; a longer sequence gets one of its own"
     )
-    pack: bool = Field(
-        True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
-    )
+    pack: Packing = Field("auto", description=PACK)
     eval_every: PositiveInt = Field(50, description="Optimizer steps between evaluations")
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     samples: PositiveInt = Field(8, description="Held-out prompts answered at the end, for reading")
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed. `auto` is no answer until the model was tried: padding is right for every one."""
+        return self.pack is True
 
 
 class EarlyStopConfig(Section):
@@ -125,9 +135,7 @@ class RewardConfig(Section):
     epochs: PositiveInt = Field(1, description="Passes over the pairs")
     batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(8192, description="Tokens per forward pass of one rank")
-    pack: bool = Field(
-        True, description="Put several sequences into one row, invisible to each other; off: right-padded rows"
-    )
+    pack: Packing = Field("auto", description=PACK)
     center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
     margin: Literal["none", "constant", "field"] = Field(
         "none",
@@ -142,6 +150,11 @@ class RewardConfig(Section):
     min_accuracy: Fraction = Field(
         0.5, description="Held-out accuracy below this fails the stage: PPO on it would be noise"
     )
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed. `auto` is no answer until the model was tried: padding is right for every one."""
+        return self.pack is True
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> Self:

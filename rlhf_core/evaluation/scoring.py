@@ -108,7 +108,11 @@ def score_reward_model(
 
     doing("load the reward model", config.run.timeouts.start)
     model = load_score_model(
-        folder, dtype=config.reward.deepspeed.dtype, attention=config.model.attention, device=device
+        folder,
+        dtype=config.reward.deepspeed.dtype,
+        attention=config.model.attention,
+        device=device,
+        pack=config.reward.pack,
     ).eval()
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
@@ -162,7 +166,8 @@ def logprobs(
 
     dtype = config.ppo.policy_deepspeed.dtype
     doing("load a policy", config.run.timeouts.start)
-    model = load_policy(files.model, dtype=dtype, attention=config.model.attention, device=device)
+    attention, pack = config.model.attention, config.ppo.pack
+    model = load_policy(files.model, dtype=dtype, attention=attention, device=device, pack=pack)
     if files.adapter is not None:
         load_adapter(model, files.adapter)
     batches = whole_list(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
-from rlhf_core.config.training import LoraConfig
+from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
-from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.quantized import loading_options, save_pretrained
+from rlhf_core.models.selftest import tested, without_dropout
+from rlhf_core.models.weights import load_pretrained, model_config, model_errors, refuse_non_finite
 
 HEAD_CHUNK = 1 << 27
 """Logits that are alive at a time, in elements: 256 MiB of bfloat16. What is more is made in parts, and made again in the
@@ -44,6 +44,8 @@ class Policy(nn.Module):
 
     lora: LoraConfig | None = None
     """Its adapter, where it has one (`models.adapters`)."""
+    packs = True
+    """Whether sequences may share a row (`models.selftest`)."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
@@ -101,32 +103,31 @@ def load_policy(
     device: str,
     revision: str | None = None,
     quantize: str | None = None,
+    pack: Packing = "auto",
 ) -> Policy:
     """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first).
 
-    `quantize`: hold its linear layers in 4 bits, see `models.quantized`.
+    `quantize`: hold its linear layers in 4 bits, see `models.quantized`. `pack`: whether its sequences are to share rows, see
+    `models.selftest`. Raises ModelError for weights that are not the model's, and where the self-test fails.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {
-        "dtype": DTYPES[dtype],
-        "attn_implementation": implementation(attention),
-        "trust_remote_code": False,
-    }
-    try:
+    with model_errors(folder):
+        config = model_config(folder, attention=attention, revision=revision)
         if is_config_only(folder):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            lm = AutoModelForCausalLM.from_config(config, **options)
+            lm = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
         else:
-            options |= loading_options(quantize, DTYPES[dtype], device)
-            lm = AutoModelForCausalLM.from_pretrained(folder, revision=revision, use_safetensors=True, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelError(f"model.path: cannot load a causal language model from {folder}: {error}") from error
+            options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
+            lm = load_pretrained(AutoModelForCausalLM, folder, config, revision=revision, **options)
     if not hasattr(lm, "lm_head") or not hasattr(lm, "model"):
         raise ModelError(
             f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
         )
-    return Policy(_checked(use_onednn(without_dropout(lm)).to(device)))
+    policy = Policy(use_onednn(without_dropout(lm)).to(device))
+    refuse_non_finite(folder, lm)
+    with model_errors(folder):
+        policy.packs = tested(_checked(lm), pack)
+    return policy
 
 
 @torch.no_grad()
@@ -137,8 +138,7 @@ def _checked(lm: Any) -> Any:
     ids = torch.arange(8, device=lm.device).remainder(lm.config.get_text_config().vocab_size)[None]
     own, plain = lm(input_ids=ids).logits.float(), lm.lm_head(lm.model(input_ids=ids).last_hidden_state).float()
     lm.train(training)
-    # Weights that are not finite are for whoever uses them to tell: here they say nothing of the architecture.
-    if plain.isfinite().all() and not torch.allclose(own, plain, rtol=1e-4, atol=1e-6):
+    if not torch.allclose(own, plain, rtol=1e-4, atol=1e-6):
         raise ModelError(
             f"model.path: {type(lm).__name__} changes the output of its `lm_head` (logits that are scaled or capped), "
             "which training here would leave out; use a model whose logits are the head's, such as Llama, Qwen or Mistral"
@@ -150,14 +150,3 @@ def is_config_only(folder: Path | str) -> bool:
     """True for a local folder with a `config.json` but no weights."""
     path = Path(folder)
     return (path / "config.json").is_file() and not any(path.glob("*.safetensors*"))
-
-
-def without_dropout(model: Any) -> Any:
-    """Dropout off everywhere: the ratio of the first minibatch must be exactly 1."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop"):
-        if getattr(model.config, name, None):
-            setattr(model.config, name, 0.0)
-    return model

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from rlhf_core.config.training import LoraConfig
+from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError, NonFiniteError
-from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import Float32Linear, use_onednn
-from rlhf_core.models.policy import DTYPES, without_dropout
+from rlhf_core.models.policy import DTYPES
 from rlhf_core.models.quantized import loading_options, save_pretrained
+from rlhf_core.models.selftest import tested, without_dropout
+from rlhf_core.models.weights import load_pretrained, model_config, model_errors, refuse_non_finite
 
+_HEAD = "score.weight"
 _STATISTICS = "score_statistics.json"
 
 
@@ -63,6 +64,8 @@ class ScoreModel(nn.Module):
 
     lora: LoraConfig | None = None
     """Its adapter, where it has one (`models.adapters`); the head is then trained beside it."""
+    packs = True
+    """Whether sequences may share a row (`models.selftest`)."""
 
     def __init__(self, classifier: Any, statistics: ScoreStatistics | None = None) -> None:
         super().__init__()
@@ -98,31 +101,37 @@ class ScoreModel(nn.Module):
 
 
 def load_score_model(
-    folder: Path | str, *, dtype: str, attention: str, device: str, quantize: str | None = None
+    folder: Path | str,
+    *,
+    dtype: str,
+    attention: str,
+    device: str,
+    quantize: str | None = None,
+    pack: Packing = "auto",
 ) -> ScoreModel:
     """From a causal LM (new head, N(0, 1/(h+1))) or from a saved score model (its own head). Seed torch first.
 
-    `quantize`: as for a policy.
+    `quantize`, `pack`, errors: as for a policy.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    from_causal = not is_classifier(Path(folder))
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, num_labels=1)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=implementation(attention),
-            trust_remote_code=False,
-            use_safetensors=True,
-            **loading_options(quantize, DTYPES[dtype], device),
+    with model_errors(folder):
+        from_causal = not is_classifier(Path(folder))
+        config = model_config(folder, attention=attention, num_labels=1)
+        options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
+        new = (_HEAD,) if from_causal else ()
+        model = load_pretrained(AutoModelForSequenceClassification, folder, config, new=new, **options)
+    if not hasattr(model, "score") or not hasattr(model, "model"):
+        raise ModelError(
+            f"model.path: {type(model).__name__} has no `model` and `score`; use a decoder-only architecture"
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelError(f"cannot make a score model from {folder}: {error}") from error
     if from_causal:
-        nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.hidden_size + 1))
-    return ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
+        nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.get_text_config().hidden_size + 1))
+    scorer = ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
+    refuse_non_finite(folder, model)
+    with model_errors(folder):
+        scorer.packs = tested(model, pack)
+    return scorer
 
 
 def is_classifier(folder: Path) -> bool:

@@ -14,7 +14,8 @@ import torch
 
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
-from rlhf_core.models.score import ScoreStatistics
+from rlhf_core.models.policy import Policy
+from rlhf_core.models.score import ScoreModel, ScoreStatistics
 from rlhf_core.types import PromptAndResponse
 from rlhf_core.watch import doing
 
@@ -82,11 +83,12 @@ def sequence_scores(model: Any, statistics: ScoreStatistics, batches: Batches) -
 
 
 def whole_list(
-    model: torch.nn.Module, sequences: Sequence[PromptAndResponse], micro_batch_tokens: int, pad_id: int
+    model: Policy | ScoreModel, sequences: Sequence[PromptAndResponse], micro_batch_tokens: int, pad_id: int
 ) -> Batches:
-    """Micro-batches of one process on its own, on the device of `model`."""
-    (micro_batches,) = plan_ranks([len(p) + len(r) for p, r in sequences], 1, micro_batch_tokens, pack=True)
-    return Batches(sequences, micro_batches, pad_id=pad_id, device=next(model.parameters()).device, pack=True)
+    """Micro-batches of one process on its own, on the device of `model`, in the layout that it was found to bear."""
+    lengths = [len(p) + len(r) for p, r in sequences]
+    (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=model.packs)
+    return Batches(sequences, micro_batches, pad_id=pad_id, device=next(model.parameters()).device, pack=model.packs)
 
 
 def _place(results: list[torch.Tensor], micro_batch: Sequence[int], batch: TokenBatch, values_N: torch.Tensor) -> None:

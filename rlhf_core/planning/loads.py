@@ -70,13 +70,13 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
     if stage == "sft":
         longest = max(data.max_prompt_tokens + data.max_response_tokens, data.max_text_tokens or 0)
         count, ranks, budget = config.sft.batch_size, config.sft.deepspeed.ranks, config.sft.micro_batch_tokens
-        packed = config.sft.pack
+        packed = config.sft.pack is not False
     elif stage == "reward":
         longest = data.max_prompt_tokens + data.max_response_tokens
         count, ranks = 2 * config.reward.batch_size, config.reward.deepspeed.ranks
-        budget, packed = max(config.reward.micro_batch_tokens, 2 * longest), config.reward.pack
+        budget, packed = max(config.reward.micro_batch_tokens, 2 * longest), config.reward.pack is not False
     else:
-        longest, packed, budget = config.max_sequence_tokens, ppo.pack, ppo.micro_batch_tokens
+        longest, packed, budget = config.max_sequence_tokens, ppo.pack is not False, ppo.micro_batch_tokens
         count, ranks = ppo.minibatch_size if update else ppo.rollout_batch_size, ppo.policy_deepspeed.ranks
     tokens = max(longest, min(budget, -(-count // ranks) * longest))
     return ForwardPass(tokens, longest, packed, config.model.attention)

@@ -48,6 +48,7 @@ def _train(
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.score import ScoreStatistics, load_score_model
     from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.training.layout import agreed
     from rlhf_core.training.reward import evaluate_reward, evaluate_saved, train_reward
 
     reward = config.reward
@@ -61,7 +62,9 @@ def _train(
         attention=config.model.attention,
         device=rank.torch_device,
         quantize=None if reward.lora is None else reward.lora.quantize,
+        pack=reward.pack,
     )
+    reward = reward.model_copy(update={"pack": agreed(model, reward.pack, rank, "reward.pack")})
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)
     engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank, keeps_best=reward.early_stop is not None)

@@ -56,6 +56,7 @@ def _train(
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.training.layout import agreed
     from rlhf_core.training.sft import train_sft
 
     sft = config.sft
@@ -68,9 +69,11 @@ def _train(
         device=rank.torch_device,
         revision=revision,
         quantize=None if sft.lora is None else sft.lora.quantize,
+        pack=sft.pack,
     )
     if services is not None:
         require_unchanged(model_digests(config), services.sources, config)
+    sft = sft.model_copy(update={"pack": agreed(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
     policy.lm.generation_config.update(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)

@@ -47,7 +47,7 @@ def update_policy(
             yield _policy_part(engine, samples, micro_batch, step.denominator, ppo, pad_id, kl_coef, sums)
         for micro_batch in step.ptx_micro_batches:
             assert ppo.ptx is not None
-            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.pack)
+            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.packs)
             logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
             sums["ptx_loss"] += loss.item()
@@ -148,7 +148,7 @@ def _batch(
 ) -> tuple[TokenBatch, list[TrainSample]]:
     chosen = [samples[i] for i in micro_batch]
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
-    return collate(sequences, pad_id=pad_id, pack=ppo.pack).to(engine.rank.torch_device), chosen
+    return collate(sequences, pad_id=pad_id, pack=ppo.packs).to(engine.rank.torch_device), chosen
 
 
 def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

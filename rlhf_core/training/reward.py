@@ -188,7 +188,11 @@ def evaluate_saved(
     reward = config.reward
     doing("load the reward model", config.run.timeouts.start)
     model = load_score_model(
-        folder, dtype=reward.deepspeed.dtype, attention=config.model.attention, device=device
+        folder,
+        dtype=reward.deepspeed.dtype,
+        attention=config.model.attention,
+        device=device,
+        pack=reward.pack,
     ).eval()
     sequences = [(pair.prompt_ids, ids) for pair in held_out for ids in (pair.chosen_ids, pair.rejected_ids)]
     batches = whole_list(model, sequences, reward.micro_batch_tokens, pad_id)
@@ -228,7 +232,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sequences = [TokenSequence.of(p.prompt_ids, p.chosen_ids) for p in pairs]
     sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
-    scores = engine(collate(sequences, pad_id=pad_id, pack=config.pack).to(engine.rank.torch_device), "last")
+    scores = engine(collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device), "last")
     return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]
 
 
@@ -241,6 +245,6 @@ def _table_row(pair: PairExample) -> dict[str, Any]:
 def _my_micro_batches(engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig) -> list[list[int]]:
     rank = engine.rank
     lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in batch]
-    if config.pack:
+    if config.packs:
         lengths = [2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch]
-    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.pack)[rank.rank]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]

@@ -89,7 +89,7 @@ def train_step(
 
     def losses() -> Iterator[torch.Tensor]:
         for micro_batch in _my_micro_batches(engine, batch, config):
-            tensors = collate([batch[i] for i in micro_batch], pad_id=pad_id, pack=config.pack).to(
+            tensors = collate([batch[i] for i in micro_batch], pad_id=pad_id, pack=config.packs).to(
                 engine.rank.torch_device
             )
             logprobs_N = engine(tensors).logprobs_N
@@ -116,7 +116,7 @@ def evaluate_sft(
     sums = torch.zeros(2, dtype=torch.float64, device=engine.rank.torch_device)
     for micro_batch in _my_micro_batches(engine, held_out, config):
         doing("evaluation")
-        tensors = collate([held_out[i] for i in micro_batch], pad_id=pad_id, pack=config.pack).to(
+        tensors = collate([held_out[i] for i in micro_batch], pad_id=pad_id, pack=config.packs).to(
             engine.rank.torch_device
         )
         logprobs_N = engine(tensors).logprobs_N
@@ -135,4 +135,4 @@ def _table_row(row: TokenSequence) -> dict[str, Any]:
 def _my_micro_batches(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
     rank = engine.rank
     lengths = [len(sequence) for sequence in batch]
-    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.pack)[rank.rank]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]

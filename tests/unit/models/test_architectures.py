@@ -60,18 +60,6 @@ def test_logits_that_are_scaled_or_capped_are_refused(kind: str, changes: dict[s
         load(save(tmp_path, kind, **changes))
 
 
-def test_weights_that_are_not_finite_and_dropout_say_nothing_of_the_architecture(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = save(tmp_path / "model", "Llama", attention_dropout=0.5)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    load(folder)
-    (folder / "model.safetensors").unlink()
-    load(folder)
-
-
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_window_ends_the_pass_that_is_longer_and_no_other(pack: bool, tmp_path: Path) -> None:
     policy = load(save(tmp_path, "Mistral", sliding_window=12))

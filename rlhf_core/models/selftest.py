@@ -1,0 +1,168 @@
+"""Tried on the real model when it is loaded: that it is deterministic, and that no sequence sees another one or padding.
+
+Every architecture of transformers takes the same arguments, but not every one uses them: some decoder layers do not hand
+the borders of packed sequences to their attention, state-space, convolution and linear-attention layers do not know them,
+and dropout has many names. So nothing is concluded from a configuration; two short sequences are run.
+
+What must not depend on another sequence is asked by a gradient: that of one sequence's hidden states with respect to the
+other's embeddings is exactly 0, in every precision, on every device, whatever kernels round. What gradients cannot see
+(positions that go on where a sequence begins) is asked by comparing hidden states, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf_core.config.training import Packing
+from rlhf_core.errors import ModelError
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
+from rlhf_core.models.weights import is_random
+
+_LENGTHS = (5, 7)
+"""Tokens of the two sequences: longer than a convolution's kernel, shorter than any attention window."""
+
+
+def without_dropout(model: Any) -> Any:
+    """Dropout and jitter off everywhere, in place: the ratio of the first minibatch must be exactly 1. Returns `model`."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if is_random(name, value):
+                setattr(module, name, 0.0)
+    return model
+
+
+def tested(lm: Any, pack: Packing) -> bool:
+    """Whether sequences of `lm`, a Hugging Face model with a backbone `model`, may share a row.
+
+    `pack`: False: they are not to, and it is not tried. "auto": True where nothing of one sequence reaches another. True: the
+    same, and a ModelError where something does. Raises ModelError also for a model whose passes in training mode differ,
+    and one whose sequences depend on what pads them or on the row beside them.
+
+    A few passes over 24 tokens; for a whole model on one device, before it is sharded. Random numbers are drawn from a
+    copy of the generators.
+    """
+    training = lm.training
+    devices = [lm.device] if lm.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        try:
+            _deterministic(lm)
+            lm.eval()
+            problem = _difference(lm, pack=False)
+            if problem is not None:
+                raise ModelError(
+                    f"model.path: {_name(lm)}: in right-padded rows {problem}; use a decoder-only model with causal attention"
+                )
+            if pack is False:
+                return False
+            problem = _difference(lm, pack=True)
+        finally:
+            lm.train(training)
+    if problem is not None and pack is True:
+        raise ModelError(
+            f"pack: true, but in packed rows of {_name(lm)} with attention {lm.config._attn_implementation} {problem}; "
+            "set pack: auto or false"
+        )
+    return problem is None
+
+
+@torch.no_grad()
+def _deterministic(lm: Any) -> None:
+    """Raises ModelError where two passes in training mode differ and random numbers were drawn for them."""
+    lm.train()
+    batch = collate(_sequences(lm), pad_id=0).to(lm.device)
+    before = _generator(lm)
+    first, second = _hidden(lm, batch), _hidden(lm, batch)
+    # Kernels that add in any order differ as well, by rounding, but draw nothing.
+    if not torch.equal(first, second) and not torch.equal(before, _generator(lm)):
+        raise ModelError(
+            f"model.path: {_name(lm)}: two passes in training mode differ by up to {(first - second).abs().max():.1e} in the "
+            "hidden states, though dropout and jitter are off wherever they could be found; old and new "
+            "log-probabilities would not be comparable; set the model's random parts to 0 in its config.json"
+        )
+
+
+def _generator(lm: Any) -> torch.Tensor:
+    return torch.cuda.get_rng_state(lm.device) if lm.device.type == "cuda" else torch.get_rng_state()
+
+
+def _difference(lm: Any, *, pack: bool) -> str | None:
+    """How a sequence in a batch is not what it is alone, or None."""
+    sequences = _sequences(lm)
+    batch = collate(sequences, pad_id=0, pack=pack).to(lm.device)
+    spans = _spans(sequences, batch)
+    embedded, hidden = _with_embeddings(lm, batch)
+    for start, end in spans:
+        cotangent = torch.zeros_like(hidden)
+        # Any numbers, but not all the same: those would add up to 0 behind a norm.
+        cotangent[start:end] = torch.linspace(-1, 1, cotangent[start:end].numel(), device=lm.device).view_as(
+            cotangent[start:end]
+        )
+        (gradient,) = torch.autograd.grad(hidden, embedded, cotangent, retain_graph=True)
+        own = torch.zeros(len(hidden), dtype=torch.bool, device=lm.device)
+        own[start:end] = True
+        reached = gradient.flatten(0, 1)[~own]
+        if reached.ne(0).any():
+            return f"tokens of a sequence depend on others than its own (gradient up to {reached.abs().max():.1e})"
+    with torch.no_grad():
+        for sequence, (start, end) in zip(sequences, spans, strict=True):
+            alone = _hidden(lm, collate([sequence], pad_id=0).to(lm.device))
+            twice = _hidden(lm, collate([sequence, sequence], pad_id=0).to(lm.device))[: len(sequence)]
+            gap, noise = _gap(hidden[start:end], alone), _gap(twice, alone)
+            # Rounding adds up over layers, as a random walk does; a model's own noise may be more (a router's near ties).
+            allowed = max(torch.finfo(hidden.dtype).eps ** 0.5, 8 * noise)
+            if not gap <= allowed:
+                return f"a sequence's hidden states differ by {gap:.1e} (relative) from those it has alone, more than {allowed:.1e}"
+    return None
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative difference of (L, H) hidden states, the median over tokens."""
+    difference, size = (a.float() - b.float()).norm(dim=-1), b.float().norm(dim=-1)
+    return float((difference / size.clamp_min(1e-30)).median())
+
+
+def _hidden(lm: Any, batch: TokenBatch) -> torch.Tensor:
+    """(B*L, H)"""
+    states: torch.Tensor = lm.model(**batch.model_inputs(lm.config._attn_implementation)).last_hidden_state
+    return states.flatten(0, 1)
+
+
+def _with_embeddings(lm: Any, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, L, E) input embeddings, cut off from what made them, and (B*L, H) hidden states."""
+    seen: list[torch.Tensor] = []
+
+    def cut(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    hook = lm.get_input_embeddings().register_forward_hook(cut)
+    try:
+        hidden = _hidden(lm, batch)
+    finally:
+        hook.remove()
+    if not seen:
+        raise ModelError(f"model.path: {_name(lm)} does not read its input embeddings; use a decoder-only architecture")
+    return seen[0], hidden
+
+
+def _sequences(lm: Any) -> list[TokenSequence]:
+    """Two that have no token in common, where the vocabulary allows that."""
+    vocabulary = lm.config.get_text_config().vocab_size
+    ids = [3 + i for i in range(sum(_LENGTHS))]
+    first, second = ids[: _LENGTHS[0]], ids[_LENGTHS[0] :]
+    return [TokenSequence.of((), [i % vocabulary for i in part]) for part in (first, second)]
+
+
+def _spans(sequences: Sequence[TokenSequence], batch: TokenBatch) -> list[tuple[int, int]]:
+    """(first, one beyond the last) flat position of each sequence."""
+    lasts = batch.last_S.tolist()
+    return [(last + 1 - len(sequence), last + 1) for sequence, last in zip(sequences, lasts, strict=True)]
+
+
+def _name(lm: Any) -> str:
+    return type(lm).__name__

@@ -1,0 +1,173 @@
+"""A pretrained model whose every weight is what its files say.
+
+`from_pretrained` gives a tensor that the files lack random values and leaves out one that the model lacks, both with no
+more than a line in the log. Here each of them is an error, and so are integers where a model has weights, numbers that are
+not finite, and an attention implementation that a `config.json` asks for in place of the configured one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.config.checkfiles import tensors
+from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, classified
+from rlhf_core.models.attention import implementation
+
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Of safetensors, what can be trained from."""
+
+_OF_ANOTHER_HEAD = ("lm_head.weight", "lm_head.bias")
+"""What a causal language model has and a score model made of it leaves."""
+
+
+@contextmanager
+def model_errors(folder: Path | str) -> Iterator[None]:
+    """What fails in here is the model's fault and a ModelError: files of others fail with KeyError, TypeError, RuntimeError
+    and with validation errors of libraries. What is the machine's (memory, a GPU) stays what it is."""
+    try:
+        yield
+    except RLHFError:
+        raise
+    except Exception as error:
+        of_a_gpu = isinstance(error, torch.AcceleratorError) or "CUDA" in str(error)
+        if of_a_gpu or isinstance(classified(error), OutOfMemory):
+            raise
+        raise ModelError(f"model.path: cannot load a model from {folder}: {type(error).__name__}: {error}") from error
+
+
+def load_pretrained(
+    auto: Any,
+    folder: Path | str,
+    config: Any,
+    *,
+    revision: str | None = None,
+    new: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    """`auto` (a class with `from_pretrained`) of `folder`, a path or hub id, with the names, shapes and kinds of its weights
+    checked. `config`: as `model_config` gives it.
+
+    `new`: tensors that the files need not have, because the caller makes them; the language-model head may then be there
+    and is left out. Raises ModelError for everything that is wrong with the model.
+    """
+    attention = config._attn_implementation
+    with model_errors(folder):
+        model, info = auto.from_pretrained(
+            folder,
+            config=config,
+            revision=revision,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, all at once
+            **options,
+        )
+        refuse(folder, info, new=new)
+        refuse_integers(folder, model)
+    return model
+
+
+def model_config(folder: Path | str, *, attention: str, revision: str | None = None, **changes: Any) -> Any:
+    """The `config.json` of `folder` without dropout, with the configured attention whatever the file asks for."""
+    from transformers import AutoConfig
+
+    if Path(folder).is_dir() and (Path(folder) / "adapter_config.json").exists():
+        raise ModelError(
+            f"model.path: {folder} holds an adapter (adapter_config.json); it would be loaded over the weights; merge it "
+            "into the model and give that folder"
+        )
+    config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False, **changes)
+    # A name such as owner/kernel would be fetched from the hub as code.
+    config._attn_implementation = implementation(attention)
+    config._experts_implementation = None
+    config.output_attentions = config.output_hidden_states = False
+    without_random_parts(config)
+    return config
+
+
+def without_random_parts(config: Any) -> None:
+    """Dropout and jitter off in a configuration and its parts: modules copy the numbers when they are made."""
+    for name, value in list(vars(config).items()):
+        if is_random(name, value):
+            setattr(config, name, 0.0)
+    for name in getattr(config, "sub_configs", {}):
+        if getattr(config, name, None) is not None:
+            without_random_parts(getattr(config, name))
+
+
+def is_random(name: str, value: Any) -> bool:
+    """Whether an attribute is the probability or size of a dropout or jitter, and not 0."""
+    return isinstance(value, float) and value != 0 and any(word in name.lower() for word in ("drop", "jitter"))
+
+
+def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] = ()) -> None:
+    """Raises ModelError for what `output_loading_info` says is missing, unexpected or of another shape. What transformers
+    itself declares as dispensable (tied heads, buffers) is not in there."""
+    missing = sorted(set(info["missing_keys"]) - set(new))
+    unexpected = sorted(set(info["unexpected_keys"]) - set(_OF_ANOTHER_HEAD if new else ()))
+    mismatched = sorted(info["mismatched_keys"])
+    problems = []
+    if missing:
+        problems.append(f"the weights lack {_some(missing)}")
+    if unexpected:
+        problems.append(f"the model has no {_some(unexpected)}, which the weights hold")
+    if mismatched:
+        shapes = [f"{name} {list(has)} instead of {list(needs)}" for name, has, needs in mismatched]
+        problems.append(f"the weights have {_some(shapes)}")
+    if info.get("error_msgs"):
+        problems.append(_some([str(message) for message in info["error_msgs"]]))
+    if problems:
+        raise ModelError(
+            f"model.path: {folder}: {'; '.join(problems)}; config.json and weights must be of one model: missing weights "
+            "would be random; take both from where the model is from"
+        )
+
+
+def refuse_integers(folder: Path | str, model: Any) -> None:
+    """Raises ModelError for a parameter whose file holds integers or 8-bit numbers: without their scales they are nothing.
+    For local folders; not where a quantization that the configuration names has read them."""
+    if getattr(model, "hf_quantizer", None) is not None or not Path(folder).is_dir():
+        return
+    kinds = {name: str(entry.get("dtype")) for name, entry in tensors(Path(folder)).items()}
+    wrong = [
+        f"{name} ({kinds[name]})" for name, _ in model.named_parameters() if kinds.get(name, "F32") not in FLOATING
+    ]
+    if wrong:
+        raise ModelError(
+            f"model.path: {folder}: {_some(wrong)}: weights must be {', '.join(FLOATING)}; a quantized model cannot be "
+            "trained from; give the model that it was made from"
+        )
+
+
+@torch.no_grad()
+def refuse_non_finite(folder: Path | str, model: torch.nn.Module) -> None:
+    """Raises ModelError with the names of the tensors that hold NaN or infinity."""
+    wrong = [name for name, tensor in model.state_dict().items() if not _finite(tensor)]
+    if wrong:
+        raise ModelError(
+            f"model.path: {folder}: not finite in {_precision(model)}: {_some(wrong)}; the file is damaged, or its numbers do "
+            "not fit this precision; fetch it again, or set a dtype with a larger range"
+        )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta or tensor.element_size() == 1:
+        return True
+    low, high = torch.aminmax(tensor)  # NaN comes through, and nothing of the tensor's size is made
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _precision(model: torch.nn.Module) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def _some(names: list[str], show: int = 3) -> str:
+    more = f" and {len(names) - show} more" if len(names) > show else ""
+    return ", ".join(name[:200] for name in names[:show]) + more

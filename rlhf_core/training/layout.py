@@ -1,0 +1,33 @@
+"""The layout of rows that all ranks use: packed where every rank's model bears it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_core.config.training import Packing
+from rlhf_core.training.distributed import Rank
+
+log = logging.getLogger(__name__)
+
+
+def agreed(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
+    """Whether all ranks pack: `model.packs` of each, as `models.selftest` found it. A collective. `field`: where `pack` is
+    configured, for the log."""
+    votes = torch.tensor(int(model.packs), device=rank.torch_device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    packs = bool(votes.item())
+    if rank.rank == 0 and pack is not False:
+        tell(packs, type(model.lm).__name__, field)
+    return packs
+
+
+def tell(packs: bool, models: str, field: str) -> None:
+    """Say which layout was chosen."""
+    if packs:
+        log.info("%s: rows are packed; sequences of %s do not see each other", field, models)
+    else:
+        log.warning("%s: rows are padded; in packed rows, sequences of %s would see each other", field, models)
