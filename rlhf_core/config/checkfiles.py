@@ -6,6 +6,7 @@ Every function yields findings: an `InputError` for what would make the run fail
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, InputError, ModelError, checking
+from rlhf_core.files import UnfitFile, open_regular, read_bounded
 
 Finding = InputError | str
 
@@ -21,6 +23,22 @@ DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 POINTER = b"version https://git-lfs"
 MAX_TEMPLATE_BYTES = 2**20
+JSON_LIMIT = 256 << 20
+"""Bytes of a model's JSON file; tokenizers of large vocabularies have some 30 MB."""
+HEADER_LIMIT = 16 << 20
+"""Bytes of a safetensors header: about 100,000 tensors."""
+TENSOR_LIMIT = 1 << 48
+"""Elements of one tensor, far above any there is."""
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""safetensors' data types that fill whole bytes."""
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+"""Fields of a config.json that are whole numbers where they are given."""
 
 
 def guarded(field: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -81,6 +99,7 @@ def _model_folder(
     if problem:
         yield ModelError(f"model.path: {problem}; the folder must be in Hugging Face layout")
         return
+    yield from _fields(folder, shape)
     context = shape.get("max_position_embeddings")
     if isinstance(context, int) and context < tokens:
         yield ConfigError(
@@ -98,7 +117,7 @@ def _model_folder(
         yield f"model.path: {folder}/config.json names code (auto_map); code of a model is never run"
     yield from _tokenizer(folder, shape.get("vocab_size"), needs_template)
     rows: set[int] = set()
-    yield from _weights(folder, rows)
+    yield from _weights(folder, rows, shape)
     vocabulary = shape.get("vocab_size")
     for count in sorted(rows):
         if isinstance(vocabulary, int) and count != vocabulary:
@@ -106,6 +125,28 @@ def _model_folder(
                 f"model.path: {folder}: the embedding has {count} rows, but config.json says vocab_size {vocabulary}; "
                 "they must be equal; take weights and config.json from the same model"
             )
+
+
+def _fields(folder: Path, shape: dict[str, Any]) -> Iterator[Finding]:
+    """Fields of config.json that no model could have, and those that would change more than the model."""
+    for name in _COUNTS:
+        value = shape.get(name)
+        if value is not None and (type(value) is not int or not 0 < value <= 10**8):
+            yield ModelError(
+                f"model.path: {folder}/config.json: {name} must be an integer from 1 to 10^8; got {shown(str(value))}; take "
+                "config.json from where the model is from"
+            )
+    for name in ("_attn_implementation", "attn_implementation"):
+        if shape.get(name) is not None:
+            yield (
+                f"model.path: {folder}/config.json asks for attention {shown(str(shape[name]))} ({name}); it is ignored: "
+                "model.attention decides"
+            )
+    if (folder / "adapter_config.json").exists():
+        yield ModelError(
+            f"model.path: {folder} holds an adapter (adapter_config.json), which would be loaded over the weights; merge it "
+            "into the model and give that folder"
+        )
 
 
 def _arithmetic(folder: Path, shape: dict[str, Any], tokens: int, sdpa: bool) -> Iterator[Finding]:
@@ -178,8 +219,9 @@ def _token_count(content: dict[str, Any]) -> int:
     return highest + 1
 
 
-def _weights(folder: Path, rows: set[int]) -> Iterator[Finding]:
-    """Checks every safetensors file by its header; adds the row counts of input embeddings to `rows`."""
+def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Finding]:
+    """Checks every safetensors file by its header; adds the row counts of input embeddings to `rows`. `shape`: the
+    content of config.json."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content, problem = _read_json(index)
@@ -196,47 +238,70 @@ def _weights(folder: Path, rows: set[int]) -> Iterator[Finding]:
             )
             return
         files = [folder / name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
+        missing = [file.name for file in files if not file.exists()]
         if missing:
             yield ModelError(
                 f"model.path: {folder} lacks {missing[0]} ({len(missing)} of {len(files)} shards); fetch them"
             )
-        files = [file for file in files if file.is_file()]
+        files = [file for file in files if file.exists()]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files and not index.is_file():
         other = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)), None)
         has = f"only {other}, whose loading can run code" if other else "no weights"
         yield ModelError(f"model.path: {folder} has {has}; give *.safetensors")
+    numbers: set[int] = set()
     for file in files:
         header, problem = safetensors_header(file)
         if problem:
             yield ModelError(f"model.path: {file}: {problem}; fetch it again")
         for name, entry in header.items():
+            if found := _LAYER.search(name):
+                numbers.add(int(found[1]))
             if name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")):
                 rows.update(entry["shape"][:1])
+    layers, predicting = shape.get("num_hidden_layers"), shape.get("num_nextn_predict_layers")
+    allowed = (layers, layers + predicting) if type(layers) is int and type(predicting) is int else (layers,)
+    if type(layers) is int and numbers and max(numbers) + 1 not in allowed:
+        yield ModelError(
+            f"model.path: {folder}: config.json says num_hidden_layers {layers}, but the weights have {max(numbers) + 1}; take "
+            "weights and config.json from the same model"
+        )
+
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,6})\.")
 
 
 def safetensors_header(file: Path) -> tuple[dict[str, Any], str | None]:
     """(entry of each tensor, None), or ({}, what is wrong). Reads the header only."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    try:
+        stream = open_regular(file)
+    except FileNotFoundError as error:
+        return {}, f"is missing ({error})"
+    except UnfitFile as error:
+        return {}, str(error).removeprefix(f"{file} ")
+    except OSError as error:
+        return {}, f"cannot be read ({error.strerror})"
+    with stream:
+        size = os.fstat(stream.fileno()).st_size
         head = stream.read(64)
         if head.startswith(POINTER):
             return {}, "is a Git LFS pointer, not weights"
         if head.lstrip()[:1] == b"<":
             return {}, "is not safetensors (it looks like HTML)"
         length = int.from_bytes(head[:8], "little")
-        if size < 8 or length > min(size - 8, 100_000_000):
+        if size < 8 or length > min(size - 8, HEADER_LIMIT):
             return {}, f"is not safetensors (its header would be {length} bytes, the file is {size})"
         stream.seek(8)
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             end = 0
-            for entry in header.values():
-                end = max(end, int(entry["data_offsets"][1]))
-                entry["shape"] = [int(axis) for axis in entry["shape"]]
+            for name, entry in header.items():
+                problem = _entry_problem(entry)
+                if problem is not None:
+                    return {}, f"is not safetensors (tensor {shown(name)} {problem})"
+                end = max(end, entry["data_offsets"][1])
         except (ValueError, AttributeError, LookupError, TypeError, OverflowError, RecursionError):
             return {}, "is not safetensors (its header is no JSON)"
     if size != 8 + length + end:
@@ -244,11 +309,26 @@ def safetensors_header(file: Path) -> tuple[dict[str, Any], str | None]:
     return header, None
 
 
+def _entry_problem(entry: Any) -> str | None:
+    """What is wrong with a tensor's entry of a header, or None."""
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPE_BYTES:
+        return f"has the unknown dtype {shown(str(dtype))}"
+    if len(shape) > 16 or not all(type(axis) is int and 0 <= axis < TENSOR_LIMIT for axis in shape):
+        return f"has the impossible shape {shown(str(shape)[:80])}"
+    begin, end = offsets
+    if type(begin) is not int or type(end) is not int or end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+        return f"has {shown(str(offsets)[:80])} for its bytes, which are not those of its shape {shape}"
+    return None
+
+
 def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
     try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}, f"{file.parent} has no {file.name}"
+        content = json.loads(read_bounded(file, JSON_LIMIT))
+    except FileNotFoundError as error:
+        return {}, f"{error}" if file.is_symlink() else f"{file.parent} has no {file.name}"
+    except UnfitFile as error:
+        return {}, str(error)
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"{file} is not readable JSON ({str(error)[:80]})"
     return (content, None) if isinstance(content, dict) else ({}, f"{file} is no JSON object")
@@ -268,5 +348,5 @@ def writable(folder: Path) -> str | None:
 
 def tensors(folder: Path) -> dict[str, Any]:
     """Header entries of a local model's tensors, by name; none of files that are damaged."""
-    files = folder.glob("*.safetensors") if folder.is_dir() else ()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else ()
     return {name: entry for file in files for name, entry in safetensors_header(file)[0].items()}

@@ -64,7 +64,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
 
 
 def _folders(config: PipelineConfig, services: Services) -> dict[Role, Path]:
-    """What each role starts from: the critic from the reward model where there is one."""
+    """What each role starts from: the critic from the reward model where that gives the rewards; else its scale is another
+    than theirs, and it starts from the SFT model with a new head."""
     sft = services.inputs["sft"] / "model"
     reward = services.inputs["reward"] / "model" if "reward" in services.inputs else sft
-    return {"policy": sft, "reference": sft, "critic": reward, "reward": reward}
+    critic = reward if config.ppo.uses_reward_model else sft
+    return {"policy": sft, "reference": sft, "critic": critic, "reward": reward}

@@ -31,6 +31,7 @@ def index(**files: Any) -> dict[str, Any]:
     return {"model__safetensors": None, "model.safetensors.index.json": {"weight_map": files}}
 
 
+LAYERS = safetensors(model__layers__0__norm__weight=[2], model__layers__1__norm__weight=[2])
 TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no config": ({"config__json": None}, ("has no config.json",)),
@@ -60,6 +61,30 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an infinite offset": (
         {"model__safetensors": header(b'{"a": {"shape": [2], "data_offsets": [0, 1e999]}}', 8)}, ("is not safetensors",),
     ),
+    "a shape of 10^4000": (
+        {"model__safetensors": header(b'{"a": {"dtype": "F32", "shape": [1%s], "data_offsets": [0, 8]}}' % (b"0" * 4000), 8)},
+        ("tensor 'a' has the impossible shape",),
+    ),
+    "a negative shape": (
+        {"model__safetensors": header({"a": TENSOR | {"shape": [-1, -2]}}, 8)}, ("tensor 'a' has the impossible shape",),
+    ),
+    "an unknown data type": (
+        {"model__safetensors": header({"a": TENSOR | {"dtype": "F999"}}, 8)}, ("tensor 'a' has the unknown dtype 'F999'",),
+    ),
+    "bytes that are not the shape's": (
+        {"model__safetensors": header({"a": TENSOR | {"shape": [3]}}, 8)}, ("tensor 'a' has", "not those of its shape [3]"),
+    ),
+    "a vocabulary of 8.0": ({"config__json": CONFIG | {"vocab_size": 8.0}}, ("vocab_size must be an integer", "8.0")),
+    "10^9 layers": ({"config__json": CONFIG | {"num_hidden_layers": 10**9}}, ("num_hidden_layers must be an integer",)),
+    "more layers than the weights have": (
+        {"config__json": CONFIG | {"num_hidden_layers": 3}, "model__safetensors": LAYERS},
+        ("num_hidden_layers 3, but the weights have 2",),
+    ),
+    "fewer layers than the weights have": (
+        {"config__json": CONFIG | {"num_hidden_layers": 1}, "model__safetensors": LAYERS},
+        ("num_hidden_layers 1, but the weights have 2",),
+    ),
+    "an adapter beside the weights": ({"adapter_config__json": {}}, ("holds an adapter", "merge it")),
     "no offsets": ({"model__safetensors": header({"a": {"shape": [2]}}, 8)}, ("is not safetensors",)),
     "a shape that is a number": ({"model__safetensors": header({"a": TENSOR | {"shape": 2}}, 8)}, ("is not safetensors",)),
     "weights cut short": ({"model__safetensors": safetensors(a=[8])[:-1]}, ("cut short or damaged",)),

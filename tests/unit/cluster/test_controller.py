@@ -23,6 +23,8 @@ from rlhf_core.storage.store import Store
 from rlhf_core.types import Services
 from tests.unit.cluster.test_guards import GOOD
 
+FLEET: Any = SimpleNamespace(packs=True)
+
 
 class _Experience:
     scores_B = torch.zeros(4)
@@ -36,7 +38,7 @@ def controller(tmp_path: Path) -> Any:
     nothing: Any = None
     config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
     return PPOController(
-        config, nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+        config, FLEET, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
     )
 
 
@@ -45,7 +47,7 @@ def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
     kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
     config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
     controller: Any = PPOController(
-        config, nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+        config, FLEET, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
     )
     controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
     batch = SimpleNamespace(rollouts=[None] * 40)
@@ -89,7 +91,9 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
         work.mkdir()
         (work / "metrics.jsonl").touch()
         group = SimpleNamespace(submit=lambda *_: [0])
-        fleet: Any = SimpleNamespace(groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls)
+        fleet: Any = SimpleNamespace(
+            packs=True, groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls
+        )
         tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
         nothing: Any = None
         services = Services(

@@ -138,3 +138,25 @@ def test_engines_measure_a_device_before_the_trainers_beside_them_allocate(
         assert loading == ["load engine", "wait for all models to load", "load trainer", "wait for all models to load"]
     else:
         assert loading == ["load trainer", "load trainer", "load engine", "wait for all models to load"]
+
+
+@pytest.mark.parametrize(("answers", "packs"), [((True, True), True), ((True, False), False)])
+def test_all_groups_use_one_layout_and_pad_where_the_model_of_one_does_not_bear_packed_rows(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, bool], packs: bool
+) -> None:
+    config = PipelineConfig()
+    fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
+    told: list[tuple[str, bool]] = []
+
+    def group(name: str, answer: bool) -> WorkerGroup:
+        actor = SimpleNamespace(
+            address=SimpleNamespace(remote=lambda *_: ("127.0.0.1", 1)),
+            load=SimpleNamespace(remote=lambda *_: answer),
+            choose_layout=SimpleNamespace(remote=lambda pack: told.append((name, pack))),
+        )
+        return WorkerGroup(Group(("policy",), 1), (actor,))
+
+    monkeypatch.setattr(fleet, "wait", lambda references, what: references)
+    fleet._load([group("policy", answers[0]), group("reward", answers[1])])
+    assert fleet.packs is packs
+    assert told == [("policy", packs), ("reward", packs)]

@@ -6,11 +6,14 @@ Locked here: whatever its files hold, it ends in findings that name the folder, 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +76,50 @@ def test_any_bytes_as_weights_end_in_findings(tmp_path: Path, content: bytes, fr
     folder = fresh(tmp_path)
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content if framed else content)
     assert all(isinstance(finding, InputError) for finding in found(folder))
+
+
+SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a FIFO": (os.mkfifo, "is a pipe (FIFO), not a regular file"),
+    "a folder": (Path.mkdir, "is a folder, not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
+    "a link to nothing": (
+        lambda path: path.symlink_to("../blobs/1234"),
+        "is a link to ../blobs/1234, which does not exist",
+    ),
+    "a link to itself": (lambda path: path.symlink_to(path), "is a link that leads to itself"),
+}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "x.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(("make", "says"), SPECIAL.values(), ids=SPECIAL)
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(
+    tmp_path: Path, name: str, make: Callable[[Path], object], says: str
+) -> None:
+    folder = fresh(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    messages = [finding.message for finding in found(folder) if isinstance(finding, InputError)]
+    assert len(messages) == 1
+    assert says in messages[0] or (name == "tokenizer.json" and "has no tokenizer" in messages[0])
+
+
+def test_a_header_of_60_mb_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    folder = fresh(tmp_path)
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", 60_000_000))
+        stream.truncate(60_000_100)
+    (finding,) = found(folder)
+    assert isinstance(finding, InputError)
+    assert "its header would be 60000000 bytes" in finding.message
+
+
+def test_the_attention_of_a_config_json_is_named_and_ignored(tmp_path: Path) -> None:
+    folder = fresh(tmp_path)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"_attn_implementation": "evil/kernel"}))
+    (finding,) = found(folder)
+    assert isinstance(finding, str)
+    assert "asks for attention 'evil/kernel'" in finding
 
 
 def fresh(tmp_path: Path) -> Path:
