@@ -66,7 +66,7 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     logged: list[dict[str, float]] = []
     kept: list[tuple[Any, ...]] = []
     bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
-    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, kept=True)
+    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, sequences=[], kept=True)
     monkeypatch.setattr(controller, "collect", lambda: batch)
     monkeypatch.setattr(controller, "score", lambda batch: bad)
     monkeypatch.setattr(controller, "sync", lambda: 1)
