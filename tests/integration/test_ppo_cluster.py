@@ -71,7 +71,10 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
         assert abs(experience.metrics["objective/kl"]) > 1e-3
         # Ray's own programs, which ask for the token; each with one socket, the raylet with two.
         programs = Counter((listener.program.partition("::")[0], listener.pid) for listener in reachable)
-        assert {program for program, _ in programs} <= {"gcs_server", "raylet", "ray"}, reachable
+        assert {program for program, _ in programs} <= {"gcs_server", "raylet", "ray", Path(sys.executable).name}, (
+            reachable
+        )
+        assert 44217 not in {listener.port for listener in reachable}, "Ray's metrics, which ask for no token"
         assert [entry for entry, number in programs.items() if number > 1 + (entry[0] == "raylet")] == [], reachable
         assert stranger.wait(timeout=120) != 0
         assert "connected" not in stranger.communicate()[0]
