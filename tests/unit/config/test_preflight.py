@@ -11,13 +11,14 @@ import gzip
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhf_core.config import PipelineConfig, checkfiles, devices, preflight
+from rlhf_core.config import PipelineConfig, checkfiles, checkplaces, devices, preflight
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.preflight import check
 from rlhf_core.errors import ConfigError, InputError
@@ -166,6 +167,7 @@ def test_of_a_ray_cluster_elsewhere_only_the_devices_that_other_stages_need_here
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
+    monkeypatch.setattr(checkplaces.socket, "create_connection", lambda *_, **__: nullcontext())
     assert "0 visible GPUs" in refused(config("run.device=cuda"), ConfigError)
     with_gpus(monkeypatch, 2)
     assert check(config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=2")) == []
