@@ -346,6 +346,15 @@ def writable(folder: Path) -> str | None:
     return None if os.access(here, os.W_OK | os.X_OK) else f"{here} is not writable for this user"
 
 
+def loaded_tensors(folder: Path) -> dict[str, Any]:
+    """As `tensors`, of the files that transformers loads: those of the index, else `model.safetensors`."""
+    content, problem = _read_json(folder / "model.safetensors.index.json")
+    named = content.get("weight_map")
+    names = {str(name) for name in named.values()} if isinstance(named, dict) else set()
+    files = [folder / name for name in sorted(names if problem is None else {"model.safetensors"})]
+    return {name: entry for file in files for name, entry in safetensors_header(file)[0].items()}
+
+
 def tensors(folder: Path) -> dict[str, Any]:
     """Header entries of a local model's tensors, by name; none of files that are damaged."""
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else ()

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.checkfiles import tensors
+from rlhf_core.config.checkfiles import loaded_tensors
 from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
 
-FLOATING = ("F64", "F32", "F16", "BF16")
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Of safetensors, what can be trained from."""
 
 _OF_ANOTHER_HEAD = ("lm_head.weight", "lm_head.bias")
@@ -72,6 +72,40 @@ def load_pretrained(
         refuse(folder, info, new=new)
         refuse_integers(folder, model)
     return model
+
+
+def check_headers(folder: Path, *, attention: str) -> None:
+    """Raises ModelError where the names, shapes or kinds of the weights in `folder` are not those of its config.json.
+
+    Reads headers only, and allocates nothing: transformers loads tensors without numbers into a model without numbers.
+    What a quantization that the configuration names would read is left to the load.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with model_errors(folder):
+        config = model_config(folder, attention=attention)
+        if getattr(config, "quantization_config", None) is not None:
+            return
+        entries = loaded_tensors(folder)
+        if not entries:
+            return  # a folder without weights is for the caller to judge
+        empty = {
+            name: torch.empty(entry["shape"], dtype=FLOATING.get(entry["dtype"], torch.float32), device="meta")
+            for name, entry in entries.items()
+        }
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=empty,
+            attn_implementation=config._attn_implementation,
+            dtype=torch.float32,
+            device_map={"": "meta"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        refuse(folder, info)
+        refuse_integers(folder, model)
 
 
 def model_config(folder: Path | str, *, attention: str, revision: str | None = None, **changes: Any) -> Any:
@@ -135,7 +169,7 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
     For local folders; not where a quantization that the configuration names has read them."""
     if getattr(model, "hf_quantizer", None) is not None or not Path(folder).is_dir():
         return
-    kinds = {name: str(entry.get("dtype")) for name, entry in tensors(Path(folder)).items()}
+    kinds = {name: str(entry.get("dtype")) for name, entry in loaded_tensors(Path(folder)).items()}
     wrong = [
         f"{name} ({kinds[name]})" for name, _ in model.named_parameters() if kinds.get(name, "F32") not in FLOATING
     ]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
+from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.types import Services, StageResult
 
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Prepare the three sets into `services.out`; log the data card and samples. Reads no input artifact."""
+
+    if config.model.path is not None and is_local_model(config.model.path):
+        from rlhf_core.models.weights import check_headers
+
+        # Before the rows are read: the model itself is loaded by the next stage.
+        check_headers(Path(config.model.path), attention=config.model.attention)
 
     def report(done: int, total: int) -> None:
         services.progress("data", done, total, "rows")

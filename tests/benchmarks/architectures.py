@@ -31,9 +31,17 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Set where a configuration has the field."""
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+          "num_key_value_heads": 4}  # fmt: skip
 """Multi-head latent attention has these in place of `head_dim`."""
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+}
+"""Hybrids whose configuration of few layers would have layers of one kind only."""
 LARGEST = 3_000_000
 """Parameters; what is larger for all that is not made."""
 
@@ -53,7 +61,8 @@ def tiny_config(model_type: str) -> Any:
     wanted = SIZES | (LATENT if hasattr(default, "kv_lora_rank") else {}) | MAMBA
     if hasattr(default, "kv_lora_rank"):
         del wanted["head_dim"]
-    return AutoConfig.for_model(model_type, **{name: value for name, value in wanted.items() if hasattr(default, name)})
+    known = {name: value for name, value in wanted.items() if hasattr(default, name)}
+    return AutoConfig.for_model(model_type, **known, **OWN.get(model_type, {}))
 
 
 def save_tiny(config: Any, folder: Path) -> str:
@@ -119,10 +128,11 @@ def main() -> None:
             for text in outcomes
         ]
         rows.append([f"`{model_type}`", name, *cells, "yes" if name in served else "no"])
-    print(page(rows, notes, impossible, transformers.__version__))
+    command = " ".join(["python -m tests.benchmarks.architectures", *sys.argv[1:]])
+    print(page(rows, notes, impossible, command, transformers.__version__))
 
 
-def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], version: str) -> str:
+def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], command: str, version: str) -> str:
     """`docs/architectures.md`."""
     titles = ["model_type", "class", *(title for title, _, _ in COLUMNS), "in vLLM's registry"]
     usable = sum(any(cell in ("packed", "padded") for cell in row[2:4]) for row in rows)
@@ -131,7 +141,7 @@ def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], ve
         "",
         f"Of the causal language models of transformers {version}, {len(rows)} were made with random weights of at most "
         f"{LARGEST / 1e6:.0f} million parameters and loaded as every stage loads a model; {usable} can be a policy. Made by "
-        "`python -m tests.benchmarks.architectures > docs/architectures.md`.",
+        f"`{command} > docs/architectures.md`.",
         "",
         "- **packed**: several sequences share a row and do not see each other.",
         "- **padded**: they would see each other; with `pack: auto` rows are right-padded, `pack: true` is refused.",

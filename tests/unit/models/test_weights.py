@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_core.errors import ModelError
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
+from rlhf_core.models.weights import check_headers
 from tests.tiny_llama import save_tiny_llama
 
 LOADING: dict[str, Any] = {"dtype": "float32", "attention": "sdpa", "device": "cpu"}
@@ -83,6 +84,18 @@ def test_weights_that_are_not_the_models_are_refused(
     change(tmp_path, edit)
     with pytest.raises(ModelError, match=says):
         load(tmp_path, **LOADING)
+
+
+@pytest.mark.parametrize(("edit", "says"), WEIGHTS.values(), ids=WEIGHTS)
+def test_headers_alone_tell_what_does_not_fit(edit: Callable[[Weights], object], says: str, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    check_headers(tmp_path, attention="sdpa")
+    change(tmp_path, edit)
+    if "finite" in says:
+        check_headers(tmp_path, attention="sdpa")  # numbers are read by the load
+        return
+    with pytest.raises(ModelError, match=says):
+        check_headers(tmp_path, attention="sdpa")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""The table of architectures (`docs/architectures.md`) is what its command finds: a sample of it, made again.
+
+Locked here: architectures whose decoder layers keep the borders of packed sequences are packed, as policy and as score
+model; those with `sdpa` or `eager` attention that loses them, or with a state beside attention, are padded; what is no
+decoder is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.architectures import known_to_vllm, tried
+
+SAMPLE = {
+    "llama": ["packed"] * 4,
+    "mixtral": ["packed"] * 4,
+    "nemotron": ["padded", "packed"] * 2,
+    "stablelm": ["padded", "packed"] * 2,
+    "gpt_oss": ["refused", "padded"] * 2,
+    "lfm2": ["padded", "padded", "refused", "refused"],
+    "gpt2": ["refused"] * 4,
+}
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_sample_of_architectures_does_what_the_table_says(model_type: str) -> None:
+    _name, outcomes = tried(model_type)
+    assert [text if text in ("packed", "padded") else "refused" for text in outcomes] == SAMPLE[model_type]
+
+
+def test_the_registry_of_vllm_is_read_from_its_source() -> None:
+    found = known_to_vllm()
+    assert not found or {"LlamaForCausalLM", "Qwen2ForCausalLM"} <= found
