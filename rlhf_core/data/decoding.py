@@ -19,11 +19,23 @@ class Decoder:
     pad: int
     eos: int
     bos: int | None
+    prefix: str = ""
+    """What the chat template puts before each answer (`Encoder.response_prefix`)."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def response(self, ids: Sequence[int]) -> str:
+        """A response as its author wrote it: without the blank that the chat template put before it, which a service
+        that renders it again puts there itself."""
+        return self(ids).removeprefix(self.prefix)
+
+
+def write_response_prefix(data: Path, prefix: str) -> None:
+    """Into a data artifact's folder, for `load_decoder`."""
+    (data / "response.json").write_text(json.dumps({"prefix": prefix}) + "\n", encoding="utf-8")
 
 
 def load_decoder(data: Path) -> Decoder:
@@ -42,4 +54,6 @@ def load_decoder(data: Path) -> Decoder:
     pad, eos = token_id("pad_token"), token_id("eos_token")
     if pad is None or eos is None or pad == eos:
         raise ModelError(f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}")
-    return Decoder(tokenizer, pad, eos, token_id("bos_token"))
+    answers = data / "response.json"
+    prefix = json.loads(answers.read_text(encoding="utf-8"))["prefix"] if answers.exists() else ""
+    return Decoder(tokenizer, pad, eos, token_id("bos_token"), prefix)

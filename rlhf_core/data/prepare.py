@@ -1,6 +1,6 @@
 """The data artifact: token files of the three sets, tokenizer, quarantine, data card.
 
-out/  tokenizer/  model/config.json (model from scratch only)  quarantine.jsonl  data_card.{json,md}
+out/  tokenizer/  response.json  model/config.json (model from scratch only)  quarantine.jsonl  data_card.{json,md}
       {sft,pairs,prompts}_{train,eval}.parquet
 """
 
@@ -28,6 +28,7 @@ from rlhf_core.data.collect import (
     split_position,
 )
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
+from rlhf_core.data.decoding import write_response_prefix
 from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
 from rlhf_core.data.sources import model_digests, read_chat_template, require_unchanged, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
@@ -101,6 +102,7 @@ def prepare(
         for split, items in splits[name].items():
             write(out, FILE_NAMES[name], split, [item.example for item in items])
     tokenizer.save_pretrained(out / "tokenizer")
+    write_response_prefix(out, encoder.response_prefix)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
     # The tokenizer and the template were read between these two looks.

@@ -9,21 +9,23 @@ is tokenised in the ordinary way, as the tokenizer itself would do it.
 
 from __future__ import annotations
 
+import logging
 import re
-import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_core.config.redact import printable
 from rlhf_core.data.formats import Message
-from rlhf_core.data.limits import memory_limit, time_limit
+from rlhf_core.data.limits import ends_within, time_limit
+from rlhf_core.data.rendering import DATE, TemplateError, render, uses_power
 from rlhf_core.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 _TEMPLATE_SECONDS = 2.0
-_TEMPLATE_BYTES = 2**29
-"""What rendering one conversation may allocate."""
+_NEUTRAL = "It is noon."
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too long."""
 
@@ -66,9 +68,14 @@ class Encoder:
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
+        self._skeletons: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+        self._header = ""
+        """What the generation prompt has within the template's {% generation %} marks: no text of the assistant's."""
         self._bos: int | None = _bos_added(tokenizer)
         self._marks = bool(_GENERATION.search(tokenizer.chat_template or "")) if template == "chat" else False
         self._last_prompt: tuple[tuple[Message, ...], list[int]] = ((), [])
+        self._mark_ids = self._control_ids
+        """Special tokens, and other added ones that the template itself writes."""
         if template == "chat":
             self._check_template()
 
@@ -97,6 +104,14 @@ class Encoder:
             raise EncodeError("the response has no tokens")
         return tuple(prompt), (*body, self.eos_id)
 
+    @property
+    def response_prefix(self) -> str:
+        """The blank that the chat template puts before an answer, as part of the response; empty if it does not."""
+        if self.template == "plain":
+            return ""
+        _, ids = self.response([Message("user", _NEUTRAL)], _NEUTRAL)
+        return " " if self._decode(list(ids)).startswith(f" {_NEUTRAL}") else ""
+
     def conversation(self, messages: Sequence[Message]) -> Encoded:
         """A whole conversation; the mask marks every assistant turn with its EOS."""
         if self.template == "plain":
@@ -104,6 +119,7 @@ class Encoder:
         escaped, restore = self._escape(messages)
         text, spans = self._render_spans(escaped)
         tokens = self._tokenize(text, restore)
+        self._require_skeleton(tokens.ids, messages, generate=False)
         spans = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
         ids, mask = tokens.ids, self._mask(tokens, spans)
         if messages[-1].role == "assistant" and 1 in mask:
@@ -131,32 +147,43 @@ class Encoder:
             tokens = self._pieces(_joined(messages))
             return _Tokens(self._with_bos(tokens.ids), tokens.starts, tokens.ends)
         escaped, restore = self._escape(messages)
-        return self._tokenize(self._render(escaped, generate=True)[0], restore)
+        tokens = self._tokenize(self._render(escaped, generate=True)[0], restore)
+        self._require_skeleton(tokens.ids, messages, generate=True)
+        return tokens
+
+    def _require_skeleton(self, ids: Sequence[int], messages: Sequence[Message], generate: bool) -> None:
+        """EncodeError unless the marks among `ids` are those of the template alone.
+
+        A template that deletes characters or puts its own around a text can make a special token of what is none, and
+        marks that are not declared special are recognised in any text.
+        """
+        roles = tuple(message.role for message in messages)
+        if (roles, generate) not in self._skeletons:
+            neutral = [{"role": role, "content": _NEUTRAL} for role in roles]
+            own = self._tokenize(self._render(neutral, generate)[0], {}).ids
+            self._skeletons[roles, generate] = self._marks_in(own)
+        if self._marks_in(ids) != self._skeletons[roles, generate]:
+            raise EncodeError(
+                "its text would become a special token or a role mark of the chat template; change the text"
+            )
+
+    def _marks_in(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self._mark_ids]
 
     def _render(
         self, messages: list[dict[str, str]], generate: bool, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            with memory_limit(_TEMPLATE_BYTES):
-                texts, spans = render_jinja_template(
-                    [messages],
-                    chat_template=self.tokenizer.chat_template,
-                    add_generation_prompt=generate,
-                    return_assistant_tokens_mask=marks,
-                    **self.tokenizer.special_tokens_map,
-                )
-        except TimeoutError:
-            raise
-        except Exception as error:  # a template is a program: it can raise anything
-            raise EncodeError(f"the chat template refused it: {_reason(error)}") from error
-        return texts[0], [tuple(span) for span in spans[0]] if marks else []
+            return render(self.tokenizer, messages, generate, marks)
+        except TemplateError as error:
+            raise EncodeError(f"the chat template refused it: {error}") from error
 
     def _render_spans(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text and the character span of each assistant turn."""
         if self._marks:
-            return self._render(messages, generate=False, marks=True)
+            text, spans = self._render(messages, generate=False, marks=True)
+            skip = len(self._header)
+            return text, [(a + skip if text.startswith(self._header, a) else a, b) for a, b in spans]
         text, _ = self._render(messages, generate=False)
         spans = []
         for index, message in enumerate(messages):
@@ -181,6 +208,8 @@ class Encoder:
                     raise EncodeError("a token spans the border between the prompt and the assistant's text")
                 if start <= a < end:
                     mask[index] = 1
+                    if tokens.ids[index] == self.eos_id:
+                        break  # what follows within the marks, such as a line feed, nobody generates
         for index in range(1, len(mask)):
             # A template whose marks leave EOS out would otherwise never teach the policy to stop.
             if mask[index - 1] and not mask[index] and tokens.ids[index] == self.eos_id != tokens.ids[index - 1]:
@@ -307,14 +336,23 @@ class Encoder:
             raise ModelError(f"the tokenizer of {self.name} has no chat template; {fix}")
         import transformers.utils.chat_template_utils  # noqa: F401  # outside the time limit: importing takes seconds
 
+        if "strftime_now" in template:
+            log.warning(
+                "the chat template of %s writes today's date; %s is used instead, so that prompts stay the same",
+                self.name, DATE.strftime("%d %b %Y"),
+            )  # fmt: skip
         ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")
         try:
-            if _uses_power(template):
+            if uses_power(template):
                 raise EncodeError("it uses the operator **")
+            plain = [{"role": m.role, "content": m.content} for m in (ask, answer, ask, answer)]
+            if not ends_within(_TEMPLATE_SECONDS, lambda: self._try_template(plain)):
+                raise TimeoutError
             with time_limit(_TEMPLATE_SECONDS):
-                text, _ = self._render([{"role": "user", "content": ask.content}], generate=True)
+                text, _ = self._render(plain[:1], generate=True)
                 if ask.content not in text:
                     raise EncodeError("it does not render the user's message")
+                self._learn_marks(text, plain)
                 _, response = self.response([ask], answer.content)
                 whole = self.conversation([ask, answer, ask, answer])
         except TimeoutError as error:
@@ -323,8 +361,28 @@ class Encoder:
             ) from error
         except EncodeError as error:
             raise ModelError(f"the chat template of {self.name} cannot be used: {error}; {fix}") from error
-        if answer.content not in self._decode(list(response)) or not any(whole.mask):
+        if _letters(answer.content) not in _letters(self._decode(list(response))) or not any(whole.mask):
             raise ModelError(f"the chat template of {self.name} does not render the assistant's message; {fix}")
+
+    def _try_template(self, messages: list[dict[str, str]]) -> None:
+        """Everything that the check renders; what is wrong with it is told when it is rendered again."""
+        with suppress(EncodeError):
+            self._render(messages[:1], generate=True)
+            self._render(messages, generate=False, marks=self._marks)
+
+    def _learn_marks(self, prompt: str, messages: list[dict[str, str]]) -> None:
+        """Which tokens are the template's own marks, and what of the generation prompt lies within {% generation %}."""
+        added = {token for token in self.tokenizer.added_tokens_decoder if token != self.tokenizer.unk_token_id}
+        self._mark_ids = self._control_ids | (added & set(self._tokenize(prompt, {}).ids))
+        if self._marks:
+            text, spans = self._render(messages[:2], generate=False, marks=True)
+            if spans and spans[0][0] < len(prompt) and text.startswith(prompt):
+                self._header = prompt[spans[0][0] :]
+
+
+def _letters(text: str) -> str:
+    """For comparing texts through tokenizers that change case and blanks."""
+    return "".join(text.casefold().split())
 
 
 def _joined(messages: Sequence[Message]) -> str:
@@ -340,21 +398,3 @@ def _bos_added(tokenizer: Any) -> int | None:
     """The BOS that the tokenizer puts before plain text by itself, or None: as the model was pretrained."""
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     return int(ids[0]) if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
-
-
-def _uses_power(template: str) -> bool:
-    """Whether `**` is in it: one such operation can take hours in C code, where no time limit reaches it."""
-    import jinja2
-
-    try:
-        return any(kind == "operator" and word == "**" for _, kind, word in jinja2.Environment().lex(template))
-    except jinja2.TemplateSyntaxError:
-        return False  # rendering says what is wrong with it
-
-
-def _reason(error: Exception) -> str:
-    """What a template raised, and in which of its lines."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    where = f" in its line {line}" if line else ""
-    return printable(f"{type(error).__name__}{where}: {str(error)[:200]}").rstrip(": ")

@@ -5,9 +5,10 @@ The only file of the data layer that imports `transformers.AutoTokenizer`, insid
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf_core.errors import ModelError
 log = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+_MAX_GROWTH = 64
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 TINY_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -50,7 +52,39 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path} has no tokenizer.json; save it once with its fast version")
+    require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), path)
     return with_safe_specials(tokenizer, path)
+
+
+def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
+    """ModelError if the tokenizer (as `tokenizer.json` has it) could make a long text of a short one: such a rule, or
+    several in a row, fills any memory.
+
+    Known tokenizers replace a character by one or a few, or put one before each text.
+    """
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        factor = 1.0
+        for step in _steps(settings.get(part)):
+            if step.get("type") == "Replace":
+                pattern = step.get("pattern", {}).get("String", "x")
+                factor *= max(1.0, len(step.get("content", "")) / max(1, len(pattern)))
+            else:
+                added = (step.get(key) for key in ("prepend", "replacement", "prefix", "suffix"))
+                factor += max((len(text) for text in added if isinstance(text, str)), default=0)
+        if factor > _MAX_GROWTH:
+            raise ModelError(
+                f"the tokenizer of {name} makes a text up to {factor:.3g} times as long (its {part}), at most {_MAX_GROWTH} "
+                "times is allowed; use the tokenizer.json of the model's authors"
+            )
+
+
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Every rule of a normalizer, pre-tokenizer or decoder, those within sequences too."""
+    if isinstance(part, Mapping):
+        yield part
+        for key in ("normalizers", "pretokenizers", "decoders"):
+            for inner in part.get(key) or ():
+                yield from _steps(inner)
 
 
 def with_safe_specials(tokenizer: Any, name: str) -> Any:

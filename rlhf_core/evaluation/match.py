@@ -112,7 +112,7 @@ def _play(
 
     def respond(name: str, files: PolicyFiles) -> list[RewardInput]:
         return generate.responses_of(
-            config, {name: files}, decoder, prompts, device=device, progress=services.progress
+            config, {name: files}, decoder.response, prompts, device=device, progress=services.progress
         )[name]
 
     ours = respond("ppo", policy_files(config, services.inputs["ppo"], services.inputs.get("sft", Path())))

@@ -31,8 +31,8 @@ EPS = 1e-8
 def reward_inputs(
     decode: Callable[[Sequence[int]], str], prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]
 ) -> list[RewardInput]:
-    """What the sources see of each response (n,). `decode`: ids to text without special tokens, the same in training and
-    evaluation (`rlhf_core.data.decoding`)."""
+    """What the sources see of each response (n,). `decode`: ids to text without special tokens and the template's blank,
+    the same in training and evaluation (`Decoder.response`)."""
     return [
         RewardInput(
             prompt_id=prompt.prompt_id,

@@ -51,7 +51,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
 
     policy = policy_files(config, services.inputs["ppo"], services.inputs["sft"])
     models = {"sft": PolicyFiles(services.inputs["sft"] / "model"), "ppo": policy}
-    responses = generate.responses_of(config, models, decoder, prompts, device=device, progress=services.progress)
+    responses = generate.responses_of(
+        config, models, decoder.response, prompts, device=device, progress=services.progress
+    )
     sources = [prompt.source or "unnamed" for prompt in prompts]
     measured = _measure(config, services, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device)
     responses, measured = scored(responses, measured)

@@ -37,7 +37,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     ):
         services.progress("ppo start", placement.processes, placement.processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
-        controller = PPOController(config, fleet, prompts, decoder, composer, services, demonstrations=demonstrations)
+        controller = PPOController(
+            config, fleet, prompts, decoder.response, composer, services, demonstrations=demonstrations
+        )
         controller.run()
         controller.save_policy(services.out / "policy")
         trained = None

@@ -8,6 +8,7 @@ Locked here:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from typing import Any
 import pytest
 from data_samples import TEXTS
 
-from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer, with_safe_specials
+from rlhf_core.data.tokenizer import (
+    is_local_model,
+    load_tokenizer,
+    require_bounded_growth,
+    train_tokenizer,
+    with_safe_specials,
+)
 from rlhf_core.errors import ModelError
 
 
@@ -79,3 +86,28 @@ def test_a_trained_tokenizer_loses_no_text_and_opens_again(tmp_path: Path, size:
         ids = opened(sample)["input_ids"]
         assert ids[0] == opened.bos_token_id
         assert opened.decode(ids, skip_special_tokens=True) == sample
+
+
+def replaces(*pairs: tuple[str, str]) -> dict[str, Any]:
+    steps = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"normalizer": replaces(("a", "a" * 1000))},
+        {"normalizer": replaces(*[("a", "a" * 10)] * 9)},
+        {"normalizer": {"type": "Prepend", "prepend": "x" * 20_000_000}},
+        {"decoder": {"type": "Sequence", "decoders": replaces(("a", "a" * 100))["normalizers"]}},
+    ],
+)
+def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused(rules: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"the tokenizer of the/model makes a text up to .* times as long"):
+        require_bounded_growth(rules, "the/model")
+
+
+def test_the_rules_of_known_tokenizers_are_bounded(byte_tokenizer: Any, sp_tokenizer: Any) -> None:
+    for tokenizer in (byte_tokenizer, sp_tokenizer):
+        require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), "x")
+    require_bounded_growth({"normalizer": replaces((" ", "▁"), ("``", '"'), ("...", "…")), "decoder": None}, "x")
