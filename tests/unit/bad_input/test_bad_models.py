@@ -194,7 +194,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(
 def test_a_template_that_is_missing_or_a_folder_is_refused(command: Command) -> None:
     command.complaint(Bad("none", SMALL, ("data.chat_template", "file not found: t.jinja")))
     (command.folder / "t.jinja").mkdir()
-    command.complaint(Bad("a folder", SMALL, ("data.chat_template", "file not found: t.jinja")))
+    command.complaint(Bad("a folder", SMALL, ("data.chat_template", "t.jinja is a folder, not a regular file")))
 
 
 def tokenizer(change: Callable[[Any], Any] = lambda made: made, **names: str | None) -> Callable[[Path], None]:
