@@ -150,12 +150,12 @@ class _HTTPSConnection(HTTPSConnection):
         super().request(*args, **kwargs)
 
 
-class _HTTPPool(HTTPConnectionPool):
+class HTTPPool(HTTPConnectionPool):
     ConnectionCls = _HTTPConnection
 
 
-class _HTTPSPool(HTTPSConnectionPool):
+class HTTPSPool(HTTPSConnectionPool):
     ConnectionCls = _HTTPSConnection
 
 
-_POOLS = {"http": _HTTPPool, "https": _HTTPSPool}
+_POOLS = {"http": HTTPPool, "https": HTTPSPool}
