@@ -167,7 +167,9 @@ def nothing_made(summary: Mapping[str, Any]) -> bool:
 
 def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
     """When all stages were reused, for a description that stays that of the run which made them."""
-    return f"last on {time:%Y-%m-%d %H:%M} UTC, all {len(summary['stages'])} stages, in {duration(summary['seconds'])}."
+    count = len(summary["stages"])
+    what = f"all {count} stages" if count > 1 else "its one stage"
+    return f"last on {time:%Y-%m-%d %H:%M} UTC, {what}, in {duration(summary['seconds'])}."
 
 
 def _time(entry: Mapping[str, Any]) -> str:
