@@ -143,6 +143,13 @@ class RegisterConfig(Section):
         None, pattern=r"^[\w.-]{1,100}$", description="Registered name; default `{run.name}-policy`"
     )
     min_win_rate: Fraction = Field(0.5, description="Against SFT; below it no alias `champion` is given")
+    min_prompts: NonNegativeInt = Field(
+        50, description="No alias `champion` is given by a match or evaluation of fewer prompts"
+    )
+    alpha: Fraction = Field(
+        0.05,
+        description="Probability at most, over all candidates that are no better than a champion together, that one of them takes its place; the k-th test has the level alpha / (k (k + 1))",
+    )
 
 
 class PipelineConfig(Section):

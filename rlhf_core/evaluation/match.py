@@ -2,7 +2,8 @@
 the evaluation decides.
 
 Numbers recorded by two evaluations compare only where both had the same measure; a match needs no such luck. Where the
-judge is the reward model it is the candidate's own, against which the candidate was trained.
+judge is the reward model it is the candidate's own, which the candidate was trained on; therefore the champion's reward
+model judges the same answers too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,18 @@ class _NotPlayed(Exception):
 
 
 @dataclass(frozen=True)
+class Played:
+    """A match, from the candidate's side."""
+
+    judge: str
+    """The measure that decided."""
+    home: Comparison
+    """By the judge of the candidate's evaluation."""
+    away: Comparison | None
+    """By the champion's reward model, where the candidate's judges at home; None where it is not in this store."""
+
+
+@dataclass(frozen=True)
 class _Champion:
     policy: PolicyFiles
     tokenizer: str
@@ -43,30 +56,33 @@ class _Champion:
     """Ids of the prompts that it was trained on."""
     template: str
     """`data.template` of its run."""
+    reward: Path | None
+    """Its reward model, where that judges; None where there is none in this store."""
 
 
-def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Comparison | None:
+def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Played | None:
     """The candidate of `services.inputs` against the version with the tags `champion`, paired by prompt.
 
     None, with the reason in the log, where the champion is not in this store, reads other tokens, cannot be served as the
     candidate can, or where no prompt is left that both can be asked.
     """
     try:
-        other = _find(config, champion)
+        prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
+        judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
+        other = _find(config, champion, judge)
         tokenizer = _tokenizer(services.inputs["ppo"] / "policy")
         if (other.tokenizer, other.template) != (tokenizer, config.data.template):
             raise _NotPlayed("it has another tokenizer or template")
-        prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
         prompts = [prompt for prompt in prompts if prompt.prompt_id not in other.seen]
         if not prompts:
             raise _NotPlayed("it was trained on all held-out prompts")
-        return _play(config, services, prompts, other.policy)
+        return _play(config, services, prompts, other, judge)
     except _NotPlayed as reason:
         log.warning("no match against the champion: %s; recorded evaluations decide", reason)
         return None
 
 
-def _find(config: PipelineConfig, tags: Mapping[str, str]) -> _Champion:
+def _find(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
     settings = config.store
     store = Store(config.store_url, settings.endpoint, settings.retry_seconds)
     artifacts = ArtifactStore(store, Path(config.run.home).resolve() / "cache")
@@ -79,9 +95,18 @@ def _find(config: PipelineConfig, tags: Mapping[str, str]) -> _Champion:
         if config.ppo.syncs_adapter and (folder / "adapter").is_dir():
             files = policy_files(config, folder, artifacts.fetch(_artifact(artifacts, "sft", tags)))
         seen = frozenset(prompt.prompt_id for prompt in train)
-        return _Champion(files, _tokenizer(folder / "policy"), seen, str(template))
+        reward = _reward_model(artifacts, tags) if judge == "reward_model" else None
+        return _Champion(files, _tokenizer(folder / "policy"), seen, str(template), reward)
     except (CorruptArtifact, InputError) as error:  # a store that fails is tried again, and decides nothing
         raise _NotPlayed(error.message) from error
+
+
+def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str]) -> Path | None:
+    try:
+        return artifacts.fetch(_artifact(artifacts, "reward", tags)) / "model"
+    except _NotPlayed as reason:
+        log.warning("the champion's reward model will not judge: %s", reason)
+        return None
 
 
 def _artifact(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> ArtifactRef:
@@ -103,8 +128,8 @@ def _tokenizer(folder: Path) -> str:
 
 
 def _play(
-    config: PipelineConfig, services: Services, prompts: list[PromptExample], champion: PolicyFiles
-) -> Comparison:
+    config: PipelineConfig, services: Services, prompts: list[PromptExample], champion: _Champion, judge: str
+) -> Played:
     from rlhf_core.training.launch import resolve_device
 
     device = resolve_device(config.run.device)
@@ -117,18 +142,22 @@ def _play(
 
     ours = respond("ppo", policy_files(config, services.inputs["ppo"], services.inputs.get("sft", Path())))
     try:
-        theirs = respond("champion", champion)
+        theirs = respond("champion", champion.policy)
     except Exception as error:  # it may be larger, older, of another kind: the candidate was just served the same way
         raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
-    judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
-    reward = services.inputs["reward"] / "model" if "reward" in services.inputs else None
-    scores = scoring.score(judge, config, reward, [*ours, *theirs], pad_id=decoder.pad, device=device)
-    pairs = [
-        (Answer(a, {judge: x}), Answer(b, {judge: y}))
-        for a, b, x, y in zip(ours, theirs, scores[: len(ours)], scores[len(ours) :], strict=True)
-        if not math.isnan(x + y)
-    ]
-    if not pairs:
-        raise _NotPlayed("no response could be scored")
-    settings = Intervals(config).settings("match")
-    return compare(ScoreJudge(judge), [a for a, _ in pairs], [b for _, b in pairs], **settings)
+
+    def judged(reward: Path | None) -> Comparison:
+        scores = scoring.score(judge, config, reward, [*ours, *theirs], pad_id=decoder.pad, device=device)
+        pairs = [
+            (Answer(a, {judge: x}), Answer(b, {judge: y}))
+            for a, b, x, y in zip(ours, theirs, scores[: len(ours)], scores[len(ours) :], strict=True)
+            if not math.isnan(x + y)
+        ]
+        if not pairs:
+            raise _NotPlayed("no response could be scored")
+        settings = Intervals(config).settings("match")
+        return compare(ScoreJudge(judge), [a for a, _ in pairs], [b for _, b in pairs], **settings)
+
+    home = judged(services.inputs["reward"] / "model" if "reward" in services.inputs else None)
+    away = judged(champion.reward) if judge == "reward_model" and champion.reward is not None else None
+    return Played(judge, home, away)

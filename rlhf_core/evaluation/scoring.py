@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, ModelReward
-from rlhf_core.data.synthetic import parse_prompt
+from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
@@ -56,6 +58,16 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
         f"evaluate.judge must name a judge that this run has; got {wanted}; use {' or '.join(['auto', *available])} "
         "(gold needs the synthetic task, reward_model a trained reward model, rules a rule of some weight in ppo.rewards)"
     )
+
+
+def judge_digests(config: PipelineConfig, *, gold_known: bool) -> dict[str, str]:
+    """What `gold` and `rules` are, where this run has them: numbers of different ones do not compare. A reward model has the
+    digest of its artifact. What answers behind a remote reward's address is not in it."""
+    found = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
+    if sources := rule_sources(config):
+        text = json.dumps([source.model_dump(mode="json") for source in sources], sort_keys=True)
+        found["rules"] = hashlib.sha256(text.encode()).hexdigest()
+    return found
 
 
 def trained_on(config: PipelineConfig, measure: str) -> bool:

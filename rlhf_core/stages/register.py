@@ -19,7 +19,8 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.match import play
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.registry import WEIGHTS, Candidate, Evaluation, Match, register
+from rlhf_core.tracking.gate import Evaluation, Gate, Match
+from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
 
@@ -41,14 +42,14 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         )
     digest = weights_sha256(services.inputs["ppo"] / "policy")
     content = _evaluation(services.inputs["evaluate"])
-    reward = lineage.inputs.get("reward")
+    reward, sft = lineage.inputs.get("reward"), lineage.inputs.get("sft")
     ppo = lineage.inputs["ppo"]
     candidate = Candidate(
         source=f"{ppo.uri}/policy",
         policy_digest=ppo.digest,
         run_id=ppo.mlflow_run_id,
         tags=_tags(config, lineage, content, digest),
-        evaluation=Evaluation.of(content, reward.digest if reward else None),
+        evaluation=Evaluation.of(content, reward.digest if reward else None, sft.digest if sft else None),
         metrics=lineage.inputs["evaluate"].metrics,
         evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
@@ -58,7 +59,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         tracking.mlflow,
         config.registered_model,
         candidate,
-        min_win_rate=config.register_.min_win_rate,
+        gate=Gate(config.register_.min_win_rate, config.register_.min_prompts, config.register_.alpha),
         play=lambda tags: _play(config, services, tags),
     )
     log.info("%s version %s: champion=%s (%s)", done.model, done.version, done.decision.champion, done.decision.reason)
@@ -86,8 +87,9 @@ def _play(config: PipelineConfig, services: Services, champion: Mapping[str, str
     played = play(config, services, champion)
     if played is None:
         return None
-    rate = played.win_rate
-    return Match(rate.mean, rate.low, rate.high, len(played.preferences))
+    rate, verdicts = played.home.win_rate, played.home.verdicts
+    away = None if played.away is None else played.away.win_rate.mean
+    return Match(rate.mean, rate.low, rate.high, verdicts.prompts, verdicts.wins, verdicts.losses, played.judge, away)
 
 
 def _evaluation(folder: Path) -> Mapping[str, Any]:

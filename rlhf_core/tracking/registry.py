@@ -1,7 +1,7 @@
 """The model registry: a version per policy, alias `candidate` on the newest, `champion` on the best one evaluated.
 
-Whether a candidate becomes champion is decided by a match against the present one, or else from recorded evaluations
-(`decide`). The match itself is played elsewhere.
+Whether a candidate becomes champion is decided by `tracking.gate`, from a match against the present one or else from
+recorded evaluations. The match itself is played elsewhere.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import InfrastructureError, RLHFError
+from rlhf_core.errors import InfrastructureError
 from rlhf_core.failpoints import failpoint
+from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, decide
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.troubles import reason, trouble
 
@@ -29,90 +30,6 @@ WEIGHTS = "rlhf.weights_sha256"
 """Tag with the digest of its weights."""
 
 _EVALUATION, _OUTCOME = "rlhf.evaluation", "rlhf.outcome"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the gate knows of a policy."""
-
-    win_rate: float
-    """Against its SFT model, 0 to 1."""
-    gold_reward: float | None = None
-    """Mean true reward; None where the task has none."""
-    reward_model: float | None = None
-    """Mean score of the reward model; None where there is none."""
-    reward_model_digest: str | None = None
-    """Which reward model: scores of different ones do not compare."""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any], reward_model_digest: str | None) -> Evaluation:
-        """From `evaluation.json`. Raises RLHFError if it has no win rate."""
-        win_rate = _mean(content.get("win_rate"))
-        if win_rate is None:
-            raise RLHFError("evaluation.json has no win_rate.mean; the evaluate stage must be run again.")
-        score = _mean((content.get("reward_model") or {}).get("ppo"))
-        return cls(
-            win_rate=win_rate,
-            gold_reward=_mean((content.get("gold_reward") or {}).get("ppo")),
-            reward_model=score if reward_model_digest else None,
-            reward_model_digest=reward_model_digest if score is not None else None,
-        )
-
-    def to_json(self) -> str:
-        """For a tag; `from_json` reads it back."""
-        return json.dumps(self.__dict__)
-
-    @classmethod
-    def from_json(cls, text: str) -> Evaluation | None:
-        """None if `text` is not such a record: the version was not registered by this pipeline."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
-            return None
-
-
-@dataclass(frozen=True)
-class Match:
-    """The candidate against the champion on the same prompts."""
-
-    win_rate: float
-    """Of the candidate, 0 to 1."""
-    low: float
-    high: float
-    """Its confidence interval."""
-    prompts: int
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Whether the candidate becomes champion."""
-
-    champion: bool
-    rule: str
-    """Which comparison decided."""
-    reason: str
-    """One sentence with the numbers."""
-
-
-def decide(
-    candidate: Evaluation, champion: Evaluation | None, match: Match | None = None, *, min_win_rate: float
-) -> Decision:
-    """The gate: good enough against its own SFT model, and better than the present champion: in a match, beyond doubt;
-    without one, by the first of: true reward, score of the same reward model, win rate."""
-    if candidate.win_rate < min_win_rate:
-        text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={min_win_rate:g}"
-        return Decision(False, "min_win_rate", text)
-    if champion is None:
-        return Decision(True, "first", f"win rate {candidate.win_rate:.3f}, and there is no champion yet")
-    if match is not None:
-        won, words = match.low > 0.5, f"won {match.win_rate:.3f} [{match.low:.3f}, {match.high:.3f}] of the match"
-        return Decision(won, "match", f"{words} against the champion on {match.prompts} held-out prompts")
-    if candidate.gold_reward is not None and champion.gold_reward is not None:
-        return _compare("gold_reward", candidate.gold_reward, champion.gold_reward)
-    same = candidate.reward_model_digest is not None and candidate.reward_model_digest == champion.reward_model_digest
-    if same and candidate.reward_model is not None and champion.reward_model is not None:
-        return _compare("reward_model", candidate.reward_model, champion.reward_model)
-    return _compare("win_rate", candidate.win_rate, champion.win_rate)
 
 
 @dataclass(frozen=True)
@@ -153,7 +70,7 @@ def register(
     model: str,
     candidate: Candidate,
     *,
-    min_win_rate: float,
+    gate: Gate,
     play: Callable[[Mapping[str, str]], Match | None] = lambda tags: None,
 ) -> Registration:
     """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it.
@@ -168,8 +85,10 @@ def register(
         _log_model(mlflow, model, version.version, candidate)
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
+        others = [known.tags for known in mlflow.versions(model) if known.version != version.version]
     while champion is None or champion.version != version.version:
-        decision, match = _judge(candidate, champion, min_win_rate, play)
+        number = 1 + sum(_tested_against(tags, champion) for tags in others)
+        decision, match = _judge(candidate, champion, gate, number, play)
         outcome = _Outcome(decision, champion.version if champion else None, match)
         with _asked(mlflow, model):
             now = mlflow.by_alias(model, CHAMPION)
@@ -208,6 +127,7 @@ class _Outcome(NamedTuple):
                     "champion": self.decision.champion,
                     "met": self.met,
                     "match": asdict(self.match) if self.match else None,
+                    "tested": self.decision.tested,
                 }
             ),
         }
@@ -219,13 +139,23 @@ class _Outcome(NamedTuple):
         if not kept.get("champion"):
             return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
         match = Match(**kept["match"]) if kept["match"] else None
-        return cls(Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"]), kept["met"], match)
+        tested = bool(kept.get("tested", match))
+        return cls(Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], tested), kept["met"], match)
+
+
+def _tested_against(tags: Mapping[str, str], champion: ModelVersion | None) -> bool:
+    """Whether the version with `tags` was tested against this champion, or as the first one."""
+    outcome = json.loads(tags.get(_OUTCOME, "{}"))
+    if not outcome or outcome["met"] != (champion.version if champion else None):
+        return False
+    return bool(outcome.get("tested", outcome["match"]))
 
 
 def _judge(
     candidate: Candidate,
     champion: ModelVersion | None,
-    min_win_rate: float,
+    gate: Gate,
+    number: int,
     play: Callable[[Mapping[str, str]], Match | None],
 ) -> tuple[Decision, Match | None]:
     record = Evaluation.from_json(champion.tags.get(_EVALUATION, "")) if champion is not None else None
@@ -233,9 +163,9 @@ def _judge(
         text = f"the champion, version {champion.version}, has no recorded evaluation"
         return Decision(False, "unknown", text), None
     match = None
-    if champion is not None and candidate.evaluation.win_rate >= min_win_rate:
+    if champion is not None and candidate.evaluation.win_rate >= gate.min_win_rate:
         match = play(champion.tags)
-    return decide(candidate.evaluation, record, match, min_win_rate=min_win_rate), match
+    return decide(candidate.evaluation, record, match, gate=gate, number=number), match
 
 
 @contextmanager
@@ -291,13 +221,3 @@ def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -
     except Exception as error:
         address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
         log.warning("MLflow at %s %s: version %s has no logged model.", address, trouble(error), version)
-
-
-def _compare(rule: str, candidate: float, champion: float) -> Decision:
-    better = candidate > champion
-    return Decision(better, rule, f"{rule} {candidate:.4f} against {champion:.4f} of the champion")
-
-
-def _mean(value: Any) -> float | None:
-    mean = value.get("mean") if isinstance(value, Mapping) else None
-    return float(mean) if isinstance(mean, int | float) else None

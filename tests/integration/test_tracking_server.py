@@ -21,7 +21,8 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.tracking import stage_run as stage_run_module
-from rlhf_core.tracking.registry import Candidate, Evaluation, register
+from rlhf_core.tracking.gate import Evaluation, Gate
+from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
 
 
@@ -128,8 +129,10 @@ def test_an_outage_of_the_server_loses_nothing_and_doubles_nothing(
     with urllib.request.urlopen(tracking.url(parent), timeout=10) as page:
         assert page.status == 200
 
-    policy = Candidate("/a/store/ppo/policy", "digest", run.run_id, {"rlhf.seed": "0"}, Evaluation(0.8, 1.0))
-    done = register(again.mlflow, "demo-policy", policy, min_win_rate=0.5)
+    policy = Candidate(
+        "/a/store/ppo/policy", "digest", run.run_id, {"rlhf.seed": "0"}, Evaluation(0.8, wins=80, losses=20)
+    )
+    done = register(again.mlflow, "demo-policy", policy, gate=Gate(0.5))
     assert (done.version, done.decision.champion) == ("1", True)
     assert client.get_model_version_by_alias("demo-policy", "champion").source == "local-store:///a/store/ppo/policy"
 

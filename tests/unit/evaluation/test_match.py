@@ -104,7 +104,7 @@ def test_the_judge_of_the_evaluation_decides_prompt_by_prompt(
 ) -> None:
     played = match.play(config, services, champion(says)[1])
     assert played is not None
-    assert (played.win_rate.mean, len(played.preferences)) == (rate, len(PROMPTS))
+    assert (played.home.win_rate.mean, len(played.home.preferences)) == (rate, len(PROMPTS))
 
 
 @pytest.mark.parametrize("judge", ["rules", "reward_model"])
@@ -125,10 +125,34 @@ def test_rules_and_the_candidates_reward_model_can_judge(
     with_reward = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)  # fmt: skip
     played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1])
     assert played is not None
-    assert played.win_rate.mean == 0.0
+    assert played.home.win_rate.mean == 0.0
     if judge == "reward_model":
         assert asked == [Path("/its/reward/model")]
-        assert len(played.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
+        assert len(played.home.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
+
+
+def test_the_champions_reward_model_judges_the_same_answers(
+    config: PipelineConfig, services: Services, champion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["evaluate"]["judge"] = "reward_model"
+    tags = champion(BAD)[1]
+    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
+    (tmp_path / "theirs" / "model").mkdir(parents=True)
+    (tmp_path / "theirs" / "model" / "config.json").write_text("{}")
+    ref = store.publish("reward", "d" * 16, tmp_path / "theirs", parents={}, metrics={}, config={})
+    tags |= {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
+
+    def score(_config: Any, folder: Path, samples: Sequence[Any], **_rest: Any) -> list[float]:
+        likes = "kind" if folder == Path("/its/reward/model") else "rotten"
+        return [float(likes in sample.response) for sample in samples]
+
+    monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
+    inputs = {**services.inputs, "reward": Path("/its/reward")}
+    ours = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)
+    played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
+    assert played is not None and played.away is not None and played.judge == "reward_model"
+    assert (played.home.win_rate.mean, played.away.win_rate.mean) == (1.0, 0.0)
 
 
 def test_prompts_that_the_champion_was_trained_on_are_left_out(
@@ -138,7 +162,7 @@ def test_prompts_that_the_champion_was_trained_on_are_left_out(
     SEEN.extend(["p0", "p5", "another"])
     played = match.play(config, services, tags)
     assert played is not None
-    assert len(played.preferences) == len(PROMPTS) - 2
+    assert len(played.home.preferences) == len(PROMPTS) - 2
     SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
     assert match.play(config, services, tags) is None
     assert "it was trained on all held-out prompts; recorded evaluations decide" in caplog.text

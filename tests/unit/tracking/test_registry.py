@@ -1,6 +1,6 @@
 """The registry: one version per policy, and a champion only by a better recorded evaluation. Real MLflow on SQLite.
 
-Locks: the gate's table of rules, aliases, no second version of a policy, lineage, the stage from its inputs to its file.
+Locks: aliases, the number of tests against a champion, no second version of a policy, lineage, the stage from its inputs to its file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from mlflow.exceptions import MlflowException
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.stages import register as register_stage
+from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
-from rlhf_core.tracking.registry import Candidate, Evaluation, Match, decide, register
+from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.types import ArtifactRef, Lineage, Services
 
 
@@ -31,39 +32,11 @@ def mlflow(database: Path) -> Mlflow:
     return Mlflow(f"sqlite:///{database}", "registry")
 
 
-E = Evaluation
-GATE: list[tuple[Evaluation, Evaluation | None, bool, str]] = [
-    (E(0.7), None, True, "first"),
-    (E(0.5), None, True, "first"),
-    (E(0.49), None, False, "min_win_rate"),
-    (E(0.49, gold_reward=9.0), E(0.9, gold_reward=1.0), False, "min_win_rate"),
-    (E(0.6, gold_reward=2.0), E(0.9, gold_reward=1.0), True, "gold_reward"),
-    (E(0.9, gold_reward=1.0), E(0.6, gold_reward=2.0), False, "gold_reward"),
-    (E(0.9, gold_reward=1.0), E(0.6, gold_reward=1.0), False, "gold_reward"),
-    (E(0.6, 2.0, 5.0, "rm1"), E(0.9, None, 4.0, "rm1"), True, "reward_model"),
-    (E(0.9, None, 4.0, "rm1"), E(0.6, None, 5.0, "rm1"), False, "reward_model"),
-    (E(0.9, None, 4.0, "rm1"), E(0.6, None, 5.0, "rm2"), True, "win_rate"),
-    (E(0.6, None, 9.0, "rm1"), E(0.9, None, 5.0, "rm2"), False, "win_rate"),
-    (E(0.8), E(0.7, 2.0, 5.0, "rm1"), True, "win_rate"),
-    (E(0.7), E(0.7), False, "win_rate"),
-]
+GATE = Gate(0.5)
 
 
-@pytest.mark.parametrize(("candidate", "champion", "wins", "rule"), GATE)
-def test_the_gate_takes_the_first_comparison_that_both_sides_can_make(
-    candidate: Evaluation, champion: Evaluation | None, wins: bool, rule: str
-) -> None:
-    decision = decide(candidate, champion, min_win_rate=0.5)
-    assert (decision.champion, decision.rule) == (wins, rule)
-    assert decision.reason
-
-
-@pytest.mark.parametrize(("low", "wins"), [(0.51, True), (0.5, False), (0.4, False)])
-def test_a_match_against_the_champion_decides_and_only_beyond_doubt(low: float, wins: bool) -> None:
-    better, worse = E(0.9, gold_reward=2.0), E(0.6, gold_reward=1.0)
-    decision = decide(worse, better, Match(0.6, low, 0.7, 128), min_win_rate=0.5)
-    assert (decision.champion, decision.rule) == (wins, "match")
-    assert decide(E(0.4), better, Match(1.0, 1.0, 1.0, 128), min_win_rate=0.5).rule == "min_win_rate"
+def won(wins: int, prompts: int = 100) -> Match:
+    return Match(wins / prompts, 0.0, 1.0, prompts, wins, prompts - wins, "gold")
 
 
 def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(mlflow: Mlflow) -> None:
@@ -71,10 +44,10 @@ def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(ml
 
     def play(tags: Any) -> Match:
         asked.append(tags["note"])
-        return Match(0.8, 0.7, 0.9, 8)
+        return won(80)
 
     def enter(digest: str, gold: float, win_rate: float) -> Any:
-        return register(mlflow, "m6", candidate(digest, gold, win_rate, note=digest), min_win_rate=0.5, play=play)
+        return register(mlflow, "m6", candidate(digest, gold, win_rate, note=digest), gate=GATE, play=play)
 
     enter("a", 9.0, 0.8)
     enter("a", 9.0, 0.8)
@@ -82,7 +55,7 @@ def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(ml
     assert asked == []
     done = enter("c", 1.0, 0.6)
     assert asked == ["a"]
-    assert (done.match, done.previous) == (Match(0.8, 0.7, 0.9, 8), "1")
+    assert (done.match, done.previous) == (won(80), "1")
     assert aliases(mlflow, "m6") == {"candidate": "3", "champion": "3"}
     # Killed after the alias moved, it says the same again, and plays nobody.
     assert enter("c", 1.0, 0.6) == replace(done, created=False)
@@ -91,31 +64,51 @@ def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(ml
 
 def test_who_becomes_champion_during_the_match_is_played_next(mlflow: Mlflow) -> None:
     asked: list[str] = []
-    register(mlflow, "m7", candidate("a", 1.0, note="a"), min_win_rate=0.5)
+    register(mlflow, "m7", candidate("a", 1.0, note="a"), gate=GATE)
 
     def play(tags: Any) -> Match:
         asked.append(tags["note"])
         if tags["note"] == "a":
-            register(mlflow, "m7", candidate("b", 2.0, note="b"), min_win_rate=0.5)
-        return Match(0.5, 0.4, 0.6, 8) if tags["note"] == "b" else Match(0.8, 0.7, 0.9, 8)
+            register(mlflow, "m7", candidate("b", 2.0, note="b"), gate=GATE)
+        return won(50) if tags["note"] == "b" else won(80)
 
-    done = register(mlflow, "m7", candidate("c", 3.0, note="c"), min_win_rate=0.5, play=play)
+    done = register(mlflow, "m7", candidate("c", 3.0, note="c"), gate=GATE, play=play)
     assert asked == ["a", "b"]
     assert (done.decision.champion, done.previous) == (False, "3")
     assert aliases(mlflow, "m7")["champion"] == "3"
+
+
+def test_each_further_test_against_the_same_champion_needs_more(mlflow: Mlflow) -> None:
+    """66 of 100: p = 0.0009, which is at most 0.05 / (k (k + 1)) up to the sixth test."""
+
+    def enter(digest: str, wins: int) -> Any:
+        return register(mlflow, "m9", candidate(digest, 1.0, note=digest), gate=GATE, play=lambda tags: won(wins))
+
+    enter("a", 0)
+    for number in range(1, 8):
+        assert f"test {number} at level" in enter(f"b{number}", 50).decision.reason
+    late = enter("c", 66)
+    assert not late.decision.champion and "test 8 at level 0.00069" in late.decision.reason
+    assert "test 8" in enter("c", 66).decision.reason, "asked again, it is the same test"
+    assert enter("d", 70).decision.champion
+    # A new champion starts from the first level.
+    assert "test 1 at level 0.025" in enter("e", 66).decision.reason
+    assert aliases(mlflow, "m9")["champion"] == "11"
 
 
 def test_an_error_of_the_match_is_not_called_one_of_mlflow(mlflow: Mlflow) -> None:
     def play(tags: Any) -> Match:
         raise RuntimeError("CUDA out of memory")
 
-    register(mlflow, "m8", candidate("a", 1.0), min_win_rate=0.5)
+    register(mlflow, "m8", candidate("a", 1.0), gate=GATE)
     with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
-        register(mlflow, "m8", candidate("b", 1.0), min_win_rate=0.5, play=play)
+        register(mlflow, "m8", candidate("b", 1.0), gate=GATE, play=play)
 
 
 def candidate(digest: str, gold: float, win_rate: float = 0.8, **tags: str) -> Candidate:
-    return Candidate(f"/store/{digest}/policy", digest, None, tags, Evaluation(win_rate, gold))
+    wins = round(100 * win_rate)
+    record = Evaluation(win_rate, wins, 100 - wins, gold_reward=gold, gold_error=0.1, gold_digest="synthetic-1")
+    return Candidate(f"/store/{digest}/policy", digest, None, tags, record)
 
 
 def aliases(mlflow: Mlflow, model: str) -> dict[str, str | None]:
@@ -124,13 +117,13 @@ def aliases(mlflow: Mlflow, model: str) -> dict[str, str | None]:
 
 
 def test_the_better_policy_becomes_champion_and_the_newest_is_the_candidate(mlflow: Mlflow) -> None:
-    first = register(mlflow, "m1", candidate("a", 1.0), min_win_rate=0.5)
+    first = register(mlflow, "m1", candidate("a", 1.0), gate=GATE)
     assert (first.version, first.created, first.previous) == ("1", True, None)
     assert aliases(mlflow, "m1") == {"candidate": "1", "champion": "1"}
-    worse = register(mlflow, "m1", candidate("b", 0.5), min_win_rate=0.5)
+    worse = register(mlflow, "m1", candidate("b", 0.5), gate=GATE)
     assert (worse.version, worse.decision.champion, worse.previous) == ("2", False, "1")
     assert aliases(mlflow, "m1") == {"candidate": "2", "champion": "1"}
-    better = register(mlflow, "m1", candidate("c", 2.0), min_win_rate=0.5)
+    better = register(mlflow, "m1", candidate("c", 2.0), gate=GATE)
     assert aliases(mlflow, "m1") == {"candidate": "3", "champion": "3"}
     assert better.previous == "1"
     tags = {version.version: version.tags for version in mlflow.versions("m1")}
@@ -138,14 +131,14 @@ def test_the_better_policy_becomes_champion_and_the_newest_is_the_candidate(mlfl
 
 
 def test_a_policy_below_the_gate_is_registered_but_no_champion(mlflow: Mlflow) -> None:
-    done = register(mlflow, "m2", candidate("a", 1.0, win_rate=0.4), min_win_rate=0.5)
+    done = register(mlflow, "m2", candidate("a", 1.0, win_rate=0.4), gate=GATE)
     assert not done.decision.champion
     assert aliases(mlflow, "m2") == {"candidate": "1", "champion": None}
 
 
 def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow) -> None:
-    register(mlflow, "m3", candidate("a", 1.0, note="old"), min_win_rate=0.5)
-    again = register(mlflow, "m3", candidate("a", 1.0, note="new"), min_win_rate=0.5)
+    register(mlflow, "m3", candidate("a", 1.0, note="old"), gate=GATE)
+    again = register(mlflow, "m3", candidate("a", 1.0, note="new"), gate=GATE)
     assert (again.version, again.created, again.decision.rule) == ("1", False, "first")
     [version] = mlflow.versions("m3")
     assert version.tags["note"] == "new"
@@ -161,8 +154,8 @@ def test_a_crash_between_version_and_aliases_is_repaired_by_the_second_run(
     with monkeypatch.context() as patch:
         patch.setattr(Mlflow, "set_alias", killed)
         with pytest.raises(KeyboardInterrupt):
-            register(mlflow, "m4", candidate("a", 1.0), min_win_rate=0.5)
-    done = register(mlflow, "m4", candidate("a", 1.0), min_win_rate=0.5)
+            register(mlflow, "m4", candidate("a", 1.0), gate=GATE)
+    done = register(mlflow, "m4", candidate("a", 1.0), gate=GATE)
     assert (done.version, done.created) == ("1", False)
     assert aliases(mlflow, "m4") == {"candidate": "1", "champion": "1"}
 
@@ -179,7 +172,7 @@ def test_a_version_is_linked_to_the_run_that_trained_it_and_to_its_logged_model_
         metrics={"win_rate/mean": 0.75, "kl": 3.0},
     )
     for _ in range(2):
-        done = register(mlflow, "m.9", policy, min_win_rate=0.5)
+        done = register(mlflow, "m.9", policy, gate=GATE)
     client = mlflow._client
     assert client.get_model_version("m.9", done.version).run_id == trained.run_id
     [output] = client.get_run(trained.run_id).outputs.model_outputs
@@ -202,7 +195,7 @@ def test_a_server_without_logged_models_registers_all_the_same(
 
     monkeypatch.setattr(Mlflow, "log_model", unknown)
     policy = replace(candidate("old", 1.0), run_id=mlflow.create_run("ppo", {}).run_id)
-    assert register(mlflow, "m10", policy, min_win_rate=0.5).decision.champion
+    assert register(mlflow, "m10", policy, gate=GATE).decision.champion
     assert "version 1 has no logged model" in caplog.text
 
 
@@ -210,14 +203,14 @@ def test_a_champion_without_a_recorded_evaluation_is_not_replaced(mlflow: Mlflow
     mlflow.ensure_model("m5", "")
     foreign = mlflow.create_version("m5", source="/x", run_id=None, tags={}, description="")
     mlflow.set_alias("m5", "champion", foreign.version)
-    done = register(mlflow, "m5", candidate("a", 9.0), min_win_rate=0.5)
+    done = register(mlflow, "m5", candidate("a", 9.0), gate=GATE)
     assert (done.decision.rule, done.decision.champion) == ("unknown", False)
     assert aliases(mlflow, "m5")["champion"] == foreign.version
 
 
 def test_a_registry_that_is_down_is_one_sentence_that_can_be_retried() -> None:
     with pytest.raises(RLHFError, match="did not register the model 'm'"):
-        register(Mlflow("sqlite:////proc/nowhere/x.db", "e"), "m", candidate("a", 1.0), min_win_rate=0.5)
+        register(Mlflow("sqlite:////proc/nowhere/x.db", "e"), "m", candidate("a", 1.0), gate=GATE)
 
 
 def services(tmp_path: Path, evaluation: str) -> Services:
@@ -245,7 +238,10 @@ def services(tmp_path: Path, evaluation: str) -> Services:
 
 EVALUATION = {
     "win_rate": {"mean": 0.75, "low": 0.7, "high": 0.8},
-    "gold_reward": {"sft": {"mean": 0.5}, "ppo": {"mean": 0.9}},
+    "verdicts": {"wins": 90, "losses": 30, "ties": 8},
+    "judge_digests": {"gold": "synthetic-1"},
+    "confidence": 0.95,
+    "gold_reward": {"sft": {"mean": 0.5}, "ppo": {"mean": 0.9, "low": 0.704, "high": 1.096}},
     "reward_model": None,
     "kl": 3.0,
     "judge": "gold",
@@ -268,7 +264,10 @@ def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, databas
     assert version.tags["rlhf.weights_sha256"] == result.facts["weights_sha256"]
     # printf 1 | sha256sum
     assert version.tags["rlhf.weights_sha256"] == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
-    assert Evaluation.from_json(version.tags["rlhf.evaluation"]) == Evaluation(0.75, gold_reward=0.9)
+    record = Evaluation.from_json(version.tags["rlhf.evaluation"])
+    assert record == Evaluation.of(EVALUATION, "2" * 64)
+    assert (record.judge, record.judge_digest, record.verdicts.prompts) == ("gold", "synthetic-1", 128)
+    assert record.gold_error == pytest.approx(0.1, rel=1e-3)  # 0.196 / 1.96
 
 
 def test_the_stage_asks_for_the_win_rate_of_its_configuration(tmp_path: Path, database: Path) -> None:
