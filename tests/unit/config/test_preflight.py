@@ -149,6 +149,8 @@ def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
     assert "demo task only" in check(config("ppo.rewards.1.type=gold", data={"prompts": [{"path": "p.jsonl"}]}))[0]
     assert "come twice" in check(config("ppo.prompts_per_step=1100"))[0]
     assert "take turns" in check(config("ppo.engine.count=3"))[0]
+    assert "sft.deepspeed.ranks is 64 on 2 CPU cores" in check(config("sft.deepspeed.ranks=64"))[0]
+    assert "more prompts are held out than trained on" in check(config("data.eval_fraction=0.8"))[0]
 
 
 def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
