@@ -47,6 +47,8 @@ from rlhf_core.types import STAGES, ArtifactRef, StageName
 log = logging.getLogger(__name__)
 
 _CHANGES_TOLD = 3
+_LONGEST_TAG = 4500
+"""MLflow takes 5000 characters."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,10 @@ class Pipeline:
         self.making = {}
         self.save_state("running")
 
+    def note_guard(self, guard: str, message: str) -> None:
+        """What one of PPO's guards has said, as a tag of the MLflow run."""
+        self.tracking.set_tags(self.parent_run_id, {f"rlhf.guard.{guard}": message})
+
     def save_state(self, state: str, error: str = "") -> None:
         """Write `run.json`, what `rlhf status` shows, unless another process that lives has written it."""
         known = read_run(self.folder / "run.json")
@@ -293,6 +299,8 @@ def open_pipeline(
     run = Pipeline(pinned(settings), config, start, until)
     if differs := run.left_unfinished():
         log.warning("%s", differs)
+    if warnings:
+        tags = {"rlhf.warnings": "\n".join(warnings)[:_LONGEST_TAG], **tags}
     made_by = versions()
     origin = origin_tags(config, made_by.get("git", ""))
     run.tags = {"rlhf.config": config, "rlhf.versions": json.dumps(made_by), **origin, **tags}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flows.report import duration
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.doubts import doubts
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError, checking
 from rlhf_core.planning.batches import describe_batches
@@ -109,6 +110,8 @@ def show(plan: Plan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
+    for doubt in doubts(config):
+        console.print(f"warning: {doubt}", highlight=False, markup=False, soft_wrap=True)
     say(
         f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
         f"{shape.layers} layers, width {shape.hidden}\n"
@@ -151,6 +154,7 @@ def as_json(plan: Plan) -> str:
         "kv_cache_tokens": plan.verdict.kv_tokens,
         "ppo_step_seconds": asdict(plan.time),
         "optimizer_step_seconds": plan.optimizer_steps,
+        "warnings": list(doubts(plan.config)),
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
     }

@@ -167,6 +167,8 @@ def execute(
                 nonlocal reused, continued
                 reused = reused or event["event"] == "reused"
                 continued = continued or event["event"] == "resumed"
+                if event["event"] == "warning" and "guard" in event:
+                    run.note_guard(event["guard"], event["message"])
                 tries.event(event)
                 display.event(stage, event)
                 page.event(event)

@@ -157,14 +157,17 @@ class Checkpoints(Protocol):
     def prepare(self, step: int, folder: Path, size: int) -> None:
         """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size` bytes free."""
 
-    def save(self, step: int, folder: Path, score: float | None = None) -> None:
+    def save(
+        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+    ) -> None:
         """Commit a local folder as the checkpoint of `step`; it exists whole or not at all. Consumes `folder`.
 
-        `score`: higher is better; the best checkpoints stay longer.
+        `score`: higher is better; the best checkpoints stay longer. `known`: scores of earlier checkpoints, by step, that
+        became known after those were saved.
         """
 
-    def best(self) -> str | None:
-        """Address of the checkpoint with the highest score; None where none has one."""
+    def best(self, known: Mapping[int, float] | None = None) -> str | None:
+        """Address of the checkpoint with the highest score; None where none has one. `known`: as in `save`."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def small_ppo(
 ) -> Iterator[PPOController]:
     """A controller whose fleet has started, every role from `model`, and whose engines have the policy's weights."""
     with (
-        RewardComposer(config.ppo.rewards) as composer,
+        RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
         Fleet(config, plan(config.ppo), config.run.device, dict.fromkeys(ROLES, model), 0, watch) as fleet,
     ):
         controller = PPOController(config, fleet, prompts, str, composer, services(work))

@@ -22,7 +22,7 @@ from rlhf_core.errors import WeightSyncError
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_inputs
 from rlhf_core.rollout.dispatch import assign, prompts_of_step
 from rlhf_core.rollout.experience import shaped_scores, uniform_groups
-from rlhf_core.seeds import derive_seed
+from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import PromptAndResponse, PromptExample, Rollout
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class RolloutBatch:
     """Known already when filtering needed them."""
     replaced: int = 0
     """Prompts whose samples all scored alike and that were replaced."""
+    scores_before: float | None = None
+    """Mean score, penalties included, of the first round, before any prompt was replaced; None without filtering."""
     kept: bool = False
     """Sampled by an earlier attempt."""
 
@@ -69,17 +71,22 @@ class Collector:
     def collect(self, step: int, version: int) -> RolloutBatch:
         """The rollout batch of a step, sampled by policy `version`."""
         ppo = self._ppo
-        prompts = self._prompts_of(step, 0, ppo.prompts_per_step)
-        batch = self.sample(prompts, step, 0, version)
+        asked = prompts_of_step(len(self._prompts), ppo.prompts_per_step, self._seed, step)
+        batch = self.sample([self._prompts[i] for i in asked], step, 0, version)
         filtering = ppo.dynamic_filtering
         if filtering is None:
             return batch
         batch.rewards = self.rewards(batch)
+        first_B = shaped_scores(batch.rollouts, batch.rewards.total, ppo)
+        batch.scores_before = first_B.nanmean().item()
         for round_ in range(1, filtering.max_rounds + 1):
             uniform = uniform_groups(shaped_scores(batch.rollouts, batch.rewards.total, ppo), ppo)
-            if not uniform:
+            replacements = self._replacements(step, round_, len(uniform), asked)
+            if not replacements:
                 break
-            fresh = self.sample(self._prompts_of(step, round_, len(uniform)), step, round_, version)
+            asked += replacements
+            uniform = uniform[: len(replacements)]
+            fresh = self.sample([self._prompts[i] for i in replacements], step, round_, version)
             fresh.rewards = self.rewards(fresh)
             self._replace(batch, uniform, fresh)
         return batch
@@ -95,11 +102,11 @@ class Collector:
         """The reward model at work on a batch."""
         return Spread(self._fleet, self._ppo, "reward", "scores", batch.sequences)
 
-    def _prompts_of(self, step: int, round_: int, count: int) -> list[PromptExample]:
-        """The step's prompts; those of a replacement round come from another walk over all prompts."""
-        seed = self._seed if round_ == 0 else derive_seed(self._seed, "replacements", round_)
-        indices = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, seed, step)
-        return [self._prompts[i] for i in indices[:count]]
+    def _replacements(self, step: int, round_: int, count: int, asked: Sequence[int]) -> list[int]:
+        """Indices of at most `count` prompts that this step has not `asked` yet; fewer where there are not so many."""
+        order = permutation(len(self._prompts), derive_seed(self._seed, "replacements", step, round_))
+        used = set(asked)
+        return [i for i in order if i not in used][:count]
 
     def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
         """`samples_per_prompt` responses to each prompt: all of them at once, over all engines."""

@@ -33,8 +33,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.failpoints import failpoint
-from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.rollout.experience import Experience, make_experience
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
+from rlhf_core.rollout.experience import Experience, make_experience, shaped_scores
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.records import FloatArray
 from rlhf_core.types import PromptAndResponse, PromptExample, Services, SFTExample
@@ -72,13 +72,15 @@ class PPOController:
         self._updater = Updater(ppo, fleet, seed, demonstrations)
         kl = self._ppo.kl
         self._kl: FixedKL | AdaptiveKL = (
-            FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+            FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, self._ppo.kl_horizon)
         )
         self._metrics_file = services.out / "metrics.jsonl"
         self._clocked: Metrics = {}
         """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest must be the
         same wherever and however fast it is made."""
-        self._guards = StepGuards(ppo, lambda: services.checkpoints.best())
+        self._scores: dict[int, float] = {}
+        """What the checkpoints are kept by, by step: known once the policy of a checkpoint has sampled the next step."""
+        self._guards = StepGuards(ppo, lambda: services.checkpoints.best(self._scores))
         self.done = 0
         """Steps finished: the policy version."""
         self._last: Sequence[PromptAndResponse] = []
@@ -100,7 +102,7 @@ class PPOController:
                 if self.done == self._ppo.steps:
                     break
                 if self.done % self._ppo.checkpoint_every == 0 or stop.asked:
-                    self._checkpoint(metrics.get("objective/rlhf_reward"))
+                    self._checkpoint()
                 if stop.asked:
                     log.info("asked to stop: leaving after step %d", self.done)
                     stop.leave()
@@ -117,6 +119,7 @@ class PPOController:
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
+        self._note_score(experience.metrics)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.done = step
@@ -174,10 +177,28 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
         )
-        experience.metrics.update({f"rewards/{name}": value for name, value in batch.rewards.metrics().items()})
-        if ppo.dynamic_filtering is not None:
-            experience.metrics["rollout/replaced_prompts"] = float(batch.replaced)
+        experience.metrics.update(self._of_rewards(batch, batch.rewards, experience.metrics["objective/kl"]))
         return experience
+
+    def _of_rewards(self, batch: RolloutBatch, rewards: RewardBatch, kl: float) -> Metrics:
+        ppo = self._ppo
+        metrics = {f"rewards/{name}": value for name, value in rewards.metrics().items()}
+        clipped = clipped_share(ppo.rewards, rewards.by_source, ppo.score_clip)
+        if clipped is not None:
+            metrics["objective/score_clipfrac"] = clipped
+        if ppo.dynamic_filtering is not None:
+            metrics["rollout/replaced_prompts"] = float(batch.replaced)
+            if batch.scores_before is not None:
+                metrics["objective/scores_before_filtering"] = batch.scores_before
+        plain = weighted_sum(ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False)
+        metrics["objective/net_score"] = shaped_scores(batch.rollouts, plain, ppo).nanmean().item() - ppo.kl.coef * kl
+        return metrics
+
+    def _note_score(self, metrics: Metrics) -> None:
+        """The rollouts of a step are those of the policy that the step before left: its checkpoint is judged by them."""
+        score = metrics.get("objective/net_score", math.nan)
+        if self.done > 0 and self.done == self._restorable and math.isfinite(score):
+            self._scores[self.done] = score
 
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
         """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are not finite is
@@ -244,8 +265,8 @@ class PPOController:
         ]
         self._services.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
-    def _checkpoint(self, score: float | None) -> None:
-        """Policy and critic, the KL controller and the metrics so far, as one folder. `score`: what the best are kept by."""
+    def _checkpoint(self) -> None:
+        """Policy and critic, the KL controller and the metrics so far, as one folder."""
         started = time.monotonic()
         folder = self._services.work / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
@@ -258,11 +279,12 @@ class PPOController:
         state = {
             "done": self.done,
             "kl": self._kl.state_dict(),
+            "scores": {str(step): score for step, score in self._scores.items()},
             **self._guards.state_dict(),
         }
         (folder / "controller.json").write_text(json.dumps(state))
         self._services.metrics.flush()
-        self._services.checkpoints.save(self.done, folder, score)
+        self._services.checkpoints.save(self.done, folder, known=self._scores)
         self._services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
         self._restorable = self.done
         failpoint("ppo.after_checkpoint")
@@ -281,6 +303,7 @@ class PPOController:
         self.done = self._restorable = int(state["done"])
         self._guards.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
+        self._scores = {int(step): float(score) for step, score in state["scores"].items()}
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         log.info("ppo continues after step %d", self.done)
 

@@ -2,7 +2,8 @@
 
 usable   no      numbers that are not finite: the step is skipped; the third in a row ends the run
 check    raises  engines with other weights, a KL above its limit for three steps, nothing but empty responses
-         warns   a gap to the engines, empty or repeated text, scores that do not differ
+         warns   a gap to the engines, empty responses, scores that do not differ, and the signs of `alarms.py`, which
+                 end the run where `ppo.guards` says so
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
+from rlhf_core.cluster.alarms import Alarms, alarm
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncError
 
@@ -34,14 +37,22 @@ class StepGuards:
         self._unusable = 0
         self._uniform = False
         """Whether the step before had nothing to compare; only for saying it once."""
+        self._alarms = Alarms(ppo)
 
-    def state_dict(self) -> dict[str, int]:
-        """Bad steps in a row up to now."""
-        return {"high_kl": self._high_kl, "unusable": self._unusable}
+    def state_dict(self) -> dict[str, Any]:
+        """Bad steps in a row up to now, and how the first step looked."""
+        return {
+            "high_kl": self._high_kl,
+            "unusable": self._unusable,
+            "uniform": self._uniform,
+            "alarms": self._alarms.state_dict(),
+        }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting."""
         self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
+        self._uniform = bool(state["uniform"])
+        self._alarms.load_state_dict(state["alarms"])
 
     def usable(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
         """False for a step that must be skipped. `metrics` of its experience, which has so many `responses`. Raises
@@ -61,15 +72,20 @@ class StepGuards:
 
     def check(self, metrics: dict[str, float], step: int) -> None:
         """Warn, or stop before a policy that has gone wrong, or engines with other weights, do more harm. Adds
-        `rollout/logprob_gap_alarm` to `metrics`. Raises WeightSyncError or GateFailed."""
+        `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed."""
         self._check_gap(metrics, step)
         self._check_text(metrics, step)
         self._check_scores(metrics, step)
-        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > self._ppo.max_kl else 0
+        if grave := self._alarms.check(metrics, step):
+            raise GateFailed(
+                f"ppo step {step}: {'; '.join(grave)}; as ppo.guards says, this ends the run{self._best_kept()}"
+            )
+        limit = self._ppo.kl_limit
+        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
         if self._high_kl >= _PATIENCE:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
-                f"{self._ppo.max_kl:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
+                f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
                 f"ppo.max_kl to go on from the last checkpoint{self._best_kept()}"
             )
 
@@ -83,30 +99,30 @@ class StepGuards:
                 f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the same weights "
                 f"(ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other weights"
             )
-        alarm = gap > (self._ppo.logprob_gap_limit or limit / 2)
-        metrics["rollout/logprob_gap_alarm"] = float(alarm)
-        if alarm:
-            log.warning("step %d: engine and trainer log-probabilities differ by %.3g on average", step, gap)
+        far = gap > (self._ppo.logprob_gap_limit or limit / 2)
+        metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
+        if far:
+            alarm("engine_gap", f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} on average")
 
-    def _check_text(self, metrics: Mapping[str, float], step: int) -> None:
-        empty, repeating = metrics["rollout/empty_rate"], metrics["rollout/repeating_rate"]
+    def _check_text(self, metrics: dict[str, float], step: int) -> None:
+        empty = metrics["rollout/empty_rate"]
         if empty >= 0.9:
             raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
                 f"lower ppo.policy.learning_rate, or look at the reward{self._best_kept()}"
             )
+        metrics["guards/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
-            log.warning("step %d: %.0f %% of the responses are empty", step, 100 * empty)
-        if repeating >= 0.2:
-            log.warning("step %d: %.0f %% of the responses repeat one or two tokens", step, 100 * repeating)
+            alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
 
-    def _check_scores(self, metrics: Mapping[str, float], step: int) -> None:
+    def _check_scores(self, metrics: dict[str, float], step: int) -> None:
         uniform = metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
+        metrics["guards/uniform_scores"] = float(uniform)
         if uniform and not self._uniform:
-            log.warning(
-                "step %d: nearly all scores that are compared with each other are the same: nothing is learned from them; "
-                "look at the reward, or raise ppo.samples_per_prompt or ppo.temperature",
-                step,
+            alarm(
+                "uniform_scores",
+                f"step {step}: nearly all scores that are compared with each other are the same: nothing is learned from "
+                "them; look at the reward, or raise ppo.samples_per_prompt or ppo.temperature",
             )
         self._uniform = uniform
 
@@ -114,4 +130,8 @@ class StepGuards:
         best = None
         with suppress(StoreError):  # it must not take the place of the verdict
             best = self._best()
-        return f"; the best checkpoint, by reward minus KL penalty, is kept: {best}" if best else ""
+        return (
+            f"; the best checkpoint, by the reward of its own responses minus ppo.kl.coef x their KL, is kept: {best}"
+            if best
+            else ""
+        )

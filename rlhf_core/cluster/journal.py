@@ -41,6 +41,7 @@ class RolloutJournal:
                 "prompts": [self._position[id(prompt)] for prompt in batch.prompts],
                 "rewards": None if batch.rewards is None else asdict(batch.rewards),
                 "replaced": batch.replaced,
+                "scores_before": batch.scores_before,
             }
         )
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ class RolloutJournal:
         rollouts = [_rollout(fields) for fields in kept["rollouts"]]
         rewards = None if kept["rewards"] is None else RewardBatch(**kept["rewards"])
         prompts = [self._prompts[i] for i in kept["prompts"]]
-        return RolloutBatch(rollouts, prompts, rewards, kept["replaced"], kept=True)
+        return RolloutBatch(rollouts, prompts, rewards, kept["replaced"], kept["scores_before"], kept=True)
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:

@@ -33,7 +33,8 @@ class Updater:
         self._demonstrations = demonstrations
 
     def update(self, rollouts: Sequence[Rollout], experience: Experience, step: int, kl_coef: float) -> Metrics:
-        """Train on one step's experience; responses without a score are left out."""
+        """Train on one step's experience; responses without a score are left out. A minibatch of such responses alone is
+        no optimizer step: on gradients of zero, Adam's moments would still move the weights."""
         ppo = self._ppo
         samples = train_samples(rollouts, experience)
         scored = experience.mask_BT.any(1).tolist()
@@ -44,13 +45,16 @@ class Updater:
                 len(samples), ppo.minibatch_size, derive_seed(self._seed, "minibatches", step), epoch
             )
         ]
+        batches = [batch for batch in batches if batch]
         running: dict[Role, list[Any]] = {}
         if step > ppo.warmup_steps:
             running["policy"] = self._start_policy(samples, batches, step, kl_coef)
         if ppo.uses_critic:
             mine, steps = self._cut("critic", samples, batches)
             running["critic"] = self._fleet.groups["critic"].submit_each(
-                "update_critic", list(zip(mine, steps, strict=True))
+                # In its warm-up the critic has far to go: nothing holds its values near the old ones.
+                "update_critic",
+                [(*given, step > ppo.warmup_steps) for given in zip(mine, steps, strict=True)],
             )
         metrics: Metrics = {}
         tokens = max(1, sum(len(samples[i].response_ids) for batch in batches for i in batch))
@@ -101,7 +105,7 @@ class Updater:
         for batch in batches:
             chosen = [samples[i] for i in batch]
             tokens = sum(len(s.response_ids) for s in chosen)
-            denominator = max(1.0, step_denominator(self._ppo.aggregation, tokens, len(chosen)))
+            denominator = max(1.0, step_denominator(self._ppo.loss_sum, tokens, len(chosen))) * self._ppo.loss_divisor
             lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
             plan = plan_ranks(lengths, ranks, self._ppo.micro_batch_tokens, pack=self._ppo.packs)
             for rank, micros in enumerate(plan):
@@ -116,10 +120,10 @@ class Updater:
         """Each optimizer step's own demonstrations: a walk over one fresh permutation after the other."""
         ppo = self._ppo
         assert ppo.ptx is not None
-        size, per_iteration = ppo.ptx.batch_size, len(steps[0])
+        size, per_iteration = ppo.ptx.batch_size, ppo.epochs * ppo.minibatches
         rows: list[list[_IdsAndMask]] = [[] for _ in steps]
         joined: list[list[OptimizerStep]] = [[] for _ in steps]
-        for number in range(per_iteration):
+        for number in range(len(steps[0])):
             batch = self._demonstrations_at((step - 1) * per_iteration + number, size)
             targets = sum(sum(d.loss_mask[1:]) for d in batch)  # nothing predicts the first token
             plan = plan_ranks([len(d.input_ids) for d in batch], len(steps), ppo.micro_batch_tokens, pack=ppo.packs)

@@ -170,12 +170,16 @@ class ModelWorker(Actor):
         )
 
     @called()
-    def update_critic(self, samples: list[TrainSample], steps: list[OptimizerStep]) -> dict[str, float]:
-        """The same for the critic."""
+    def update_critic(
+        self, samples: list[TrainSample], steps: list[OptimizerStep], clip_values: bool
+    ) -> dict[str, float]:
+        """The same for the critic. `clip_values`: False in its warm-up."""
         from rlhf_core.training.ppo import update_critic
 
         failpoint("critic.update")
-        return update_critic(self._models["critic"], samples, steps, self._config.ppo, self._pad_id)
+        return update_critic(
+            self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
+        )
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, NonNegative
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+"""As in `rlhf_core.algo.losses`, which imports torch."""
+
 MAX_ENGINE_RANK = 512
 """The largest rank of an adapter that vLLM serves."""
 
@@ -18,26 +21,39 @@ MAX_ENGINE_RANK = 512
 class KLConfig(Section):
     """The price of leaving the reference."""
 
-    coef: NonNegativeFloat = Field(0.05, description="Coefficient of the per-token KL (its first value, if adaptive)")
+    coef: NonNegativeFloat = Field(
+        0.02,
+        description="Coefficient of the per-token KL (its first value, if adaptive); 0.02 is InstructGPT's (Ouyang et al. 2022), LLaMA-2 and OpenRLHF have 0.01",
+    )
     place: Literal["reward", "loss"] = Field(
         "reward", description="Where the KL is paid: taken from each token's reward, or added to the policy loss"
     )
     estimator: Literal["k1", "abs", "k2", "k3"] | None = Field(
         None,
-        description="Per-token estimator (Schulman, Approximating KL divergence); None: k1 in the reward, k2 in the loss, where its gradient is the KL's",
+        description="Per-token estimator (Schulman, Approximating KL divergence); None: k1 in the reward, k2 in the loss: those whose gradient is the KL's. k1 in the loss has none and is refused; others in the reward are warned of (arXiv 2512.21852)",
     )
     target: PositiveFloat | None = Field(
         None,
         description="Set: adaptive coefficient towards this KL, in nats per response (mean over sequences of the token sum)",
     )
-    horizon: PositiveInt = Field(
-        10000, description="Adaptive: sequences over which a full correction happens (Ziegler et al. 2019)"
+    horizon: PositiveInt | None = Field(
+        None,
+        description="Adaptive: responses over which the coefficient may change by 20 % (Ziegler et al. 2019, where it was 10000); null: 20 times those of a step, so that it changes by at most 1 % a step",
     )
 
     @property
     def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
         """`estimator`, or the default of its place."""
         return self.estimator or ("k1" if self.place == "reward" else "k2")
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> Self:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "ppo.kl.estimator=k1 with ppo.kl.place=loss holds the policy back by nothing: its gradient is 0 in "
+                "expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
+            )
+        return self
 
 
 class OverlongConfig(Section):
@@ -118,6 +134,45 @@ class WeightSyncConfig(Section):
     )
 
 
+GuardAction = Literal["warn", "stop", "off"]
+"""`warn`: log, metric and tag; `stop`: the stage ends as well; `off`: not looked at."""
+
+
+class GuardsConfig(Section):
+    """Signs of a training that goes wrong, looked for in every step's rollouts: `warn`, `stop` (the stage ends) or `off`.
+
+    "At first" is the first step, whose responses the SFT model samples. See docs/guards.md.
+    """
+
+    patience: PositiveInt = Field(3, description="A sign counts when so many steps in a row show it")
+    eos_loss: GuardAction = Field("warn", description="Responses no longer end by themselves")
+    eos_loss_ratio: Fraction = Field(0.1, description="Of the share that ended at first: less than this is a loss")
+    entropy_collapse: GuardAction = Field("warn", description="The policy has become nearly deterministic")
+    entropy_collapse_ratio: Fraction = Field(0.1, description="Of the entropy per token at first: less is a collapse")
+    entropy_explosion: GuardAction = Field("warn", description="The policy has become nearly random")
+    entropy_explosion_ratio: PositiveFloat = Field(3.0, description="Of the entropy at first: more is an explosion")
+    negative_kl: GuardAction = Field(
+        "warn", description="The KL is negative: the responses are not samples of the policy that is trained"
+    )
+    negative_kl_limit: PositiveFloat = Field(1.0, description="Nats per response below 0 (1 as in TRL's warning)")
+    length_drift: GuardAction = Field("warn", description="Responses have become much longer or shorter than at first")
+    length_drift_ratio: PositiveFloat = Field(
+        2.0, description="Of the mean length at first: more than this, or less than one part in this, is a drift"
+    )
+    loops: GuardAction = Field(
+        "warn", description="Responses repeat a piece of text, of whatever length, over and over"
+    )
+    loops_share: Fraction = Field(0.2, description="Share of the responses from which on")
+    score_length: GuardAction = Field("warn", description="The score follows the length of the response")
+    score_length_correlation: Fraction = Field(0.9, description="Pearson's correlation over the batch from which on")
+    blind_critic: GuardAction = Field("warn", description="The critic explains nothing of the returns")
+    blind_critic_steps: PositiveInt = Field(
+        20, description="Steps in a row with an explained variance of 0 or less, in place of `patience`"
+    )
+    score_clip: GuardAction = Field("warn", description="Scores of the reward model are clipped (`ppo.score_clip`)")
+    score_clip_share: Fraction = Field(0.01, description="Share of the scores above which")
+
+
 class PPOConfig(Section):
     """Proximal policy optimization, and its relatives without a critic."""
 
@@ -138,7 +193,8 @@ class PPOConfig(Section):
         default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"), description="Policy optimizer"
     )
     critic: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(learning_rate=5e-6, schedule="constant"), description="Critic optimizer"
+        default_factory=lambda: OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
+        description="Critic optimizer; without a warm-up of its rate, so that it learns before the policy moves",
     )
     policy_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Policy ranks")
     critic_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Critic ranks")
@@ -159,36 +215,49 @@ class PPOConfig(Section):
     rewards: tuple[AnyReward, ...] = Field(
         (ModelReward(),), min_length=1, description="Reward sources; their weighted sum is the score"
     )
-    missing_eos_penalty: NonNegativeFloat = Field(
-        0.0, description="Taken from the score of a response that the length limit cut"
+    missing_eos_penalty: NonNegativeFloat | None = Field(
+        None,
+        description="Taken from the score of a response that the length limit cut; null: 1 where a reward model scores, which has never read a cut response (one standard deviation of its scores; Huang et al. 2024 give such a response a fixed -1), and 0 for rules alone or with `overlong`",
     )
     overlong: OverlongConfig | None = Field(None, description="Soft penalty near the length limit; None: none")
     dynamic_filtering: DynamicFilteringConfig | None = Field(
         None, description="Replace prompts whose samples all score alike; None: keep them"
     )
     score_clip: PositiveFloat | None = Field(
-        5.0, description="Scores are clipped to +- this, before the KL is subtracted"
+        5.0,
+        description="The reward model's normalised scores are clipped to +- this, before weight, other rewards, penalties and KL; rules are not clipped; null: no clip",
     )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
     gamma: Fraction = Field(1.0, description="Discount per token")
-    lam: Fraction = Field(0.95, description="GAE's lambda")
+    lam: Fraction = Field(
+        1.0,
+        description="GAE's lambda; 1 as in OpenRLHF and verl: with 0.95 the first of 500 tokens sees the final score through the critic alone",
+    )
     whiten_advantages: bool | None = Field(
         None,
         description="Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp and reinforce_baseline, off for the others",
     )
     clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - this")
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + this")
-    dual_clip: PositiveFloat | None = Field(None, description="Bound c > 1 of the loss where the advantage is negative")
+    dual_clip: PositiveFloat | None = Field(
+        3.0,
+        description="Bound c > 1 of the loss where the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
+    )
     value_clip: PositiveFloat | None = Field(
-        0.2, description="Values move at most this far from the old ones; None: plain"
+        0.5,
+        description="Values move at most this far from the old ones (0.5 as in OpenRLHF and verl), but freely in the critic's warm-up; null: plain",
     )
     entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus")
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = Field(
-        "token-mean",
-        description="How token losses become one number; denominators are those of the whole optimizer step",
+    aggregation: (
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+        | None
+    ) = Field(
+        None,
+        description="How token losses become one number; denominators are those of the whole optimizer step. `-norm` divides by `max_new_tokens` as well. null: the algorithm's own: `grpo` seq-mean-token-mean (Shao et al. 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each length), others token-mean",
     )
-    importance: Literal["none", "truncate", "mask", "sequence-mask"] = Field(
-        "none", description="Weights for the gap between engine and trainer"
+    importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = Field(
+        None,
+        description="Weights for the gap between engine and trainer; null: `truncate` (Yao et al. 2025) where engine or policy is not float32, else `none`",
     )
     importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = Field(
         (0.0, 2.0), description="Lowest and highest weight that `importance` lets pass"
@@ -206,7 +275,11 @@ class PPOConfig(Section):
         0.1,
         description="With ppo.lora: mean difference of log-probabilities between the trained policy and the files that evaluation loads, as a share of what training changed (both on the last rollouts); more fails the stage. A merge in bfloat16 loses 0.1 to 0.7 of a small update (docs/decisions/0018)",
     )
-    max_kl: PositiveFloat = Field(100.0, description="KL per response above this three steps in a row stops the run")
+    max_kl: PositiveFloat | None = Field(
+        None,
+        description="KL per response above this three steps in a row stops the run; null: 5 times `kl.target`, without a target 100",
+    )
+    guards: GuardsConfig = Field(default_factory=GuardsConfig, description="Signs of a training that goes wrong")
     checkpoint_every: PositiveInt = Field(10, description="Steps between checkpoints")
     samples_every: PositiveInt = Field(10, description="Steps between tables of sample responses")
 
@@ -252,6 +325,51 @@ class PPOConfig(Section):
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         return self.algorithm in ("ppo", "reinforce_pp", "reinforce_baseline")
+
+    @property
+    def loss_sum(self) -> Aggregation:
+        """`aggregation`, or the algorithm's own, without what it divides by besides: `loss_divisor`."""
+        own = self._own_aggregation
+        return "seq-mean-token-sum" if own == "seq-mean-token-sum-norm" else own
+
+    @property
+    def loss_divisor(self) -> float:
+        """The losses are divided by this constant, too."""
+        return float(self.max_new_tokens) if self._own_aggregation == "seq-mean-token-sum-norm" else 1.0
+
+    @property
+    def _own_aggregation(self) -> Aggregation | Literal["seq-mean-token-sum-norm"]:
+        if self.aggregation is not None:
+            return self.aggregation
+        if self.algorithm == "dr_grpo":
+            return "seq-mean-token-sum-norm"
+        return "seq-mean-token-mean" if self.algorithm == "grpo" else "token-mean"
+
+    @property
+    def used_importance(self) -> Literal["none", "truncate", "mask", "sequence-mask"]:
+        """`importance`, or what the precisions ask for."""
+        if self.importance is not None:
+            return self.importance
+        return "none" if self.engine.dtype == self.policy_deepspeed.dtype == "float32" else "truncate"
+
+    @property
+    def eos_penalty(self) -> float:
+        """`missing_eos_penalty`, or what the rewards ask for."""
+        if self.missing_eos_penalty is not None:
+            return self.missing_eos_penalty
+        return 1.0 if self.uses_reward_model and self.overlong is None else 0.0
+
+    @property
+    def kl_limit(self) -> float:
+        """`max_kl`, or what follows from the target."""
+        if self.max_kl is not None:
+            return self.max_kl
+        return 100.0 if self.kl.target is None else 5 * self.kl.target
+
+    @property
+    def kl_horizon(self) -> int:
+        """`kl.horizon`, or what follows from the responses of a step."""
+        return 20 * self.rollout_batch_size if self.kl.horizon is None else self.kl.horizon
 
     @property
     def policy_optimizer_steps(self) -> int:
@@ -338,10 +456,10 @@ class PPOConfig(Section):
                 f"ppo.weight_sync.backend={backend} needs engines that {'share' if backend == 'ipc' else 'do not share'} "
                 f"GPUs with the policy, but with ppo.colocate={self.colocate} they {shares} them; use auto"
             )
-        if self.kl.target is not None and self.kl.horizon * 5 <= total:
+        if self.kl.target is not None and self.kl_horizon * 5 <= total:
             raise ValueError(
                 f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, or the coefficient could "
-                f"turn negative; got {self.kl.horizon}; use {10 * total}"
+                f"turn negative; got {self.kl.horizon}; leave it out, or use {20 * total}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")

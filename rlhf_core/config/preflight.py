@@ -19,6 +19,7 @@ from rlhf_core.config.checkfiles import MAX_TEMPLATE_BYTES, Finding, check_model
 from rlhf_core.config.checkplaces import check_environment, check_places
 from rlhf_core.config.checkrewards import check_rewards
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
+from rlhf_core.config.doubts import doubts
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.placement import plan as placement
 from rlhf_core.config.rewards import ModelReward
@@ -43,6 +44,7 @@ def check(config: PipelineConfig) -> list[str]:
         ("model.path", _model),
         ("lora", check_adapters),
         ("ppo.rewards", check_rewards),
+        ("ppo", doubts),
         ("configuration", _consistency),
         ("run.device", _devices),
         ("run.home", _disk),

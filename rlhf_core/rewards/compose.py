@@ -2,6 +2,9 @@
 
     score = sum over sources of weight * (raw value, or its batch-normalised form)
 
+The reward model's raw values are clipped before that (`ppo.score_clip`); no other source is: a rule says itself how far
+it goes. A source of weight 0 is only measured: it neither changes a score nor takes one away by failing.
+
 Batch normalisation: (x - mean) / (std + 1e-8) over the batch, population std; exactly 0 where all values are equal.
 A response that a source could not score, and that its `on_error` masks, has NaN there and as its score.
 """
@@ -52,7 +55,7 @@ class RewardBatch:
     """Scores of one batch of `n` responses, in the order given."""
 
     total: list[float]
-    """(n,) weighted sum, before clipping, penalties and KL; NaN where a source has no value."""
+    """(n,) weighted sum, before penalties and KL; NaN where a source of weight other than 0 has no value."""
     by_source: dict[str, list[float]]
     """(n,) raw values of each source by its name, before normalisation and weight; NaN where it masks a failure."""
 
@@ -75,9 +78,17 @@ class RewardComposer:
     Raises `ConfigError` at construction for a function, pattern or host that cannot be used.
     """
 
-    def __init__(self, sources: tuple[AnyReward, ...], digests: Mapping[str, str] | None = None) -> None:
-        """`digests`: sha256 of the Python files of sources by their name, see `PythonFunction`."""
+    def __init__(
+        self,
+        sources: tuple[AnyReward, ...],
+        digests: Mapping[str, str] | None = None,
+        *,
+        score_clip: float | None = None,
+    ) -> None:
+        """`digests`: sha256 of the Python files of sources by their name, see `PythonFunction`. `score_clip`: the reward
+        model's scores are clipped to +- this."""
         self._sources = sources
+        self._score_clip = score_clip
         self._external: dict[str, PythonFunction | RemoteService] = {}
         try:
             for source in sources:
@@ -104,12 +115,7 @@ class RewardComposer:
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
         """(n,) weighted sum of raw values, each source normalised over these `count` responses where it says so."""
-        total = [0.0] * count
-        for source in self._sources:
-            raw = by_source[source_name(source)]
-            values = normalize(raw) if source.normalize == "batch" else raw
-            total = [sum_ + source.weight * value for sum_, value in zip(total, values, strict=True)]
-        return total
+        return weighted_sum(self._sources, by_source, count, self._score_clip)
 
     def close(self) -> None:
         """Ends processes and connections; a second call does nothing."""
@@ -144,6 +150,45 @@ def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> 
     """sha256 of the Python files of `ppo.rewards` by the sources' names, from those by field (`Services.sources`)."""
     fields = {f"ppo.rewards.{index}": source_name(source) for index, source in enumerate(sources)}
     return {fields[field]: digest for field, digest in digests.items() if field in fields}
+
+
+def weighted_sum(
+    sources: Sequence[AnyReward],
+    by_source: Mapping[str, Sequence[float]],
+    count: int,
+    score_clip: float | None,
+    *,
+    normalized: bool = True,
+) -> list[float]:
+    """(n,) weighted sum of the values of `count` responses. `score_clip`: see `RewardComposer`. `normalized`: False
+    leaves batch normalisation out, after which every batch has mean 0."""
+    total = [0.0] * count
+    for source in sources:
+        if source.weight == 0.0:
+            continue  # 0 * NaN is NaN
+        values = list(by_source[source_name(source)])
+        if isinstance(source, ModelReward) and score_clip is not None:
+            values = [value if math.isnan(value) else max(-score_clip, min(score_clip, value)) for value in values]
+        if normalized and source.normalize == "batch":
+            values = normalize(values)
+        total = [sum_ + source.weight * value for sum_, value in zip(total, values, strict=True)]
+    return total
+
+
+def clipped_share(
+    sources: Sequence[AnyReward], by_source: Mapping[str, Sequence[float]], score_clip: float | None
+) -> float | None:
+    """Share, 0 to 1, of the reward model's scores that `score_clip` changes; None where there is nothing to clip."""
+    if score_clip is None:
+        return None
+    scores = [
+        value
+        for source in sources
+        if isinstance(source, ModelReward) and source.weight != 0.0
+        for value in by_source[source_name(source)]
+        if not math.isnan(value)
+    ]
+    return sum(abs(value) > score_clip for value in scores) / len(scores) if scores else None
 
 
 def source_name(source: AnyReward) -> str:

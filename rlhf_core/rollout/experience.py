@@ -5,6 +5,7 @@ Axes: `B` responses, `T` the longest of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -21,6 +22,9 @@ from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_w
 from rlhf_core.algo.shaping import overlong_penalty
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.types import Rollout
+
+_LOOP_TOKENS = 16
+"""A shorter response, or a shorter loop, may well be meant."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Experience:
     kl_B: torch.Tensor
     """Token sum of k1 per response, in nats."""
     scores_B: torch.Tensor
-    """As composed, before the clip and the KL, penalties included; NaN where there is none."""
+    """As composed, penalties included, before the KL; NaN where there is none."""
     metrics: dict[str, float]
 
 
@@ -53,7 +57,7 @@ def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPO
     """(B,) scores with the penalties for responses that the length limit cut, or that came near it."""
     scores_B = torch.tensor(scores, dtype=torch.float32)
     finished_B = torch.tensor([r.finished for r in rollouts])
-    scores_B = scores_B - ppo.missing_eos_penalty * (~finished_B).float()
+    scores_B = scores_B - ppo.eos_penalty * (~finished_B).float()
     if ppo.overlong is not None:
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts])
         scores_B = scores_B + overlong_penalty(lengths_B, ppo.max_new_tokens, ppo.overlong.buffer, ppo.overlong.factor)
@@ -61,9 +65,9 @@ def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPO
 
 
 def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
-    """Groups (of consecutive samples of one prompt) whose clipped scores do not differ, so that nothing is learned from
-    them; scores that are NaN do not count."""
-    groups = _clipped(scores_B, ppo).reshape(-1, ppo.samples_per_prompt)
+    """Groups (of consecutive samples of one prompt) whose scores do not differ, so that nothing is learned from them;
+    scores that are NaN do not count."""
+    groups = scores_B.reshape(-1, ppo.samples_per_prompt)
     low = torch.where(groups.isnan(), torch.inf, groups).amin(1)
     high = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     uniform: list[int] = torch.nonzero(low >= high).flatten().tolist()
@@ -98,7 +102,7 @@ def make_experience(
     k1_BT = select(kl_estimate(old_BT, ref_BT, "k1"), mask_BT)
     in_reward = kl_coef if ppo.kl.place == "reward" else 0.0
     penalty_BT = kl_estimate(old_BT, ref_BT, ppo.kl.used_estimator) if in_reward else k1_BT
-    rewards_BT = token_rewards(scores_B, penalty_BT, mask_BT, in_reward, ppo.score_clip)
+    rewards_BT = token_rewards(scores_B, penalty_BT, mask_BT, in_reward)
     if ppo.by_group:
         kl_only_BT = token_rewards(torch.zeros_like(scores_B), penalty_BT, mask_BT, in_reward)
         advantages_BT = returns_BT = _group_advantages(scores_B, kl_only_BT, mask_BT, ppo)
@@ -115,7 +119,8 @@ def make_experience(
         "objective/entropy": (masked_sum(entropy_BT, mask_BT) / scored_B.sum().clamp(min=1)).item(),
         "policy/entropy": masked_mean(entropy_BT, mask_BT).item(),
         **_of_responses(lengths_B, finished_B, scored_B),
-        "rollout/repeating_rate": fmean(_repeats(rollout.response_ids) for rollout in rollouts),
+        "rollout/repeating_rate": fmean(repeats(rollout.response_ids) for rollout in rollouts),
+        "rollout/score_length_correlation": _score_length(known_B, lengths_B[scored_B]),
         **_engine_gap(old_BT, rollout_BT, mask_BT),
     }
     if ppo.uses_critic:
@@ -126,7 +131,7 @@ def make_experience(
         metrics["rollout/zero_variance_groups"] = len(uniform) * ppo.samples_per_prompt / len(rollouts)
     if ppo.whitens:
         advantages_BT = masked_whiten(advantages_BT, mask_BT)
-    weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, ppo.importance, *ppo.importance_bounds)
+    weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, ppo.used_importance, *ppo.importance_bounds)
     return Experience(
         mask_BT, old_BT, ref_BT, values_BT, advantages_BT, returns_BT, weights_BT, k1_BT.sum(1), scores_B, metrics
     )
@@ -141,9 +146,31 @@ def _of_responses(lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: t
     }
 
 
-def _repeats(response_ids: Sequence[int]) -> bool:
-    """Whether a response of some length has only one or two different tokens."""
-    return len(response_ids) >= 16 and len(set(response_ids)) <= 2
+def repeats(response_ids: Sequence[int]) -> bool:
+    """Whether a response of 16 tokens or more has only one or two different ones, or a loop: some piece of it, of
+    whatever length, stands there three times or more in a row and fills at least 16 tokens and a quarter of it."""
+    length = len(response_ids)
+    if length < _LOOP_TOKENS:
+        return False
+    if len(set(response_ids)) <= 2:
+        return True
+    ids_T = np.asarray(response_ids)
+    for period in range(1, length // 3 + 1):
+        needed = max(3 * period, _LOOP_TOKENS, math.ceil(length / 4)) - period
+        # A loop of this period is a run of tokens each equal to that one period before.
+        differs = np.flatnonzero(ids_T[period:] != ids_T[:-period])
+        edges = np.concatenate(([-1], differs, [length - period]))
+        if np.diff(edges).max() - 1 >= needed:
+            return True
+    return False
+
+
+def _score_length(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:
+    """Pearson's correlation; 0 where scores or lengths do not vary."""
+    scores_B, lengths_B = scores_B.double(), lengths_B.double()
+    scores_B, lengths_B = scores_B - scores_B.mean(), lengths_B - lengths_B.mean()
+    scale = scores_B.norm() * lengths_B.norm()
+    return ((scores_B * lengths_B).sum() / scale).item() if scale > 0 else 0.0
 
 
 def _group_advantages(
@@ -151,12 +178,8 @@ def _group_advantages(
 ) -> torch.Tensor:
     """(B, T): a response's advantage over its siblings on each of its tokens, less the KL still to be paid."""
     groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
-    advantages_B = group_advantages(_clipped(scores_B, ppo), groups_B, cast(GroupKind, ppo.algorithm))
+    advantages_B = group_advantages(scores_B, groups_B, cast(GroupKind, ppo.algorithm))
     return select(advantages_B.unsqueeze(1) + returns_to_go(kl_only_BT, mask_BT, ppo.gamma), mask_BT)
-
-
-def _clipped(scores_B: torch.Tensor, ppo: PPOConfig) -> torch.Tensor:
-    return scores_B if ppo.score_clip is None else scores_B.clamp(-ppo.score_clip, ppo.score_clip)
 
 
 def _mean(values_B: torch.Tensor) -> float:

@@ -5,7 +5,8 @@
     {"event": "resumed", "step": 30}                        it goes on from a checkpoint
     {"event": "checkpoint", "step": 40}                     one is committed: from here another attempt would go on
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
-    {"event": "warning", "message": "..."}                  what its log has as a warning or an error, for the user as well
+    {"event": "warning", "message": "...", "guard": "loops"}   what its log has as a warning or an error, for the user as
+                                                            well; `guard` where one of PPO's guards says it
     {"event": "result", "artifact": {...}}         the last line of a child that succeeded
     {"event": "error", "type": "...", "message": "..."}     the last line of one that failed on purpose
 
@@ -100,13 +101,14 @@ class Warnings(logging.Handler):
             self.handleError(record)
             return
         kind = re.sub(r"\d+", "#", message)
-        if kind in self._said or (record.levelno < logging.ERROR and not self._left):
+        guard = getattr(record, "guard", None)
+        counts = record.levelno < logging.ERROR and guard is None
+        if kind in self._said or (counts and not self._left):
             return
         self._said.add(kind)
-        counts = record.levelno < logging.ERROR
         self._left -= counts
         last = "; further warnings are in the log" if counts and not self._left else ""
-        self._events.send("warning", message=message + last)
+        self._events.send("warning", message=message + last, **({} if guard is None else {"guard": guard}))
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

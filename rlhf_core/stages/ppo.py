@@ -32,7 +32,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     placement = plan(ppo)
     services.progress("ppo start", 0, placement.processes, "processes")
     with (
-        RewardComposer(ppo.rewards, code_digests(ppo.rewards, services.sources)) as composer,
+        RewardComposer(ppo.rewards, code_digests(ppo.rewards, services.sources), score_clip=ppo.score_clip) as composer,
         Fleet(config, placement, device, _folders(config, services), decoder.pad, services.watch) as fleet,
     ):
         services.progress("ppo start", placement.processes, placement.processes, "processes")

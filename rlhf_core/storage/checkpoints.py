@@ -155,8 +155,11 @@ class CheckpointStore:
         require_free(folder, size, f"The checkpoint of step {step}")
         folder.mkdir(parents=True)
 
-    def save(self, step: int, folder: Path, score: float | None = None) -> None:
+    def save(
+        self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
+    ) -> None:
         """Commit a local folder as the checkpoint of `step`; consumes it. `score`: higher is better, for `keep_best`.
+        `known`: scores of checkpoints before this one, by step, which became known after those were saved.
 
         Raises Superseded if a later attempt holds the stage key, StoreError if the store fails, also for the save
         before this one where uploads go on behind the training; the checkpoints before are untouched then.
@@ -171,6 +174,7 @@ class CheckpointStore:
         body = {
             "step": step,
             "score": score if score is not None and math.isfinite(score) else None,
+            "known_scores": {str(step): score for step, score in (known or {}).items()},
             "seconds": round(self.seconds, 1),
             "made_with": _made_with(),
             "settings": self._settings,
@@ -189,9 +193,9 @@ class CheckpointStore:
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, time.monotonic() - started)
 
-    def best(self) -> str | None:
-        """Address of the checkpoint with the highest score; None where none has one."""
-        scored = self._scored(self._steps())
+    def best(self, known: Mapping[int, float] | None = None) -> str | None:
+        """Address of the checkpoint with the highest score; None where none has one. `known`: as in `save`."""
+        scored = self._scored(self._steps(), known or {})
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
 
     def finish(self) -> None:
@@ -272,25 +276,33 @@ class CheckpointStore:
         newest, older = steps[: self._keep], steps[self._keep :]
         if len(newest) < self._keep:
             return
-        best = {step for _, step in sorted(self._scored(older), reverse=True)[: self._keep_best]}
+        scored = [(score, step) for score, step in self._scored(steps, {}) if step in older]
+        best = {step for _, step in sorted(scored, reverse=True)[: self._keep_best]}
         gone = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
         for step in gone:
             bundles.remove(self._store, self._prefix(step))
         if gone:
             log.info("checkpoints kept: steps %s; removed: %d", sorted({*newest, *best}), len(gone))
 
-    def _scored(self, steps: list[int]) -> list[tuple[float, int]]:
-        """(score, step) of those that have a score and a manifest that can be read."""
-        found = []
+    def _scored(self, steps: list[int], known: Mapping[int, float]) -> list[tuple[float, int]]:
+        """(score, step) of those that have a manifest that can be read, and a score: their own, or one in a later
+        manifest or in `known`."""
+        found: dict[int, float] = {}
+        later: dict[int, float] = {}
+        readable = set()
         for step in steps if self._keep_best else []:
             try:
                 manifest = bundles.read(self._store, self._prefix(step))
             except CorruptArtifact as error:
                 self._set_aside(step, error)
                 continue
-            if manifest is not None and isinstance(score := manifest.body.get("score"), float):
-                found.append((score, step))
-        return found
+            if manifest is None:
+                continue
+            readable.add(step)
+            if isinstance(score := manifest.body.get("score"), float):
+                found[step] = score
+            later |= {int(earlier): score for earlier, score in manifest.body.get("known_scores", {}).items()}
+        return [(score, step) for step, score in (found | later | dict(known)).items() if step in readable]
 
     def _prefix(self, step: int) -> str:
         return f"{self._root}/step-{step:08d}"

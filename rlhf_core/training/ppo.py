@@ -76,7 +76,7 @@ def _policy_part(
         return nothing
     mask_ST = _mask(chosen, batch)
     logprobs_ST = _rows(output.logprobs_N, batch)
-    mean: dict[str, Any] = {"aggregation": ppo.aggregation, "denominator": denominator}
+    mean: dict[str, Any] = {"aggregation": ppo.loss_sum, "denominator": denominator}
     result = policy_loss(
         logprobs_ST,
         _stack([s.old_logprobs for s in chosen], batch),
@@ -104,9 +104,16 @@ def _policy_part(
 
 
 def update_critic(
-    engine: TrainingEngine, samples: Sequence[TrainSample], steps: Sequence[OptimizerStep], ppo: PPOConfig, pad_id: int
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    steps: Sequence[OptimizerStep],
+    ppo: PPOConfig,
+    pad_id: int,
+    *,
+    clip_values: bool = True,
 ) -> dict[str, float]:
-    """Clipped squared error. Sums: `loss`, `clipped`, `grad_norm`, `skipped`, `stumbled`."""
+    """Squared error, clipped by `ppo.value_clip` if `clip_values`. Sums: `loss`, `clipped`, `grad_norm`, `skipped`,
+    `stumbled`."""
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
@@ -122,8 +129,8 @@ def update_critic(
                 _stack([s.old_values for s in chosen], batch),
                 _stack([s.returns for s in chosen], batch),
                 mask_ST,
-                clip=ppo.value_clip,
-                aggregation=ppo.aggregation,
+                clip=ppo.value_clip if clip_values else None,
+                aggregation=ppo.loss_sum,
                 denominator=step.denominator,
             )
             sums["loss"] += result.loss.item()

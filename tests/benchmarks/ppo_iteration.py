@@ -79,7 +79,10 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
         PromptExample(f"p{i}", "", tuple(rng.randrange(2, VOCABULARY) for _ in range(PROMPT))) for i in range(PROMPTS)
     ]
     folders = dict.fromkeys(ROLES, work / "model")
-    with RewardComposer(config.ppo.rewards) as composer, Fleet(config, plan(config.ppo), "cpu", folders, 0) as fleet:
+    with (
+        RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
+        Fleet(config, plan(config.ppo), "cpu", folders, 0) as fleet,
+    ):
 
         def cpu_seconds() -> float:
             return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())

@@ -200,7 +200,7 @@ def policy_step(
     lengths = [len(sequence) for sequence in sequences]
     plan = plan_ranks(lengths, rank.world_size, budget, pack=pack)[rank.rank]
     tokens = sum(len(s.response_ids) for s in data)
-    denominator = step_denominator(ppo.aggregation, tokens, len(data))
+    denominator = step_denominator(ppo.loss_sum, tokens, len(data))
     critic = kind.startswith("value")
     step = OptimizerStep(plan, denominator, [] if critic else plan, tokens)
     if critic:

@@ -126,7 +126,15 @@ FIELDS = (
     Bad(
         "a horizon that turns the coefficient negative",
         "ppo: {prompts_per_step: 128, kl: {target: 6, horizon: 20}}\n",
-        ("c.yaml:1", "ppo.kl.horizon must be above a fifth of the 128 responses", "got 20", "use 1280"),
+        ("c.yaml:1", "ppo.kl.horizon must be above a fifth of the 128 responses", "got 20", "use 2560"),
+    ),
+    Bad(
+        "an estimator without a gradient",
+        "ppo: {kl: {place: loss, estimator: k1}}\n",
+        ("c.yaml:1", "ppo.kl.estimator=k1 with ppo.kl.place=loss", "its gradient is 0", "use k2"),
+    ),
+    Bad(
+        "a guard that does what no guard does", "ppo: {guards: {loops: no}}\n", ("ppo.guards.loops", "warn, stop, off")
     ),
     Bad(
         "IPC to engines elsewhere",

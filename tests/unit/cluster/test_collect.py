@@ -234,10 +234,31 @@ def test_the_first_rounds_of_steps_use_every_prompt_once_before_any_comes_again(
 
 
 def test_a_round_does_not_depend_on_which_groups_it_replaces() -> None:
-    some, others = rounds_of(alike(0, 1), alike(0)), rounds_of(alike(1, 2, 3), alike(2))
-    assert some[0] == others[0]
-    assert some[1] == others[1][:2]
-    assert some[2] == others[2]
+    some, others = rounds_of(alike(0, 1), alike(0)), rounds_of(alike(1, 3), alike(1))
+    assert some == others
+    assert some[1] == rounds_of(alike(1, 2, 3), alike(2))[1][:2]
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_no_prompt_comes_twice_in_a_step(step: int) -> None:
+    rounds = rounds_of(*[alike(*range(PLACES))] * 3, step=step, prompts=PROMPTS[: 4 * PLACES])
+    asked = [prompt for round_ in rounds for prompt, _ in round_]
+    assert len(asked) == len(set(asked)) == 4 * PLACES
+
+
+def test_groups_stay_where_no_prompt_is_left_to_replace_them() -> None:
+    engines = _Engines()
+    script = _Rewards(*[alike(*range(PLACES))] * 3)
+    batch = collector(engines, script, rounds=3, prompts=PROMPTS[: PLACES + 1]).collect(1, VERSION)
+    assert [len(asked) for asked in engines.rounds] == [PLACES, 1]
+    assert batch.replaced == 1 and len(batch.rollouts) == PLACES * SAMPLES
+
+
+def test_the_mean_score_before_filtering_is_that_of_the_first_round() -> None:
+    values = {0: (0.0, 0.0), 1: (1.0, 0.0), 2: (1.0, 1.0), 3: (float("nan"), 3.0)}
+    batch = collector(_Engines(), _Rewards(values), rounds=1).collect(3, VERSION)
+    assert batch.scores_before == pytest.approx(6.0 / 7)
+    assert collector(_Engines()).collect(3, VERSION).scores_before is None
 
 
 def test_every_round_step_and_seed_has_prompts_and_seeds_of_its_own() -> None:
@@ -252,7 +273,7 @@ def test_one_prompt_in_all_places_is_answered_anew_in_each() -> None:
     every = [alike(*range(PLACES))] * 3
     rounds = [*rounds_of(*every, prompts=PROMPTS[:1]), *rounds_of(*every, prompts=PROMPTS[:1], step=4)]
     assert {prompt for round_ in rounds for prompt, _ in round_} == {"p0"}
-    assert len({seed for round_ in rounds for _, seed in round_}) == 8 * PLACES
+    assert len({seed for round_ in rounds for _, seed in round_}) == 2 * PLACES
 
 
 def test_a_step_collected_twice_is_the_same_whatever_came_before_and_on_any_engines() -> None:

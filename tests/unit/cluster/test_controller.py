@@ -3,7 +3,8 @@
 - the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
 - a step that is skipped is logged like any other, with its samples, and the run goes on
 - bad steps in a row are counted across a restart
-- checkpoints are kept by reward minus KL penalty
+- a checkpoint is kept by the score of the policy it holds: that of the next step's responses, less ppo.kl.coef times their
+  KL, wherever the KL is paid and however scores are normalised
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError
+from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import Services
+from rlhf_core.types import Rollout, Services
 from tests.unit.cluster.test_guards import GOOD
 
 FLEET: Any = SimpleNamespace(packs=True)
@@ -107,7 +109,8 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
     for first.done in (4, 5):
         first._guards.check(high.metrics, first.done)
         first._guards.usable(bad.metrics, 4, first.done)
-    first._checkpoint(0.5)
+    first._checkpoint()
+    first._note_score({"objective/net_score": 0.5})
     second = started("second")
     second._restore()
     assert second.done == 5
@@ -117,18 +120,63 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
         second._guards.usable(bad.metrics, 4, 6)
 
 
-def test_checkpoints_are_kept_by_reward_minus_kl_penalty(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[tuple[int, float | None]] = []
-
-    def iterate() -> dict[str, float]:
-        controller.done += 1
-        return {**GOOD, "objective/kl": 9.0, "objective/rlhf_reward": controller.done / 10}
-
-    controller._ppo = config_from_tree({"ppo": {"steps": 7, "checkpoint_every": 3}}, "test").ppo
-    for name in ("_restore", "sync"):
-        monkeypatch.setattr(controller, name, lambda: None)
+def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken one."""
+    of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
+    known: dict[int, dict[int, float]] = {}
+    controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
+    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, kept=True)
+    monkeypatch.setattr(controller, "_restore", lambda: None)
+    monkeypatch.setattr(controller, "sync", lambda: controller.done)
     monkeypatch.setattr(controller, "_log", lambda metrics: None)
-    monkeypatch.setattr(controller, "iterate", iterate)
-    monkeypatch.setattr(controller, "_checkpoint", lambda score: kept.append((controller.done, score)))
+    monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
+    monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
+    monkeypatch.setattr(controller, "collect", lambda: batch)
+    monkeypatch.setattr(controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.done]))
+    controller._clocked["timing/sync"] = 0.0
+
+    def checkpoint() -> None:
+        known[controller.done] = dict(controller._scores)
+        controller._restorable = controller.done
+
+    monkeypatch.setattr(controller, "_checkpoint", checkpoint)
     controller.run()
-    assert kept == [(3, 0.3), (6, 0.6)]
+    assert known == {3: {}, 6: {3: 1.0}}
+    assert controller._scores == {3: 1.0, 6: -5.0}
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+@pytest.mark.parametrize("normalize", ["none", "batch"])
+def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
+    tmp_path: Path, place: str, normalize: str
+) -> None:
+    nothing: Any = None
+    ppo = {
+        "kl": {"coef": 0.1, "place": place},
+        "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],
+    }
+    controller: Any = PPOController(
+        config_from_tree({"ppo": ppo}, "test"),
+        nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+    )  # fmt: skip
+    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
+    batch = SimpleNamespace(rollouts=rollouts, replaced=0, scores_before=None)
+    metrics = controller._of_rewards(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
+    assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
+
+
+def test_metrics_before_and_after_filtering_and_the_clipped_share_are_told(tmp_path: Path) -> None:
+    nothing: Any = None
+    ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}
+    controller: Any = PPOController(
+        config_from_tree({"ppo": ppo}, "test"),
+        nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+    )  # fmt: skip
+    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
+    batch = SimpleNamespace(rollouts=rollouts, replaced=3, scores_before=0.165)
+    metrics = controller._of_rewards(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
+    assert metrics["objective/scores_before_filtering"] == 0.165
+    assert metrics["objective/score_clipfrac"] == 0.5
+    assert metrics["objective/net_score"] == pytest.approx((1 + 5) / 2)

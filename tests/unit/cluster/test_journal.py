@@ -28,7 +28,7 @@ def batch(rewards: RewardBatch | None = None) -> RolloutBatch:
         for p in PROMPTS
         for i in range(2)
     ]
-    return RolloutBatch(rollouts, [p for p in PROMPTS for _ in range(2)], rewards, 1)
+    return RolloutBatch(rollouts, [p for p in PROMPTS for _ in range(2)], rewards, 1, 0.25)
 
 
 @pytest.mark.parametrize("rewards", [None, RewardBatch([0.1, float("nan")], {"length": [0.1, 0.3]})])
@@ -39,6 +39,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, rewards: RewardBatch |
     read = RolloutJournal(tmp_path / "new", PROMPTS).read(5)
     assert read is not None
     assert (read.rollouts, read.prompts, read.replaced) == (written.rollouts, written.prompts, 1)
+    assert read.scores_before == 0.25
     assert read.kept and not written.kept
     assert repr(read.rewards) == repr(rewards)
     assert journal.read(3) is None and journal.read(6) is None

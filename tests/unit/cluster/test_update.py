@@ -66,7 +66,7 @@ class _Rank:
     samples: list[TrainSample]
     steps: list[OptimizerStep]
     rest: tuple[Any, ...]
-    """A policy's KL coefficient and rows of demonstrations; a critic is told no more."""
+    """A policy's KL coefficient and rows of demonstrations; whether a critic's values are clipped."""
 
     def __init__(self, role: str) -> None:
         self.sums: dict[str, float] = {}
@@ -75,7 +75,7 @@ class _Rank:
 
     def _update(self, samples: list[TrainSample], steps: list[OptimizerStep], *rest: Any) -> dict[str, float]:
         self.samples, self.steps, self.rest = samples, steps, rest
-        self.rows: list[Any] = rest[1] if rest else []
+        self.rows: list[Any] = rest[1] if len(rest) > 1 else []
         self.asked += 1
         return self.sums
 
@@ -136,7 +136,13 @@ def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(ranks
 # 52 tokens of 12 responses, without those that have no score 39 of 10.
 @pytest.mark.parametrize(
     ("aggregation", "whole", "scored"),
-    [("token-mean", 52, 39), ("seq-mean-token-mean", 12, 10), ("seq-mean-token-sum", 12, 10), ("token-sum", 1, 1)],
+    [
+        ("token-mean", 52, 39),
+        ("seq-mean-token-mean", 12, 10),
+        ("seq-mean-token-sum", 12, 10),
+        ("seq-mean-token-sum-norm", 12 * 64, 10 * 64),
+        ("token-sum", 1, 1),
+    ],
 )
 def test_the_denominator_counts_what_is_scored_in_the_whole_step(aggregation: Any, whole: int, scored: int) -> None:
     made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, **PACKED)
@@ -146,17 +152,21 @@ def test_the_denominator_counts_what_is_scored_in_the_whole_step(aggregation: An
     parts = _Made(2, aggregation=aggregation)
     parts.update(unscored=UNSCORED)
     for step, batch in enumerate(minibatches(parts.policy)):
-        of_batch = step_denominator(aggregation, sum(LENGTHS[i] for i in batch), len(batch))
+        plain = aggregation.removesuffix("-norm")
+        of_batch = step_denominator(plain, sum(LENGTHS[i] for i in batch), len(batch))
+        of_batch *= 1 if plain == aggregation else 64  # ppo.max_new_tokens
         assert [rank.steps[step].denominator for rank in parts.policy + parts.critic] == [of_batch] * 4
 
 
-def test_a_minibatch_without_any_score_is_an_empty_step_of_all_ranks() -> None:
-    made = _Made(2)
+@pytest.mark.parametrize("ptx", [None, {"coef": 1.0, "batch_size": 4}])
+def test_a_minibatch_without_any_score_is_no_optimizer_step(ptx: dict[str, Any] | None) -> None:
+    made = _Made(2, epochs=1, ptx=ptx)
     made.update()
-    made.update(unscored=minibatches(made.policy)[1])
-    assert [len(batch) for batch in minibatches(made.policy)][:3] == [4, 0, 4]
-    for rank in made.policy + made.critic:
-        assert rank.steps[1].micro_batches == [[]] and rank.steps[1].denominator == 1.0
+    whole = minibatches(made.policy)
+    made.update(unscored=whole[1])
+    for group in (made.policy, made.critic):
+        assert minibatches(group) == [whole[0], whole[2]]
+        assert all(any(rank.steps[n].micro_batches != [[]] for rank in group) for n in range(2))
 
 
 @pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (1, 4), (3, 2)])
@@ -186,6 +196,7 @@ def test_during_the_critics_warm_up_only_the_critic_is_asked() -> None:
         metrics = made.update(step)
         assert [rank.asked for rank in made.policy] == [asked] * 2
         assert [rank.asked for rank in made.critic] == [step] * 2
+        assert [rank.rest for rank in made.critic] == [(step > 2,)] * 2, "values move freely in the warm-up"
         assert ("loss/policy" in metrics, "loss/value" in metrics) == (bool(asked), True)
 
 

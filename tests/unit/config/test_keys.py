@@ -19,6 +19,7 @@ from rlhf_core.config import keys
 from rlhf_core.config.base import Section
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.ppo import GuardsConfig
 from rlhf_core.config.schema import all_fields, locate
 from rlhf_core.types import STAGES
 
@@ -97,7 +98,7 @@ IN_NO_KEY = {
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy",
     "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens", "ppo.published_loss_limit", "ppo.reference_ranks",
-    "ppo.reward_ranks", "ppo.samples_every",
+    "ppo.reward_ranks", "ppo.samples_every", *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields),
     "ppo.engine.gpu_memory_utilization", "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
     "ppo.engine.max_restarts", "ppo.engine.min_count",
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",

@@ -5,6 +5,8 @@
 - missing model scores, wrong counts and rules' values that are not finite name the source and the prompt; a model's
   score that is not finite is masked;
 - a response that a source masks has no score, changes no one else's, and is counted;
+- the reward model's scores are clipped, rules are not, and the clipped share is told;
+- a source of weight 0 is measured and changes nothing, also where it fails;
 - the metrics of a source are over the values that it has.
 """
 
@@ -16,7 +18,7 @@ import pytest
 
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward, PythonReward
 from rlhf_core.errors import InputError, RewardError
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, code_digests, normalize
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, code_digests, normalize
 from rlhf_core.types import RewardInput
 
 
@@ -43,6 +45,32 @@ def test_batch_normalisation_comes_before_the_weight_and_leaves_the_raw_values()
     # mean 2, population std 1
     assert scored.total == pytest.approx([-10.0, -10.0, 10.0, 10.0], rel=1e-6)
     assert scored.by_source["model"] == [1.0, 1.0, 3.0, 3.0]
+
+
+def test_the_clip_is_of_the_reward_models_scores_and_of_no_rule() -> None:
+    rule = KeywordsReward(type="keywords", words=("happy",), cap=8)
+    sources = (ModelReward(type="model", weight=2.0), rule)
+    texts = batch(*["happy " * n for n in (3, 6, 8)])
+    with RewardComposer(sources, score_clip=5.0) as composer:
+        scored = composer.score(texts, [9.0, -6.0, 5.0])
+    assert scored.total == [2 * 5.0 + 3, 2 * -5.0 + 6, 2 * 5.0 + 8]
+    assert scored.by_source["model"] == [9.0, -6.0, 5.0], "what is logged is what the model said"
+    assert clipped_share(sources, scored.by_source, 5.0) == pytest.approx(2 / 3)
+    assert (
+        clipped_share((rule,), scored.by_source, 5.0) is None and clipped_share(sources, scored.by_source, None) is None
+    )
+
+
+def test_a_score_that_is_missing_is_not_clipped_to_one() -> None:
+    with RewardComposer((ModelReward(type="model"),), score_clip=5.0) as composer:
+        assert math.isnan(composer.score(batch("a", "b"), [math.nan, 1.0]).total[0])
+
+
+def test_a_monitor_of_weight_0_that_fails_takes_no_score_away() -> None:
+    with RewardComposer((ModelReward(type="model", weight=0.0), HAPPY)) as composer:
+        scored = composer.score(batch("happy", "so"), [math.nan, 3.0])
+    assert scored.total == [0.5, 0.0]
+    assert scored.metrics()["model/failed"] == 1.0
 
 
 @pytest.mark.parametrize("value", [0.7, 0.1, -3.3, 0.0])

@@ -1,7 +1,6 @@
 """Experience: what a rollout batch becomes, against numbers worked out by hand.
 
-- token rewards are minus the KL everywhere, by the estimator asked for, and the score at the last token, clipped before
-  the KL is taken off; returns follow from unwhitened advantages; gamma discounts and lambda blends
+- token rewards are minus the KL everywhere, by the estimator asked for, and the score at the last token; returns follow from unwhitened advantages; gamma discounts and lambda blends
 - what pads shorter responses changes nothing
 - a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
 - the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are trainer
@@ -25,7 +24,7 @@ import torch
 from rlhf_core.cluster.guards import WATCHED
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.rollout.experience import make_experience, uniform_groups
+from rlhf_core.rollout.experience import make_experience, repeats, uniform_groups
 from rlhf_core.types import Rollout
 
 
@@ -36,7 +35,9 @@ def _rollout(logprobs: tuple[float, ...], finished: bool = True) -> Rollout:
 def _make(
     rollouts: list[Rollout], old: list[Any], ref: list[Any], values: list[Any], scores: list[float], **ppo: Any
 ) -> Any:
-    config = config_from_tree({"ppo": {"whiten_advantages": False, "lam": 1.0, **ppo}}, "test").ppo
+    config = config_from_tree(
+        {"ppo": {"whiten_advantages": False, "lam": 1.0, "missing_eos_penalty": 0.0, **ppo}}, "test"
+    ).ppo
     return make_experience(
         rollouts,
         old_logprobs=old,
@@ -69,12 +70,14 @@ def test_the_kl_in_the_reward_is_priced_by_the_estimator_asked_for(estimator: st
     assert made.metrics["objective/kl"] == -1.0
 
 
-@pytest.mark.parametrize(("clip", "expected"), [(5.0, [4.9, -5.1]), (None, [8.9, -9.1])])
-def test_the_score_is_clipped_before_the_kl_is_taken_off(clip: float | None, expected: list[float]) -> None:
-    arguments = ([_rollout((-1.0,))] * 2, [[-1.0]] * 2, [[-2.0]] * 2, [[0.0]] * 2, [9.0, -9.0])
-    made = _make(*arguments, score_clip=clip)
-    assert made.returns_BT.flatten().tolist() == pytest.approx(expected)
-    assert made.scores_B.tolist() == [9.0, -9.0]
+@pytest.mark.parametrize(("options", "cut"), [({"missing_eos_penalty": 1.0}, 6.0), ({"overlong": {"buffer": 1}}, 6.0)])
+def test_a_penalty_counts_also_where_scores_are_high(options: dict[str, Any], cut: float) -> None:
+    rollouts = [_rollout((-1.0,) * 2), _rollout((-1.0,) * 2, finished=False)]
+    if "overlong" in options:
+        rollouts[0] = _rollout((-1.0,))
+    numbers = [[-1.0] * len(r.response_ids) for r in rollouts]
+    made = _make(rollouts, numbers, numbers, numbers, [7.0, 7.0], max_new_tokens=2, score_clip=5.0, **options)
+    assert made.metrics["objective/rlhf_reward"] == pytest.approx((7.0 + cut) / 2)
 
 
 def test_gamma_discounts_and_lambda_blends() -> None:
@@ -150,13 +153,49 @@ def test_one_number_that_is_not_finite_shows_in_what_is_watched(place: str) -> N
     assert any(not math.isfinite(made.metrics[name]) for name in WATCHED)
 
 
+TEXT = tuple(range(100, 140))
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 7, 16, 40, 64])
+@pytest.mark.parametrize("before", [(), TEXT])
+def test_a_loop_of_any_period_is_found_wherever_it_begins(period: int, before: tuple[int, ...]) -> None:
+    piece = tuple(range(period))
+    assert repeats((*before, *piece * (3 + 40 // period)))
+    assert repeats((*piece * (3 + 40 // period), *before))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        TEXT,
+        TEXT * 2,  # said twice
+        (7,) * 15,  # short
+        (*TEXT, 1, 2, 3, 1, 2, 3, 1, 2, 3, *TEXT),  # a refrain of nine tokens
+        (*range(100), *(5,) * 20),  # a line of dashes in a long answer
+        tuple((i * i) % 17 + (i * 7) % 5 for i in range(60)),
+    ],
+)
+def test_what_is_said_twice_or_is_a_small_part_is_no_loop(ids: tuple[int, ...]) -> None:
+    assert not repeats(ids)
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"), [([1.0, 2.0, 3.0], 1.0), ([3.0, 2.0, 1.0], -1.0), ([2.0, 2.0, 2.0], 0.0)]
+)
+def test_the_correlation_of_score_and_length_is_measured(scores: list[float], expected: float) -> None:
+    rollouts = [_rollout((-1.0,) * n) for n in (1, 2, 3)]
+    numbers = [[-1.0] * n for n in (1, 2, 3)]
+    made = _make(rollouts, numbers, numbers, numbers, scores)
+    assert made.metrics["rollout/score_length_correlation"] == pytest.approx(expected)
+
+
 def test_responses_that_repeat_themselves_are_counted() -> None:
     rollouts = [
         replace(_rollout((-1.0,) * 20), response_ids=tuple(ids))
         for ids in ([5] * 20, [5, 6] * 10, [5, 6, 7, 8] * 5, range(20))
     ]
     numbers = [[-1.0] * 20] * 4
-    assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/repeating_rate"] == 0.5
+    assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/repeating_rate"] == 0.75
 
 
 def test_a_response_is_empty_if_it_is_its_end_alone() -> None:
@@ -218,11 +257,6 @@ def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage(gamma: float, 
     torch.testing.assert_close(made.advantages_BT[2], torch.tensor([-first, -0.01]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_group_is_compared_by_its_clipped_scores() -> None:
-    made = _group("rloo", [9.0, 1.0, -9.0, 0.0], score_clip=5.0, kl={"place": "loss"})
-    assert made.advantages_BT[:, 0].tolist() == [4.0, -4.0, -5.0, 5.0]
-
-
 def test_a_kl_that_the_loss_pays_is_not_taken_from_the_reward() -> None:
     arguments = ([_rollout((-1.0, -2.0))], [[-1.0, -2.0]], [[-2.0, -2.5]], [[0.0, 0.0]], [3.0])
     made = _make(*arguments, kl={"place": "loss"})
@@ -262,8 +296,3 @@ def test_groups_that_score_alike_are_found_whatever_float_they_hold() -> None:
     scores = torch.tensor([0.7, 0.7, 0.7, 0.1, 0.1, 0.2, float("nan"), 0.3, 0.3])
     by_three = PPOConfig.model_validate({"samples_per_prompt": 3, "score_clip": None})
     assert uniform_groups(scores, by_three) == [0, 2]
-
-
-def test_groups_whose_clipped_scores_are_alike_teach_nothing_and_count() -> None:
-    ppo = PPOConfig.model_validate({"samples_per_prompt": 2, "score_clip": 5.0})
-    assert uniform_groups(torch.tensor([6.0, 8.0, -9.0, 8.0, 4.0, 5.0]), ppo) == [0]

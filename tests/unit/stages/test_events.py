@@ -51,6 +51,17 @@ def test_warnings_and_errors_are_sent_once(sent: tuple[logging.Logger, int]) -> 
     assert messages[2:] == ["another, 0", "a third; further warnings are in the log", "an error is always told"]
 
 
+def test_what_a_guard_says_has_its_name_and_is_told_after_any_number_of_warnings(
+    sent: tuple[logging.Logger, int],
+) -> None:
+    log, reader = sent
+    for text in ("a", "b", "c", "d"):
+        log.warning(text)
+    log.warning("step 4: guard loops: 30 %", extra={"guard": "loops"})
+    last = [json.loads(line) for line in os.read(reader, 65536).splitlines()][-1]
+    assert last == {"event": "warning", "message": "step 4: guard loops: 30 %", "guard": "loops"}
+
+
 def test_the_last_word_of_a_stage_has_no_secrets() -> None:
     reader, writer = os.pipe()
     Events(writer).error(DataError("training rank 1: https://me:hunter2@host/x does not answer"))

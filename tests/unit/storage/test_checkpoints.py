@@ -143,6 +143,18 @@ def test_the_best_of_the_older_ones_are_kept_besides(
     assert CheckpointStore(store, "another", tmp_path / "work", 2, keep_best=2).best() is None
 
 
+def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(store: Store, tmp_path: Path) -> None:
+    """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays beside the newest."""
+    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, keep_best=1)
+    known: dict[int, float] = {}
+    for step, score in ((1, 1.0), (2, -5.0), (3, 0.5), (4, 0.0)):
+        saver.save(step, state(tmp_path, str(step)), known=known)
+        known[step] = score
+    assert steps(store) == [1, 4]
+    assert saver.best() == store.uri(f"checkpoints/{KEY}/step-00000001")
+    assert saver.best({4: 2.0, 99: 9.0}) == store.uri(f"checkpoints/{KEY}/step-00000004")
+
+
 def test_a_best_one_that_is_damaged_is_set_aside_and_not_deleted(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", 1, keep_best=1)
     saver.save(1, state(tmp_path, "1"), 1.0)

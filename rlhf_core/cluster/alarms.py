@@ -1,0 +1,132 @@
+"""The signs by which a training that goes wrong shows before its scores do, as `ppo.guards` asks for them.
+
+    metrics of a step -> signs -> so many steps in a row -> alarm: a warning in the log, `guards/<name>` = 1, and with
+                                                            `stop` the end of the run
+
+Those that compare with the start take the first step they see, whose responses the SFT model has sampled. docs/guards.md
+has a table of all, each with a failure that raises it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_core.config.ppo import PPOConfig
+
+log = logging.getLogger(__name__)
+
+_AT_FIRST = ("rollout/eos_rate", "policy/entropy", "rollout/length")
+NAMES = (
+    "eos_loss",
+    "entropy_collapse",
+    "entropy_explosion",
+    "negative_kl",
+    "length_drift",
+    "loops",
+    "score_length",
+    "blind_critic",
+    "score_clip",
+)
+
+
+def alarm(name: str, text: str) -> None:
+    """One warning for log, terminal and Prefect; its name becomes a tag of the MLflow run."""
+    log.warning("%s", text, extra={"guard": name})
+
+
+class Alarms:
+    """What it has seen goes into the checkpoint."""
+
+    def __init__(self, ppo: PPOConfig) -> None:
+        self._ppo = ppo
+        self._guards = ppo.guards
+        self._at_first: dict[str, float] = {}
+        self._in_a_row: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at_first": dict(self._at_first), "in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._at_first = {name: float(value) for name, value in state["at_first"].items()}
+        self._in_a_row = {name: int(count) for name, count in state["in_a_row"].items()}
+
+    def check(self, metrics: dict[str, float], step: int) -> list[str]:
+        """Adds `guards/<name>` to `metrics`; returns what shall end the run, a sentence each."""
+        if not self._at_first:
+            self._at_first = {name: metrics[name] for name in _AT_FIRST if name in metrics}
+        signs = dict(self._signs(metrics))
+        grave = []
+        for name in NAMES:
+            action = getattr(self._guards, name)
+            if action == "off":
+                continue
+            count = self._in_a_row.get(name, 0) + 1 if name in signs else 0
+            self._in_a_row[name] = count
+            needed = self._guards.blind_critic_steps if name == "blind_critic" else self._guards.patience
+            metrics[f"guards/{name}"] = float(count >= needed)
+            if count == needed:
+                alarm(name, f"step {step}: guard {name}: {signs[name]}")
+            if count >= needed and action == "stop":
+                grave.append(f"guard {name}: {signs[name]}")
+        return grave
+
+    def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        guards, now, first = self._guards, metrics.get, self._at_first.get
+        if (eos := now("rollout/eos_rate", 1.0)) < guards.eos_loss_ratio * first("rollout/eos_rate", 0.0):
+            yield (
+                "eos_loss",
+                f"{eos:.1%} of the responses end by themselves, {first('rollout/eos_rate'):.1%} did at first; raise "
+                "ppo.missing_eos_penalty or ppo.kl.coef",
+            )
+        entropy, at_first = now("policy/entropy", 0.0), first("policy/entropy", 0.0)
+        if entropy < guards.entropy_collapse_ratio * at_first:
+            yield (
+                "entropy_collapse",
+                f"the policy's entropy is {entropy:.2g} nats a token, it was {at_first:.2g} at first; raise ppo.kl.coef or "
+                "ppo.entropy_coef, or lower ppo.policy.learning_rate",
+            )
+        if entropy > guards.entropy_explosion_ratio * at_first:
+            yield (
+                "entropy_explosion",
+                f"the policy's entropy is {entropy:.2g} nats a token, it was {at_first:.2g} at first; lower "
+                "ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef",
+            )
+        if (kl := now("objective/kl", 0.0)) < -guards.negative_kl_limit:
+            yield (
+                "negative_kl",
+                f"the KL to the reference is {kl:.3g} nats a response, which no policy has to what it samples itself; "
+                "look at rollout/logprob_gap_mean and at what changes sampling",
+            )
+        length, long = now("rollout/length", 0.0), first("rollout/length", 0.0)
+        if length > guards.length_drift_ratio * long or length < long / guards.length_drift_ratio:
+            yield (
+                "length_drift",
+                f"responses have {length:.0f} tokens on average, they had {long:.0f} at first; look at what the reward "
+                "pays for, or raise ppo.kl.coef",
+            )
+        if (share := now("rollout/repeating_rate", 0.0)) >= guards.loops_share > 0:
+            yield (
+                "loops",
+                f"{share:.0%} of the responses repeat themselves over and over; raise ppo.kl.coef, or add a reward of type "
+                "repetition",
+            )
+        if (correlation := now("rollout/score_length_correlation", 0.0)) >= guards.score_length_correlation:
+            yield (
+                "score_length",
+                f"scores and lengths of the responses are correlated by {correlation:.2f}: length is what is paid for; "
+                "look at the reward model's length bias",
+            )
+        if (explained := now("value/explained_variance", 1.0)) <= 0:
+            yield (
+                "blind_critic",
+                f"the critic explains nothing of the returns (explained variance {explained:.2g}); raise "
+                "ppo.critic.learning_rate or ppo.critic_warmup_steps",
+            )
+        if (clipped := now("objective/score_clipfrac", 0.0)) > guards.score_clip_share:
+            yield (
+                "score_clip",
+                f"{clipped:.1%} of the reward model's scores are beyond ppo.score_clip={self._ppo.score_clip:g} and count as "
+                "that; raise it, or look at what scores so high",
+            )

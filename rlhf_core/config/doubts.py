@@ -1,0 +1,65 @@
+"""Settings that are allowed and are seldom meant: each a warning that names the field, the value and the fix.
+
+From the configuration alone; `rlhf run` and `rlhf plan` show them, and the MLflow run has them as the tag
+`rlhf.warnings`. What cannot be meant is refused by the sections themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.ppo import PPOConfig
+
+_FAR = 10
+"""A limit of so many times the target is none."""
+
+
+def doubts(config: PipelineConfig) -> Iterator[str]:
+    """One sentence each."""
+    ppo = config.ppo
+    yield from _kl(ppo)
+    yield from _critic(ppo)
+    if ppo.uses_reward_model and ppo.max_new_tokens > config.data.max_response_tokens:
+        yield (
+            f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens "
+            f"({config.data.max_response_tokens}): the reward model scores responses longer than any it was trained on; lower "
+            "it, or raise data.max_response_tokens"
+        )
+
+
+def _kl(ppo: PPOConfig) -> Iterator[str]:
+    kl = ppo.kl
+    if kl.place == "reward" and kl.used_estimator != "k1":
+        yield (
+            f"ppo.kl.estimator: {kl.used_estimator} in the reward has another gradient than the KL, partly of the wrong sign "
+            "(arXiv 2512.21852); leave it out for k1, or set ppo.kl.place=loss with k2"
+        )
+    if kl.target is None:
+        if kl.horizon is not None:
+            yield f"ppo.kl.horizon: {kl.horizon} has no effect without ppo.kl.target; set the target, or leave it out"
+        return
+    steps = ppo.steps - ppo.warmup_steps
+    most = (1 + 0.2 * ppo.rollout_batch_size / ppo.kl_horizon) ** steps
+    if most < 2:
+        yield (
+            f"ppo.kl.horizon: {ppo.kl_horizon} responses are so many that the coefficient changes by a factor of {most:.2f} at "
+            f"most in {steps} steps of {ppo.rollout_batch_size} responses: it cannot follow ppo.kl.target; leave it out "
+            f"({20 * ppo.rollout_batch_size}), or leave the target out"
+        )
+    if ppo.kl_limit > _FAR * kl.target:
+        yield (
+            f"ppo.max_kl: {ppo.kl_limit:g} is far above ppo.kl.target ({kl.target:g}): a policy that has left its target by "
+            f"so much is not stopped; leave it out ({5 * kl.target:g})"
+        )
+
+
+def _critic(ppo: PPOConfig) -> Iterator[str]:
+    rising = round(ppo.critic.warmup_ratio * ppo.critic_optimizer_steps)
+    warm_up = ppo.warmup_steps * ppo.epochs * ppo.minibatches
+    if warm_up and rising:
+        yield (
+            f"ppo.critic.warmup_ratio: {ppo.critic.warmup_ratio:g} lets the critic's rate rise over {rising} optimizer steps, "
+            f"but only {warm_up} are its warm-up (ppo.critic_warmup_steps): it learns little before the policy moves; set it "
+            "to 0"
+        )

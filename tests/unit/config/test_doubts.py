@@ -1,0 +1,112 @@
+"""Settings that are seldom meant are warned of, with field, value and fix; what is usual is not.
+
+- each doubtful setting is one warning; the same setting mended is none
+- the defaults and every shipped profile raise none
+- what follows from other settings where nothing is said: horizon, limit, penalty, weights, aggregation
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.doubts import doubts
+from rlhf_core.config.load import config_from_tree, load_config
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.preflight import check
+
+PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
+TARGET = {"target": 6.0}
+# What is set, words of the warning, and the change that mends it.
+DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
+    ({"kl": {"estimator": "k3"}}, ("ppo.kl.estimator: k3 in the reward", "wrong sign"), {"kl": {"estimator": "k1"}}),
+    ({"kl": {"estimator": "k2"}}, ("ppo.kl.estimator: k2",), {"kl": {"estimator": "k2", "place": "loss"}}),
+    ({"kl": {"estimator": "abs"}}, ("ppo.kl.estimator: abs",), {"kl": {}}),
+    ({"kl": {"horizon": 500}}, ("ppo.kl.horizon: 500 has no effect",), {"kl": TARGET | {"horizon": 500}}),
+    (
+        # The review's proof: 195 steps of 128 responses take a coefficient of 0.05 to 0.082 at most.
+        {"steps": 195, "prompts_per_step": 128, "kl": TARGET | {"horizon": 10000}},
+        ("ppo.kl.horizon: 10000 responses", "a factor of 1.65 at most in 195 steps", "leave it out (2560)"),
+        {"steps": 195, "prompts_per_step": 128, "kl": TARGET},
+    ),
+    (
+        {"kl": TARGET, "max_kl": 200.0},
+        ("ppo.max_kl: 200 is far above", "leave it out (30)"),
+        {"kl": TARGET, "max_kl": 60.0},
+    ),
+    (
+        {"critic_warmup_steps": 5, "steps": 200, "critic": {"warmup_ratio": 0.05}},
+        ("ppo.critic.warmup_ratio: 0.05", "over 40 optimizer steps", "only 20", "set it to 0"),
+        {"critic_warmup_steps": 5, "steps": 200},
+    ),
+    ({"max_new_tokens": 65}, ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"), {"max_new_tokens": 64}),
+]
+
+
+def said(ppo: dict[str, Any]) -> list[str]:
+    return list(doubts(config_from_tree({"run": {"device": "cpu"}, "ppo": ppo}, "test")))
+
+
+@pytest.mark.parametrize(("ppo", "words", "mended"), DOUBTFUL, ids=[words[0] for _, words, _ in DOUBTFUL])
+def test_a_doubtful_setting_is_one_warning_and_mended_none(
+    ppo: dict[str, Any], words: tuple[str, ...], mended: dict[str, Any]
+) -> None:
+    (warning,) = said(ppo)
+    assert all(word in warning for word in words), warning
+    assert said(mended) == []
+
+
+def test_rules_may_score_responses_of_any_length() -> None:
+    assert said({"max_new_tokens": 65, "rewards": [{"type": "relevance"}]}) == []
+
+
+def test_run_shows_what_is_doubtful(tmp_path: Path) -> None:
+    tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "ppo": {"kl": {"estimator": "k3"}}}
+    assert any("ppo.kl.estimator: k3" in warning for warning in check(config_from_tree(tree, "test")))
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+def test_no_shipped_profile_is_doubtful(profile: Path) -> None:
+    assert list(doubts(load_config(profile, ["run.device=cpu", "ppo.weight_sync.backend=auto"]))) == []
+
+
+def ppo(**fields: Any) -> PPOConfig:
+    return config_from_tree({"run": {"device": "cpu"}, "ppo": fields}, "test").ppo
+
+
+def test_the_horizon_lets_the_coefficient_change_by_one_percent_a_step() -> None:
+    assert 0.2 * 256 / ppo(prompts_per_step=256, kl=TARGET).kl_horizon == pytest.approx(0.01)
+    assert ppo(kl=TARGET | {"horizon": 777}).kl_horizon == 777
+
+
+def test_the_limit_of_the_kl_follows_its_target() -> None:
+    assert [ppo(kl=TARGET).kl_limit, ppo().kl_limit, ppo(kl=TARGET, max_kl=7.0).kl_limit] == [30.0, 100.0, 7.0]
+
+
+def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:
+    rule = [{"type": "relevance"}]
+    assert [ppo().eos_penalty, ppo(rewards=rule).eos_penalty, ppo(missing_eos_penalty=0.5).eos_penalty] == [1, 0, 0.5]
+    assert ppo(overlong={"buffer": 8}).eos_penalty == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "kind"),
+    [("float32", "float32", "none"), ("bfloat16", "bfloat16", "truncate"), ("float32", "bfloat16", "truncate")],
+)
+def test_outside_float32_the_gap_to_the_engines_is_weighed(trainer: str, engine: str, kind: str) -> None:
+    precision: dict[str, Any] = {"policy_deepspeed": {"dtype": trainer}, "engine": {"dtype": engine}}
+    assert ppo(**precision).used_importance == kind
+    assert ppo(**precision, importance="mask").used_importance == "mask"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss_sum", "divisor"),
+    [("ppo", "token-mean", 1), ("grpo", "seq-mean-token-mean", 1), ("dr_grpo", "seq-mean-token-sum", 64)],
+)
+def test_the_algorithm_has_an_aggregation_of_its_own(algorithm: str, loss_sum: str, divisor: int) -> None:
+    own = ppo(algorithm=algorithm, samples_per_prompt=2)
+    assert (own.loss_sum, own.loss_divisor) == (loss_sum, divisor)
+    said = ppo(algorithm=algorithm, samples_per_prompt=2, aggregation="token-sum")
+    assert (said.loss_sum, said.loss_divisor) == ("token-sum", 1)
