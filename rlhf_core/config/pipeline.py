@@ -62,7 +62,7 @@ class StoreConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Newest whole checkpoints kept per stage")
     keep_best: NonNegativeInt = Field(
         1,
-        description="Best of the older ones kept besides: by reward minus KL penalty (PPO), by held-out loss (SFT, reward model)",
+        description="Best of the older ones kept besides: by the reward of their own policy's responses minus `ppo.kl.coef` times their KL (PPO), by held-out loss (SFT, reward model)",
     )
     retry_seconds: PositiveFloat = Field(
         60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"

@@ -134,7 +134,7 @@ def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_pa
     other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
     assert other.left_unfinished() == (
         "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0 and is 1, "
-        "ppo.kl.coef was 0.05 and is 0.1. With settings, data and code of then it goes on where it stopped"
+        "ppo.kl.coef was 0.02 and is 0.1. With settings, data and code of then it goes on where it stopped"
     )
     moved = pipeline(tmp_path, run={"seed": 2})
     moved.sources = {**moved.sources, "data.sft[0]": "abc"}
@@ -321,3 +321,28 @@ def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with
     run.spec("data", {}).write(tmp_path / "spec.json")
     told = StageSpec.read(tmp_path / "spec.json").sources
     assert told == source_digests(run.config) and set(told) >= {"data.sft[0]", "data.prompts[0]"}
+
+
+def test_doubtful_settings_are_in_the_log_and_a_tag_of_the_run_as_is_what_a_guard_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tags: dict[str, str] = {}
+
+    class Tracker:
+        parent_run = staticmethod(lambda key, name, given, params: tags.update(given) or "run-1")
+
+        def set_tags(self, run_id: str, given: dict[str, str]) -> None:
+            tags.update(given)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_args, **_named: None
+
+    monkeypatch.setattr("flows.pipeline.open_tracking", lambda config: Tracker())
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nppo: {{kl: {{estimator: k3}}}}\n")
+    with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}) as run:
+        run.note_guard("loops", "step 4: guard loops: 30 %")
+        raise RuntimeError("asked enough")
+    assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
+    assert "ppo.kl.estimator: k3 in the reward" in caplog.text
+    assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"

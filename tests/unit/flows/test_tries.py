@@ -106,3 +106,29 @@ def test_prefect_asks_and_obeys(retries: int) -> None:
     engine: SyncTaskRunEngine[Any] = SyncTaskRunEngine(task=configured("sft", settings, Tries(retries)))
     engine.task_run = TaskRun(task_key="sft", dynamic_key="0")
     assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
+
+
+def test_a_warning_of_a_guard_becomes_a_tag_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[str, str]] = []
+
+    def child(spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any) -> Any:
+        on_event({"event": "warning", "message": "the disk is nearly full"})
+        on_event({"event": "warning", "message": "step 4: guard loops: 30 %", "guard": "loops"})
+        raise KILLED
+
+    monkeypatch.setattr(stages, "run_child", child)
+    run: Any = SimpleNamespace(
+        config=PipelineConfig(),
+        began={},
+        parent_run_id=None,
+        ensure_parent=lambda: None,
+        spec=lambda stage, inputs: SimpleNamespace(stage=stage, key="0" * 16),
+        find=lambda spec: None,
+        log_file=lambda stage: tmp_path / "data.log",
+        begin=lambda stage, log_file: None,
+        note_guard=lambda *given: noted.append(given),
+        tracking=SimpleNamespace(finish_stage=lambda *given: None),
+    )
+    with pytest.raises(StageFailed):
+        stages.execute.fn(run, "ppo", {}, Tries(0))
+    assert noted == [("loops", "step 4: guard loops: 30 %")]

@@ -380,6 +380,15 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("fits 8 x RTX4090-24G")
 
 
+def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(CONFIGS / "demo.yaml"), "ppo.kl.estimator=k3"]
+    main(command)
+    assert capsys.readouterr().out.startswith("warning: ppo.kl.estimator: k3 in the reward")
+    main([*command, "--json"])
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("ppo.kl.estimator: k3")
+
+
 def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G", "--model-config", str(LLAMA_8B)]
     assert main([*command, "--json"]) == 0

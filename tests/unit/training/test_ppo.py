@@ -134,10 +134,15 @@ def test_the_policys_loss_is_the_one_written_out_here(micro_batches: list[list[i
 
 @CUTS
 @pytest.mark.parametrize("clip", [0.25, None])
-def test_the_critics_loss_is_the_one_written_out_here(micro_batches: list[list[int]], clip: float | None) -> None:
+@pytest.mark.parametrize("warming", [False, True])
+def test_the_critics_loss_is_the_one_written_out_here(
+    micro_batches: list[list[int]], clip: float | None, warming: bool
+) -> None:
     tables, written = Tables(), Tables()
     given = samples(tables)
-    sums = update_critic(tables, given, [OptimizerStep(micro_batches, SEQUENCES)], config(value_clip=clip), 0)  # type: ignore[arg-type]
+    steps = [OptimizerStep(micro_batches, SEQUENCES)]
+    sums = update_critic(tables, given, steps, config(value_clip=clip), 0, clip_values=not warming)  # type: ignore[arg-type]
+    clip = None if warming else clip
 
     loss, held = torch.zeros(()), 0
     for i, t, last, _ in tokens():
