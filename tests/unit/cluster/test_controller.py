@@ -127,7 +127,7 @@ def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
     of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
     known: dict[int, dict[int, float]] = {}
     controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
-    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, kept=True)
+    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, kept=True, sequences=[])
     monkeypatch.setattr(controller, "_restore", lambda: None)
     monkeypatch.setattr(controller, "sync", lambda: controller.done)
     monkeypatch.setattr(controller, "_log", lambda metrics: None)
