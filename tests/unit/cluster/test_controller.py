@@ -153,13 +153,14 @@ def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
     tmp_path: Path, place: str, normalize: str
 ) -> None:
     nothing: Any = None
+    fleet: Any = SimpleNamespace(packs=True)
     ppo = {
         "kl": {"coef": 0.1, "place": place},
         "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],
     }
     controller: Any = PPOController(
         config_from_tree({"ppo": ppo}, "test"),
-        nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+        fleet, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )  # fmt: skip
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
     batch = SimpleNamespace(rollouts=rollouts, replaced=0, scores_before=None)
@@ -169,10 +170,11 @@ def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
 
 def test_metrics_before_and_after_filtering_and_the_clipped_share_are_told(tmp_path: Path) -> None:
     nothing: Any = None
+    fleet: Any = SimpleNamespace(packs=True)
     ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}
     controller: Any = PPOController(
         config_from_tree({"ppo": ppo}, "test"),
-        nothing, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+        fleet, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )  # fmt: skip
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
     batch = SimpleNamespace(rollouts=rollouts, replaced=3, scores_before=0.165)
