@@ -20,6 +20,7 @@ from torch import nn
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.linear import use_onednn
+from rlhf_core.models.weights import refuse_non_finite
 
 _HEAD = "score"
 _IN_LAYER = ".base_layer."
@@ -155,7 +156,7 @@ def save_adapter(
 def load_adapter(model: Any, folder: Path) -> Any:
     """`model` (a `Policy`) with the adapter of `folder`, in place; the inverse of `save_adapter`.
 
-    Raises ModelError where the files do not belong to the model."""
+    Raises ModelError where the files do not belong to the model or hold numbers that are not finite."""
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors.torch import load_file
 
@@ -170,6 +171,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
+    refuse_non_finite(folder, model.lm)
     return model
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def known_to_vllm() -> set[str]:
 
 
 def main() -> None:
+    with redirect_stdout(sys.stderr):  # where libraries write what is no part of the page
+        text = survey(sys.argv[1:])
+    print(text)
+
+
+def survey(model_types: list[str]) -> str:
+    """The page, of these or all."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -114,7 +122,7 @@ def main() -> None:
     notes: dict[str, int] = {}
     rows, impossible = [], []
     served = known_to_vllm()
-    for model_type in sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         started = time.monotonic()
         try:
             name, outcomes = tried(model_type)
@@ -128,8 +136,8 @@ def main() -> None:
             for text in outcomes
         ]
         rows.append([f"`{model_type}`", name, *cells, "yes" if name in served else "no"])
-    command = " ".join(["python -m tests.benchmarks.architectures", *sys.argv[1:]])
-    print(page(rows, notes, impossible, command, transformers.__version__))
+    command = " ".join(["python -m tests.benchmarks.architectures", *model_types])
+    return page(rows, notes, impossible, command, transformers.__version__)
 
 
 def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], command: str, version: str) -> str:

@@ -17,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, save_adapter
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.models.weights import check_headers
@@ -146,6 +148,19 @@ def test_numbers_that_do_not_fit_the_precision_are_refused(tmp_path: Path) -> No
     change(tmp_path, lambda w: w["model.norm.weight"].fill_(1e5))
     with pytest.raises(ModelError, match=r"not finite in float16: model\.norm\.weight.*larger range"):
         load_policy(tmp_path, **LOADING | {"dtype": "float16"})
+
+
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "model")
+    lora = LoraConfig(r=2, targets=("q_proj",))
+    model = add_adapter(load_policy(tmp_path / "model", **LOADING), lora)
+    tensors = {new: p.detach() for name, p in model.lm.named_parameters() if (new := adapter_name(name))}
+    save_adapter(tmp_path / "adapter", model.lm, lora, tensors, "model")
+    load_adapter(load_policy(tmp_path / "model", **LOADING), tmp_path / "adapter")
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_adapter(tmp_path / "adapter", model.lm, lora, tensors, "model")
+    with pytest.raises(ModelError, match=r"adapter: not finite in float32: .*lora_"):
+        load_adapter(load_policy(tmp_path / "model", **LOADING), tmp_path / "adapter")
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the stage `ppo` leaves, with a worker whose model is scripted (the integration tests use real ones).
 
+- the critic starts from the reward model only where that gives the rewards
 - `policy` has the weights and `policy_ema` their average, which is there only where one is kept; both with the tokenizer
 """
 
@@ -15,6 +16,7 @@ import pytest
 from rlhf_core.cluster.controller import PPOController
 from rlhf_core.cluster.worker import ModelWorker
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.stages import ppo
 
 
@@ -104,3 +106,19 @@ def test_the_average_of_the_weights_is_saved_beside_the_policy_where_one_is_kept
     out = run(ema_decay=decay)
     assert {file.parent.name: file.read_text() for file in out.rglob("model.safetensors")} == expected
     assert {file.parent.name for file in out.rglob("tokenizer.json")} == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "critic"),
+    [
+        ([{"type": "model"}], "reward"),
+        ([{"type": "format", "pattern": "a"}], "sft"),
+        ([{"type": "model"}, {"type": "format", "pattern": "a"}], "reward"),
+    ],
+)
+def test_the_critic_starts_from_the_reward_model_only_where_that_gives_the_rewards(
+    rewards: list[dict[str, Any]], critic: str
+) -> None:
+    config = config_from_tree({"ppo": {"rewards": rewards}}, "test")
+    services: Any = SimpleNamespace(inputs={name: Path(name) for name in ("data", "sft", "reward")})
+    assert ppo._folders(config, services)["critic"] == Path(critic) / "model"
