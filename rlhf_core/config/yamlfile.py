@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_core.config.redact import shown
+from rlhf_core.config.redact import printable, shown
 from rlhf_core.errors import ConfigError
 from rlhf_core.files import UnfitFile, open_regular
 
@@ -66,7 +66,7 @@ def read(path: str | Path) -> Document:
         if Path(path).is_dir():
             raise ConfigError(f"{path}: is a directory; give the path of a YAML file in it") from error
         raise ConfigError(
-            f"{shown(str(error), limit=300)}: a configuration cannot be read from it, as it is read several times; write it to a file "
+            f"{printable(str(error)[:300])}: a configuration cannot be read from it, as it is read several times; write it to a file "
             "and give its path"
         ) from error
     except (OSError, ValueError) as error:
