@@ -30,6 +30,7 @@ class EngineActor(Actor):
         seed: int,
         backend: str,
         adapter_rank: int | None,
+        head_dtype: str,
     ) -> None:
         super().__init__(part)
         self._index = index
@@ -41,6 +42,7 @@ class EngineActor(Actor):
             "seed": seed,
             "weight_transfer": backend,
             "adapter_rank": adapter_rank,
+            "head_dtype": head_dtype,
         }
         self._version = -1
         self._adapter_config: dict[str, Any] | None = None

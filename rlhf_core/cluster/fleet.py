@@ -206,6 +206,7 @@ class Fleet:
                 derive_seed(self._config.run.seed, "ppo", "engine"),
                 self.sync_backend,
                 None if lora is None else lora.r,
+                self._config.model.head_dtype,
             )
         )
 

@@ -9,6 +9,7 @@ call the engines during a weight sync.
 from __future__ import annotations
 
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ class ModelWorker(Actor):
             return WithoutAdapter(self._models[adapted])
         trained = role in ("policy", "critic")
         deepspeed = group.deepspeed(role, ppo)
-        load = load_policy if role in ("policy", "reference") else load_score_model
+        load: Any = load_score_model
+        if role in ("policy", "reference"):
+            load = partial(load_policy, head_dtype=self._config.model.head_dtype)
         model: Any = load(
             self._folders[role],
             dtype=deepspeed.dtype,

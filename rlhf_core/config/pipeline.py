@@ -119,6 +119,11 @@ class ModelConfig(Section):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="Attention of the training side"
     )
+    head_dtype: Literal["model", "float32"] = Field(
+        "model",
+        description="Precision of the policy's logits, in training and in the engines; it matters where those compute in "
+        "16 bits: `float32` leaves the output of the language-model head unrounded, on both sides; `model`: as all else",
+    )
     tiny: TinyModel = Field(default_factory=TinyModel, description="Shape of the model from scratch")
 
 

@@ -133,10 +133,25 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
                 f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {_either(offloads)}; got "
                 f"{deepspeed.zero_stage}; set it, or offload=none"
             )
+        if deepspeed.grad_accum_dtype is not None and deepspeed.dtype != "float32":
+            yield from _accumulation(field, deepspeed)
         if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
             yield ConfigError(
                 f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
             )
+
+
+def _accumulation(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Finding]:
+    """Sums in float32 of gradients in 16 bits: DeepSpeed 0.19 makes them under ZeRO 2 and 3, in device memory."""
+    rule = f"{field}.grad_accum_dtype: float32 needs"
+    if deepspeed.dtype != "bfloat16":
+        yield ConfigError(f"{rule} {field}.dtype=bfloat16 (or float32); got {deepspeed.dtype}; leave it out")
+    if deepspeed.zero_stage < 2:
+        yield ConfigError(
+            f"{rule} {field}.zero_stage 2 or 3; got {deepspeed.zero_stage}; set zero_stage=2, also on one rank, or leave it out"
+        )
+    if deepspeed.offload != "none":
+        yield ConfigError(f"{rule} {field}.offload=none; got {deepspeed.offload}; set it, or leave it out")
 
 
 def _either(numbers: Sequence[int]) -> str:

@@ -53,6 +53,11 @@ class DeepSpeedConfig(Section):
         description="Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32 master weights, float16 (GPU, ZeRO 1-3) scales "
         "the loss, at first by 65536 and by half of that after each gradient that overflows",
     )
+    grad_accum_dtype: Literal["float32"] | None = Field(
+        None,
+        description="`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without "
+        "offload); None: in bfloat16, whose sums lose what is small beyond some hundred micro-batches",
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
     allow_other_ranks: bool = Field(
         False,

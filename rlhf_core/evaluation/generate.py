@@ -64,6 +64,7 @@ def sample_responses(
             max_model_len=config.max_sequence_tokens,
             seed=seed % 2**31,
             adapter_rank=None if files.adapter is None else adapter_rank(files.adapter),
+            head_dtype=config.model.head_dtype,
         )
         if files.adapter is not None:
             engine.load_adapter(_ADAPTER, files.adapter)

@@ -178,8 +178,14 @@ def logprobs(
 
     dtype = config.ppo.policy_deepspeed.dtype
     doing("load a policy", config.run.timeouts.start)
-    attention, pack = config.model.attention, config.ppo.pack
-    model = load_policy(files.model, dtype=dtype, attention=attention, device=device, pack=pack)
+    model = load_policy(
+        files.model,
+        dtype=dtype,
+        attention=config.model.attention,
+        device=device,
+        pack=config.ppo.pack,
+        head_dtype=config.model.head_dtype,
+    )
     if files.adapter is not None:
         load_adapter(model, files.adapter)
     batches = whole_list(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rlhf_core.errors import ModelError
+
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
@@ -28,6 +30,55 @@ class Float32Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input.float(), self.weight.float(), None)
+
+
+class Float32Head(nn.Linear):
+    """A language-model head in 16 bits whose logits are not rounded: products and sums in float32.
+
+    Its backward pass is that of a plain head in 16 bits: gradients of the logits are rounded there.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        # torch declares Function.apply without types
+        logits: Tensor = _Float32Logits.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return logits.reshape(*input.shape[:-1], -1)
+
+
+class _Float32Logits(torch.autograd.Function):
+    """y = x W' + b in float32, (N, H) and (V, H) -> (N, V);  dx = dy W,  dW = dy' x,  db = sum of dy, in 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.device.type == "cuda" and bias is None:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)  # no float32 copy of the weight
+        return linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        rounded = dy.to(x.dtype)
+        return (
+            rounded @ weight if need_x else None,
+            rounded.t() @ x if need_weight else None,
+            dy.sum(0).to(x.dtype) if need_bias else None,
+        )
+
+
+def use_float32_head(model: Any) -> Any:
+    """Turn the 16-bit `lm_head` of `model` into `Float32Head`, in place."""
+    head = model.lm_head
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"model.head_dtype: float32 needs a head that is a linear layer; {type(model).__name__} has a "
+            f"{type(head).__name__}; use model.head_dtype=model"
+        )
+    if head.weight.dtype != torch.float32:
+        head.__class__ = Float32Head
+    return model
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

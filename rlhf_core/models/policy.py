@@ -14,7 +14,7 @@ from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
 from rlhf_core.models.batching import TokenBatch
-from rlhf_core.models.linear import use_onednn
+from rlhf_core.models.linear import use_float32_head, use_onednn
 from rlhf_core.models.quantized import loading_options, save_pretrained
 from rlhf_core.models.selftest import tested, without_dropout
 from rlhf_core.models.weights import load_pretrained, model_config, model_errors, refuse_non_finite
@@ -104,11 +104,13 @@ def load_policy(
     revision: str | None = None,
     quantize: str | None = None,
     pack: Packing = "auto",
+    head_dtype: str = "model",
 ) -> Policy:
     """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first).
 
     `quantize`: hold its linear layers in 4 bits, see `models.quantized`. `pack`: whether its sequences are to share rows, see
-    `models.selftest`. Raises ModelError for weights that are not the model's, and where the self-test fails.
+    `models.selftest`. `head_dtype`: "float32" for logits that are not rounded to `dtype`. Raises ModelError for weights
+    that are not the model's, and where the self-test fails.
     """
     from transformers import AutoModelForCausalLM
 
@@ -124,6 +126,8 @@ def load_policy(
             f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
         )
     policy = Policy(use_onednn(without_dropout(lm)).to(device))
+    if head_dtype == "float32":
+        use_float32_head(lm)
     refuse_non_finite(folder, lm)
     with model_errors(folder):
         policy.packs = tested(_checked(lm), pack)

@@ -59,7 +59,7 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verd
     """Every phase against the devices."""
     device = hardware.device
     loads = device_loads(config, shape, device)
-    tokens = engine_memory(shape, config.ppo.engine, device).tokens
+    tokens = engine_memory(shape, config.ppo.engine, device, config.model.head_dtype).tokens
     find = _in_shared_memory if device.is_cpu else _on_each_device
     problems = [*find(loads, hardware), *_engine(config, tokens)]
     if not device.is_cpu:

@@ -83,7 +83,7 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
 
 
 def _sft(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
-    model = Model(shape, config.sft.deepspeed, lora=config.sft.lora, device=kind)
+    model = Model(shape, config.sft.deepspeed, lora=config.sft.lora, device=kind, head=config.model.head_dtype)
     yield from _training("sft", "policy", model, largest_pass(config, "sft"), kind)
 
 
@@ -102,7 +102,7 @@ def _training(stage: StageName, what: str, model: Model, batch: ForwardPass, kin
 
 def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> Iterator[DeviceLoad]:
     placement, engine = place(config.ppo), config.ppo.engine
-    serving = engine_memory(shape, engine, device).bytes
+    serving = engine_memory(shape, engine, device, config.model.head_dtype).bytes
     shared = placement.together and not device.is_cpu
     for group in placement.groups:
         models = ppo_models(config, shape, group, kind)
@@ -124,7 +124,9 @@ def ppo_models(config: PipelineConfig, shape: ModelShape, group: Group, kind: st
             continue
         average = role == "policy" and ppo.ema_decay is not None
         lora = ppo.lora if trained else None
-        models[role] = Model(shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind)
+        models[role] = Model(
+            shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind, config.model.head_dtype
+        )
     return models
 
 

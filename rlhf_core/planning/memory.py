@@ -95,6 +95,8 @@ class Model:
     average: bool = False
     """A float32 moving average of the weights is kept beside them."""
     device: str = "cuda"
+    head: str = "model"
+    """`float32`: logits are not rounded to the model's precision."""
 
     @property
     def size(self) -> int:
@@ -168,7 +170,8 @@ class Model:
         """As they accumulate over micro-batches."""
         if self.stage < 2:
             return self.size * self.trainable
-        return 0.0 if self.offloaded else self.size * self.trainable / self.deepspeed.ranks
+        size = self.size if self.deepspeed.grad_accum_dtype is None else 4
+        return 0.0 if self.offloaded else size * self.trainable / self.deepspeed.ranks
 
     @property
     def _bucket(self) -> float:
@@ -210,7 +213,9 @@ class Model:
         loss = Bytes(activations=kept, logits=2 * logits, buffers=chunks + sums / 2)
         if self.stage == 1:
             loss = loss + reducing
-        head = Bytes(activations=kept, logits=logits, buffers=new * shape.vocabulary + sums) + reducing
+        rounded = logits / 2 if self._logit != self.size else 0.0  # their gradients in 16 bits
+        weights = new * shape.vocabulary + sums
+        head = Bytes(activations=kept, logits=logits + rounded, buffers=weights + self._head_copies) + reducing
         last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
         if self.scores:  # the last norm's gradients, in float32
             loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing
@@ -233,7 +238,9 @@ class Model:
         """A forward pass without gradients: one layer, the logits and the loss's chunks."""
         shape, logits = self.shape, self._logits(batch)
         layer = batch.tokens * (self.size * (3 * shape.intermediate + 4 * shape.hidden) + 8 * shape.hidden)
-        return Bytes(activations=layer, logits=logits, buffers=self._gathered + self._chunks(logits, 3))
+        return Bytes(
+            activations=layer, logits=logits, buffers=self._gathered + max(self._chunks(logits, 3), self._head_copies)
+        )
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -249,10 +256,22 @@ class Model:
         return self.deepspeed.gradient_checkpointing
 
     def _logits(self, batch: ForwardPass) -> float:
-        return 0.0 if self.scores else self.size * min(batch.tokens * self.shape.vocabulary, HEAD_CHUNK)
+        return 0.0 if self.scores else self._logit * min(batch.tokens * self.shape.vocabulary, HEAD_CHUNK)
+
+    @property
+    def _logit(self) -> int:
+        """Bytes of one."""
+        return 4 if self.head == "float32" else self.size
+
+    @property
+    def _head_copies(self) -> float:
+        """Of a 16-bit head whose logits are float32: on the CPU its weight in float32, too."""
+        if self.scores or self._logit == self.size or self.device != "cpu":
+            return 0.0
+        return 4.0 * self.shape.hidden * self.shape.vocabulary
 
     def _chunks(self, logits: float, copies: int) -> float:
-        return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self.size)
+        return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self._logit)
 
     def _layer(self, batch: ForwardPass) -> float:
         """A decoder layer's kept activations, per token."""
@@ -279,15 +298,16 @@ class EngineMemory:
     """That the engine's KV cache holds, over all its GPUs."""
 
 
-def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device) -> EngineMemory:
-    """vLLM takes its share of the device; what weights and the largest forward pass leave is KV cache."""
+def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device, head: str = "model") -> EngineMemory:
+    """vLLM takes its share of the device; what weights and the largest forward pass leave is KV cache. `head`: as in
+    `Model`."""
     size = 4 if engine.dtype == "float32" else 2
     parallel = engine.tensor_parallel
     weights = shape.parameters * size / parallel
     # vLLM's own default for offline use (`max_num_batched_tokens`), which its profile run fills.
     batched = 16384 if device.memory >= 70 * GIB and not device.name.startswith("A100") else 8192
     layer = size * (3 * shape.intermediate / parallel + 6 * shape.hidden)
-    work = batched * layer + engine.max_num_seqs * shape.vocabulary * (size + 8)
+    work = batched * layer + engine.max_num_seqs * shape.vocabulary * ((4 if head == "float32" else size) + 8)
     work += ENGINE_LIBRARIES + (0 if engine.enforce_eager else GRAPHS)
     if device.is_cpu:
         work, cache = 0.0, engine.kv_cache_gib * GIB

@@ -111,7 +111,7 @@ def _rollout(config: PipelineConfig, shape: ModelShape, device: Device) -> float
     ppo, engine = config.ppo, config.ppo.engine
     size = 4 if engine.dtype == "float32" else 2
     per_engine = math.ceil(ppo.rollout_batch_size / engine.count)
-    held = engine_memory(shape, engine, device).tokens // config.max_sequence_tokens
+    held = engine_memory(shape, engine, device, config.model.head_dtype).tokens // config.max_sequence_tokens
     waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, held)))
     at_once = math.ceil(per_engine / waves)
     prefill = _forward(shape, per_engine, config.data.max_prompt_tokens)

@@ -33,10 +33,11 @@ class Engine:
         seed: int,
         weight_transfer: str | None = None,
         adapter_rank: int | None = None,
+        head_dtype: str = "model",
     ) -> None:
         """`model`: Hugging Face folder, whose `eos_token_id` ends a response. `device`: "cpu" or "cuda".
         `weight_transfer`: "gloo", "nccl" or "ipc" if its weights will be updated. `adapter_rank`: if these are an
-        adapter's, of this rank, on the weights of `model`."""
+        adapter's, of this rank, on the weights of `model`. `head_dtype`: "float32" for logits that are not rounded."""
         _set_environment(engine, device)
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -54,6 +55,8 @@ class Engine:
         if adapter_rank is not None:
             size = next(size for size in _ADAPTER_RANKS if size >= adapter_rank)
             options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
+        if head_dtype == "float32":
+            options["hf_overrides"] = {"head_dtype": "float32"}
         options |= _device_options(engine, device, max_model_len)
         try:
             self.llm = LLM(

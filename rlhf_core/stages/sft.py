@@ -70,6 +70,7 @@ def _train(
         revision=revision,
         quantize=None if sft.lora is None else sft.lora.quantize,
         pack=sft.pack,
+        head_dtype=config.model.head_dtype,
     )
     if services is not None:
         require_unchanged(model_digests(config), services.sources, config)

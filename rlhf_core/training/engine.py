@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO reduces at a time, at most."""
 
+MOST_BFLOAT16_SUMS = 128
+"""Micro-batches of an optimizer step whose gradients bfloat16 adds up with an error of some percent at most."""
+
 _TAG = "state"
 _COUNTERS = "rlhf_counters"
 """DeepSpeed's own counters share the same map."""
@@ -81,6 +84,7 @@ class TrainingEngine:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self._stumbled = False
+        self._rounded_sums = deepspeed_config.dtype == "bfloat16" and deepspeed_config.grad_accum_dtype is None
         if deepspeed_config.gradient_checkpointing and optimizer is not None:
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
@@ -135,6 +139,8 @@ class TrainingEngine:
             ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
         if config.dtype != "float32":
             ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
+        if config.grad_accum_dtype is not None and config.dtype != "float32":
+            ds["data_types"] = {"grad_accum_dtype": "fp32"}
         return ds
 
     def close(self) -> None:
@@ -168,11 +174,14 @@ class TrainingEngine:
         assert self.optimizer_config is not None
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
         self._stumbled = False
+        count = 0
         for loss in micro_losses:
             doing(f"optimizer step {self.steps_done + 1}")
+            count += 1
             if failpoint("train.backward", "nan") == "nan":
                 loss = loss * math.nan
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
+        self._warn_of_sums(count)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -195,6 +204,19 @@ class TrainingEngine:
                 "was applied; lower the learning rate or look at the batches"
             )
         return norm
+
+    def _warn_of_sums(self, count: int) -> None:
+        """Once, of more micro-batches than bfloat16 can add up: 8 bits, and a sum's last bit grows with it."""
+        if count <= MOST_BFLOAT16_SUMS or not self._rounded_sums:
+            return
+        self._rounded_sums = False
+        log.warning(
+            "the gradients of %d micro-batches are added up in bfloat16, which loses what they have in common from some "
+            "hundred on; set deepspeed.grad_accum_dtype=float32 (with zero_stage=2), or raise micro_batch_tokens to have "
+            "at most %d",
+            count,
+            MOST_BFLOAT16_SUMS,
+        )
 
     @property
     def stumbled(self) -> bool:

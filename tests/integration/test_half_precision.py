@@ -3,12 +3,15 @@
 - the first step moves a weight by the learning rate, as Adam's corrected moments do: nothing was counted before it
 - it ends in the same parameters under every ZeRO stage that the configuration allows, the optimizer offloaded or not
   (tolerance 2^-8: the last of bfloat16's 8 bits, for weights below 1), weight decay included, near those of float32
+- with `grad_accum_dtype: float32` the gradients of 400 micro-batches add up to 400 times one, under ZeRO 2 and 3; in
+  bfloat16 a part of them is lost, and a warning says so
 - a step whose gradient is NaN changes nothing: the next one ends in the bits of a training without it
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -24,18 +27,22 @@ from tests.integration import deepspeed_step
 
 RATE = 1e-2
 LAST_BIT = 2**-8
-SETTINGS = [("bfloat16", stage, "none") for stage in range(4)]
-SETTINGS += [("bfloat16", stage, "optimizer") for stage in (1, 2, 3)]
-SETTINGS += [("float16", stage, "none") for stage in (1, 2, 3)]
-"""(dtype, ZeRO stage, offload). The preflight refuses float16 under ZeRO 0: DeepSpeed divides by a loss scale there that
+SETTINGS = [("bfloat16", stage, "none", None) for stage in range(4)]
+SETTINGS += [("bfloat16", stage, "optimizer", None) for stage in (1, 2, 3)]
+SETTINGS += [("bfloat16", stage, "none", "float32") for stage in (2, 3)]
+SETTINGS += [("float16", stage, "none", None) for stage in (1, 2, 3)]
+"""(dtype, ZeRO stage, offload, grad_accum_dtype). The preflight refuses float16 under ZeRO 0: DeepSpeed divides by a loss scale there that
 it has not multiplied by."""
+MANY = 400
 
 
-def engine_of(dtype: str, stage: int, offload: str) -> Any:
+def engine_of(dtype: str, stage: int, offload: str, sums: str | None = None) -> Any:
     from rlhf_core.training.engine import TrainingEngine
 
     optimizer = OptimizerConfig(learning_rate=RATE, warmup_ratio=0.0, schedule="constant", weight_decay=1.0)
-    sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": dtype, "offload": offload})
+    sizes = DeepSpeedConfig.model_validate(
+        {"zero_stage": stage, "dtype": dtype, "offload": offload, "grad_accum_dtype": sums}
+    )
     return TrainingEngine(deepspeed_step.model("sft").to(DTYPES[dtype]), sizes, optimizer, Rank())
 
 
@@ -47,6 +54,18 @@ def weights_after(engine: Any, factor: float = 1.0) -> dict[str, torch.Tensor]:
     return {name: tensor.float().clone() for name, tensor in engine.weights()}
 
 
+def share_of_many(dtype: str, stage: int, sums: str | None) -> tuple[float, int]:
+    """The norm of the sum of many equal gradients as a share of so many times the norm of one; warnings on the way."""
+    first, second = (engine_of(dtype, stage, "none", sums) for _ in range(2))
+    warnings: list[Any] = []
+    logging.getLogger("rlhf_core.training.engine").addFilter(lambda record: warnings.append(record) or True)
+    sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in deepspeed_step.samples()[:1]]
+    batch = collate(sequences, pad_id=0, pack=True)
+    one = first.train_step(iter([-first(batch).logprobs_N.mean()]), 10**6)
+    many = second.train_step((-second(batch).logprobs_N.mean() for _ in range(MANY)), 10**6)
+    return many / (MANY * one), len(warnings)
+
+
 def work(_number: int, folder: Path) -> None:
     from deepspeed.accelerator import get_accelerator
 
@@ -56,8 +75,8 @@ def work(_number: int, folder: Path) -> None:
     plain = weights_after(engine_of("float32", 0, "none"))
     reference = {dtype: weights_after(engine_of(dtype, 1, "none")) for dtype in ("bfloat16", "float16")}
     found = {}
-    for dtype, stage, offload in SETTINGS:
-        stumbles, straight = engine_of(dtype, stage, offload), engine_of(dtype, stage, offload)
+    for dtype, stage, offload, sums in SETTINGS:
+        stumbles, straight = (engine_of(dtype, stage, offload, sums) for _ in range(2))
         first = weights_after(stumbles)
         weights_after(straight)
         skipped = weights_after(stumbles, factor=math.nan)
@@ -65,7 +84,7 @@ def work(_number: int, folder: Path) -> None:
         decayed = {name: tensor * (1 - RATE) for name, tensor in start.items()}
         moved = torch.cat([(first[name] - tensor).abs().flatten() for name, tensor in decayed.items()])
         off = torch.cat([(first[name] - tensor).abs().flatten() for name, tensor in plain.items()])
-        found[f"{dtype}-{stage}-{offload}"] = {
+        found[f"{dtype}-{stage}-{offload}-{sums}"] = {
             "moved": moved.median().item(),
             "from float32": off.mean().item(),
             "from ZeRO 1": deepspeed_step.largest_difference(first, reference[dtype])[0],
@@ -73,8 +92,15 @@ def work(_number: int, folder: Path) -> None:
             "skipped": stumbles.skipped_steps,
             "bits": all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items()),
         }
+    found["sums"] = {
+        f"{stage}-{sums}": share_of_many("bfloat16", stage, sums) for stage in (2, 3) for sums in (None, "float32")
+    }
     (folder / "found.json").write_text(json.dumps(found))
     deepspeed_step.leave_for_good()
+
+
+def settings(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: seen for name, seen in found.items() if name != "sums"}
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +113,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_many_gradients_add_up_in_float32_and_not_in_bfloat16(found: dict[str, Any], stage: str) -> None:
+    share, warnings = found["sums"][f"{stage}-float32"]
+    assert share == pytest.approx(1.0, abs=0.01)
+    assert warnings == 0
+    share, warnings = found["sums"][f"{stage}-None"]
+    assert share < 0.97
+    assert warnings == 1
+
+
 def test_the_first_step_is_adams_first_under_every_zero_stage(found: dict[str, Any]) -> None:
-    assert len(found) == len(SETTINGS)
-    for name, seen in found.items():
+    assert len(settings(found)) == len(SETTINGS)
+    for name, seen in settings(found).items():
         assert seen["moved"] == pytest.approx(RATE, rel=0.01), name
         assert seen["from ZeRO 1"] <= LAST_BIT, name
         assert seen["from float32"] < RATE / 50, name
 
 
 def test_a_gradient_that_is_nan_leaves_no_trace(found: dict[str, Any]) -> None:
-    for name, seen in found.items():
+    for name, seen in settings(found).items():
         assert seen["unchanged"] and seen["skipped"] == 1, name
         assert seen["bits"], name

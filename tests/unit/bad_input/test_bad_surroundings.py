@@ -140,6 +140,20 @@ SETTINGS = {
     "a second copy over ranks that do not divide": (
         ("sft.deepspeed.hpz=2", "sft.deepspeed.zero_stage=3"), ("sft.deepspeed", "hpz must divide ranks (1)", "got 2"),
     ),
+    **{
+        f"float32 sums with {title}": (
+            ("ppo.policy_deepspeed.grad_accum_dtype=float32", *(f"ppo.policy_deepspeed.{one}" for one in said)),
+            ("ppo.policy_deepspeed.grad_accum_dtype", *words),
+        )
+        for title, said, words in (
+            ("no ZeRO", ("dtype=bfloat16",), ("zero_stage 2 or 3", "got 0", "zero_stage=2")),
+            ("ZeRO 1", ("dtype=bfloat16", "zero_stage=1"), ("zero_stage 2 or 3", "got 1")),
+            ("offload", ("dtype=bfloat16", "zero_stage=2", "offload=optimizer"), ("offload=none", "got optimizer")),
+            ("float16", ("dtype=float16", "zero_stage=2"), ("dtype=bfloat16", "got float16")),
+        )
+    },
+    "sums in float64": (("sft.deepspeed.grad_accum_dtype=float64",), ("sft.deepspeed.grad_accum_dtype", "float32")),
+    "a head in bfloat16": (("model.head_dtype=bfloat16",), ("model.head_dtype", "model, float32")),
     "float16 without ZeRO": (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
     "float16 without a GPU": (
         ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),

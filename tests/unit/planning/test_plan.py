@@ -152,6 +152,18 @@ def test_each_zero_stage_and_checkpointing_need_less() -> None:
     assert sft(zero_stage=3) > sft(zero_stage=3, gradient_checkpointing=True) + 10 * GIB
 
 
+def test_float32_sums_and_heads_are_counted() -> None:
+    def sft(head: str = "model", **deepspeed: Any) -> float:
+        wanted = config(sft={"deepspeed": {"ranks": 2, "zero_stage": 2, **BFLOAT16, **deepspeed}})
+        model = wanted.model.model_copy(update={"head_dtype": head})
+        return peak(wanted.model_copy(update={"model": model}), "sft", phase="backward")
+
+    # A shard of half the gradients, 4 bytes each in place of 2.
+    sums = sft(grad_accum_dtype="float32") - sft()
+    assert sums == pytest.approx(1.05 * 2 * eight_b().parameters / 2)
+    assert sft("float32") > sft()
+
+
 def test_with_adapters_reference_and_reward_model_are_no_second_copy() -> None:
     sharded = {"ranks": 2, "zero_stage": 2, **BFLOAT16}
     for what in ("policy+reference", "critic+reward"):

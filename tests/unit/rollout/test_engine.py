@@ -60,6 +60,15 @@ def test_on_the_cpu_no_sequence_is_computed_in_parts(
     assert asked["max_num_batched_tokens"] == budget
 
 
+@pytest.mark.parametrize(("head", "given"), [("model", None), ("float32", {"head_dtype": "float32"})])
+def test_a_head_in_float32_is_asked_for_by_name(
+    asked: dict[str, Any], tmp_path: Path, head: str, given: dict[str, str] | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0, head_dtype=head)
+    assert asked.get("hf_overrides") == given
+
+
 def test_on_a_gpu_vllm_schedules_as_it_likes(asked: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     Engine(tmp_path, EngineConfig(), device="cuda", max_model_len=64, seed=0)
