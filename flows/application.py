@@ -52,6 +52,7 @@ def create_app() -> Any:
     from prefect.server.api.server import create_app
 
     _take_turns()
+    _let_schedules_insert()
     return OwnAddressOnly(create_app())
 
 
@@ -70,3 +71,16 @@ def _take_turns() -> None:
         return begin(self, session, with_for_update=True)
 
     AioSqliteConfiguration.begin_transaction = begin_transaction  # type: ignore[method-assign]
+
+
+def _let_schedules_insert() -> None:
+    """Let Prefect's scheduler insert flow runs under SQLAlchemy 2.1.
+
+    It inserts rows with a key `state`, which is no column but a hybrid property. SQLAlchemy 2.0 passed over such keys, 2.1
+    demands a function for them; without one no schedule ever starts a run.
+    """
+    from prefect.server.database.orm_models import FlowRun
+    from sqlalchemy import inspect
+
+    state: Any = inspect(FlowRun).all_orm_descriptors["state"]
+    state.bulk_dml_setter = lambda cls, mapping, value: None
