@@ -131,7 +131,9 @@ class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
     prompts: PositiveInt = Field(128, description="Held-out prompts; fewer if there are not so many")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature of both models")
+    temperature: PositiveFloat | None = Field(
+        None, description="Sampling temperature of both models; None: that of ppo.temperature"
+    )
     bootstrap: PositiveInt = Field(2000, description="Resamples for the confidence intervals")
     confidence: Fraction = Field(0.95, description="Level of the intervals")
     judge: Literal["auto", "gold", "reward_model", "rules"] = Field(
@@ -182,6 +184,10 @@ class PipelineConfig(Section):
     @property
     def registered_model(self) -> str:
         return self.register_.model or f"{self.run.name}-policy"
+
+    @property
+    def evaluation_temperature(self) -> float:
+        return self.evaluate.temperature or self.ppo.temperature
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -106,6 +106,11 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
         )
     elif config.reward.enabled and not ppo.uses_reward_model:
         yield "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only judges"
+    if config.evaluation_temperature != ppo.temperature:
+        yield (
+            f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at ppo.temperature="
+            f"{ppo.temperature:g}: another distribution is judged than the one that was trained; leave it out"
+        )
     if judge == "reward_model" and not config.reward.enabled:
         yield ConfigError("evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules")
     if judge == "rules" and not rules:

@@ -79,7 +79,7 @@ def sample_responses(
                 batch,
                 n=1,
                 max_new_tokens=config.ppo.max_new_tokens,
-                temperature=config.evaluate.temperature,
+                temperature=config.evaluation_temperature,
                 seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
                 policy_version=0,
                 adapter=None if files.adapter is None else _ADAPTER,

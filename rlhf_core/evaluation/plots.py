@@ -15,6 +15,8 @@ SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
 _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
 MEASURE_LABELS = {"gold": "gold reward (true reward)", "reward_model": "reward-model score (normalised)", "rules": "weighted sum of rule rewards"}  # fmt: skip
 _DPI = 130
+GOLD = "rewards/gold/mean"
+"""True reward by step, where a source of type gold is among the rewards (weight 0: a monitor)."""
 
 
 def training_curves(history: History) -> Any:
@@ -83,8 +85,16 @@ def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[flo
 
 
 def reward_against_kl(history: History) -> Any:
-    """What each nat of KL bought: score against KL, one point per step, coloured by step (Gao et al. 2022)."""
+    """What each nat of KL bought: score against KL, one point per step, coloured by step; where the true reward is known by
+    step, both against the square root of KL (Gao et al. 2022)."""
     figure, (axes,) = _figure(9.4, 4.2)
+    if history.has(GOLD):
+        distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
+        axes.plot(distance, history.column("objective/scores"), "o", color=PPO, markersize=4, label="score (maximised)")
+        axes.plot(distance, history.column(GOLD), "o", color=KL, markersize=4, label="gold reward (true reward)")
+        axes.legend(loc="best", frameon=False)
+        _label(axes, "Score and true reward against KL", "square root of KL to the SFT model", "mean per response")
+        return figure
     kl, score, step = (history.column(name) for name in ("objective/kl", "objective/scores", "step"))
     axes.plot(kl, score, color=GRID, linewidth=1.0, zorder=1)
     points = axes.scatter(kl, score, c=step, cmap="viridis", s=22, zorder=2, linewidths=0)

@@ -148,7 +148,7 @@ def policy_kl(
     Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the prompt.
     """
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    temperature = config.evaluate.temperature
+    temperature = config.evaluation_temperature
     ours, theirs = (
         logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device)
         for files in (policy, PolicyFiles(reference))

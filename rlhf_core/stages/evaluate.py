@@ -174,13 +174,27 @@ def _figures(history: History, measured: Measured) -> list[tuple[str, str, str, 
         )  # fmt: skip
         figures = [curves, *figures, (
             "reward_against_kl", "Reward against KL",
-            "One point per PPO step. A curve that bends down while KL grows is over-optimisation of the reward.",
+            _over_optimisation(history),
             plots.reward_against_kl(history),
         )]  # fmt: skip
     if len(plots.reward_means(history)) > 1:
         caption = "Raw value of each source before normalisation and weight."
         figures.append(("reward_sources", "Reward sources by step", caption, plots.reward_sources(history)))
     return figures
+
+
+def _over_optimisation(history: History) -> str:
+    from rlhf_core.evaluation import plots
+
+    if history.has(plots.GOLD):
+        return (
+            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO maximises, and the "
+            "true reward. Over-optimisation is where the true reward bends down while the score still rises."
+        )
+    return (
+        "One point per PPO step: the score that PPO maximises, not the true reward, which this run does not know. It rises "
+        "under over-optimisation too, so this curve cannot show it."
+    )
 
 
 def _report(

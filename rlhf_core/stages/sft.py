@@ -49,6 +49,7 @@ def _train(
     rank: Any, config: PipelineConfig, data: Path, work: Path, out: Path, services: Services | None
 ) -> dict[str, float]:
     import torch
+    from transformers import GenerationConfig
 
     from rlhf_core.data.dataset import load_sft
     from rlhf_core.data.decoding import load_decoder
@@ -77,7 +78,8 @@ def _train(
     sft = sft.model_copy(update={"pack": agreed(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
-    policy.lm.generation_config.update(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
+    # A base model's own sampling (top_p, repetition_penalty) would shape samples, and go on into the registered policy.
+    policy.lm.generation_config = GenerationConfig(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
     add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)
     metrics = train_sft(
@@ -120,6 +122,7 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
             attention_mask=torch.ones_like(ids),
             do_sample=True,
             top_k=0,
+            temperature=config.ppo.temperature,
             max_new_tokens=config.ppo.max_new_tokens,
         )[0, ids.shape[1] :]
         rows.append({"prompt": prompt.prompt, "response": decode(output.tolist())})

@@ -223,6 +223,14 @@ def test_curves_carry_the_values_and_labels_with_units(steps: int) -> None:
     assert plots.to_png(figure).startswith(b"\x89PNG")
 
 
+def test_score_and_true_reward_are_both_drawn_against_the_square_root_of_the_kl(tmp_path: Path) -> None:
+    rows = [{"step": s, "objective/kl": s * s, "objective/scores": s, plots.GOLD: -s} for s in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    score, gold = plots.reward_against_kl(read_history(tmp_path / "metrics.jsonl")).axes[0].lines
+    assert (list(score.get_xdata()), list(score.get_ydata())) == ([1, 2, 3], [1, 2, 3])
+    assert (list(gold.get_xdata()), list(gold.get_ydata())) == ([1, 2, 3], [-1, -2, -3])
+
+
 def test_kl_against_reward_has_a_point_per_step_coloured_by_step() -> None:
     figure = plots.reward_against_kl(history(5))
     points = figure.axes[0].collections[0]

@@ -307,3 +307,28 @@ def test_the_same_run_gives_the_same_bytes(scripted: Any, services: Services, tm
     assert "report.html" in names
     for name in names:
         assert (services.out / name).read_bytes() == (again.out / name).read_bytes(), name
+
+
+def test_evaluation_samples_at_the_temperature_of_training_and_another_one_is_warned_of() -> None:
+    from rlhf_core.config.preflight import _consistency
+
+    same = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"prompts": 6})
+    assert same.evaluation_temperature == 0.7
+    assert not any("evaluate.temperature" in str(found) for found in _consistency(same))
+    other = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"temperature": 1.0})
+    [warning] = [found for found in _consistency(other) if "evaluate.temperature" in str(found)]
+    assert "evaluate.temperature is 1, but the policy is trained at ppo.temperature=0.7" in str(warning)
+
+
+@pytest.mark.parametrize("gold", [True, False])
+def test_the_caption_calls_a_curve_over_optimisation_only_where_the_true_reward_is_in_it(
+    gold: bool, scripted: Any, services: Services
+) -> None:
+    rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
+    if gold:
+        rows = [row | {"rewards/gold/mean": 1.0 - row["step"] / 20} for row in rows]
+    (services.inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate.run(config_of(), services)
+    document = (services.out / "report.html").read_text()
+    assert ("Over-optimisation is where the true reward bends down" in document) == gold
+    assert ("so this curve cannot show it" in document) != gold
