@@ -15,6 +15,7 @@ import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.generate import sample_responses
+from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.scoring import policy_kl
 from rlhf_core.types import PromptExample, RewardInput
 from tests.tiny_llama import save_tiny_llama
@@ -41,7 +42,8 @@ def test_the_kl_is_the_sum_over_a_response_of_the_log_ratio_at_the_evaluations_t
 
     policy, sft = map(AutoModelForCausalLM.from_pretrained, folders)
     wanted = [logprob(policy, *pair) - logprob(sft, *pair) for pair in pairs]
-    assert policy_kl(CONFIG, *folders, samples, pad_id=0, device="cpu") == pytest.approx(wanted, rel=1e-4)
+    found = policy_kl(CONFIG, PolicyFiles(folders[0]), folders[1], samples, pad_id=0, device="cpu")
+    assert found == pytest.approx(wanted, rel=1e-4)
 
 
 class Scripted:
@@ -74,7 +76,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
 def sample(*names: str, done: list[int] | None = None) -> list[Any]:
     prompts = [PromptExample(name, name, (1, 2)) for name in names]
     report = ([] if done is None else done).append
-    return sample_responses(CONFIG, Path("model"), prompts, device="cpu", done=report)
+    return sample_responses(CONFIG, PolicyFiles(Path("model")), prompts, device="cpu", done=report)
 
 
 def test_responses_are_sampled_at_the_evaluations_temperature_with_the_seeds_of_their_prompts(
@@ -82,7 +84,7 @@ def test_responses_are_sampled_at_the_evaluations_temperature_with_the_seeds_of_
 ) -> None:
     done: list[int] = []
     found = dict(sample("a", "b", "c", done=done))
-    wanted = {"n": 1, "max_new_tokens": 9, "temperature": 0.7, "policy_version": 0}
+    wanted = {"n": 1, "max_new_tokens": 9, "temperature": 0.7, "policy_version": 0, "adapter": None}
     assert scripted.asked == [wanted, wanted] and done == [2, 3]
     assert len(set(found.values())) == 3
     assert dict(sample("c", "a")) == {name: found[name] for name in ("c", "a")}
