@@ -219,10 +219,16 @@ CLOSED = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yam
           "shelve.open", "tarfile.open", "shutil.unpack_archive", "zipfile.ZipFile", "numpy.load", "np.load"}  # fmt: skip
 
 
+RUNS_NAMED_CODE = "rlhf_core/rewards/python_worker.py"
+"""Runs the reward function that the configuration names, in a process of its own: the one place that executes source."""
+
+
 def test_no_call_opens_a_door() -> None:
     wrong = []
     for place, call in calls():
         name = ast.unparse(call.func)
+        if name in ("exec", "compile") and place.startswith(f"{RUNS_NAMED_CODE}:"):
+            continue
         options = {word.arg: ast.unparse(word.value) for word in call.keywords}
         if name in CLOSED or options.get("shell") == "True" or options.get("allow_pickle") == "True":
             wrong.append(f"{place}: {name}")
