@@ -2,6 +2,7 @@
 
 - a served reward model gives each item the score that `models.scoring` gives its tokens, normalised
 - texts are tokenised as the data stage does it; an empty response is its EOS, an unfinished one has none
+- under a template that puts a blank before answers, texts and tokens of a rollout get the same score
 - what is wrong with an item costs no other its score; what is wrong with a request is its status
 - requests that wait are joined into one forward pass while their tokens fit, in the order they came
 - a forward pass that fails is a 500, and the next one works
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import math
+import shutil
 import socket
 import threading
 import time
@@ -29,22 +31,25 @@ import uvicorn
 
 from flows.serve import locate
 from rlhf_core.config.rewards import RemoteReward
+from rlhf_core.data.decoding import load_decoder, write_response_prefix
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import Encoder
-from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.rewards import connections, server
+from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.rewards.server import MicroBatches, listen, make_server
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import PromptAndResponse, RewardInput
+from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, Rollout
 from tests.tiny_llama import save_tiny_llama
 
 SECRET = "s3cret-s3cret-s3cret"
+HH_CHAT = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "hh-chat.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +155,39 @@ def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: S
         right = expected(folder, [(s.prompt_ids, s.response_ids) for s in samples])
         assert outcome.values[:count] == pytest.approx(right[:count], abs=1e-5)
     assert len({round(value, 4) for value in outcome.values}) == 4, "the scores tell the samples apart"
+
+
+def test_text_mode_scores_a_rollout_as_the_model_reward_does_under_a_template_with_a_blank(
+    folder: Path, tmp_path: Path, start: Start
+) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = HH_CHAT.read_text(encoding="utf-8")
+    served = tmp_path / "model"
+    shutil.copytree(folder, served)
+    tokenizer.save_pretrained(served)
+    tokenizer.save_pretrained(tmp_path / "data" / "tokenizer")
+    encoder = Encoder(tokenizer, "chat")
+    write_response_prefix(tmp_path / "data", encoder.response_prefix)
+    decoder = load_decoder(tmp_path / "data")
+
+    said = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm and kind")]
+    prompts, rollouts = [], []
+    for index, (prompt, response) in enumerate(said):
+        prompt_ids, response_ids = encoder.response([Message("user", prompt)], response)
+        prompts.append(PromptExample(str(index), prompt, prompt_ids))
+        rollouts.append(Rollout(str(index), 0, prompt_ids, response_ids, (0.0,) * len(response_ids), True, 0))
+    samples = reward_inputs(decoder.response, prompts, rollouts)
+    assert [sample.response for sample in samples] == [response for _, response in said]
+
+    url = f"{start(Scorer(served))}/score"
+    service = RemoteService(RemoteReward(type="remote", urls=(url,), allowed_hosts=("127.0.0.1",), send_tokens=False))
+    outcome = service(samples)
+    service.close()
+    by_tokens = expected(served, [(sample.prompt_ids, sample.response_ids) for sample in samples])
+    assert outcome.values == pytest.approx(by_tokens, abs=1e-5)
+    # The blank that the template puts there, twice, is another text to the model.
+    twice = [encoder.response([Message("user", prompt)], " " + response) for prompt, response in said]
+    assert outcome.values != pytest.approx(expected(served, twice), abs=1e-3)
 
 
 def test_a_response_that_the_limit_cut_has_no_eos(scorer: Scorer) -> None:
