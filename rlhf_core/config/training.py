@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.redact import shown
 
-Packing = bool | Literal["auto"]
+
+def _packing(value: Any) -> Any:
+    """One message, where pydantic has one for each of the two types."""
+    if isinstance(value, bool) or value == "auto":
+        return value
+    meant = "true" if str(value).lower() in ("yes", "on", "y", "1") else "false"
+    raise ValueError(f"must be true or false, or auto; got {shown(value)}; write {meant}")
+
+
+Packing = Annotated[bool | Literal["auto"], BeforeValidator(_packing)]
 """`auto` becomes true or false when the model is loaded (`models.selftest`)."""
 PACK = (
     "Put several sequences into one row, invisible to each other; `false`: right-padded rows; `auto`: rows are packed where the "

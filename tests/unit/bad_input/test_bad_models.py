@@ -17,6 +17,7 @@ import pytest
 from bad_inputs import Bad, Command
 
 from tests.model_folder import model_folder, safetensors
+from tests.tiny_llama import save_tiny_llama
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 CONFIG = {"max_position_embeddings": 256, "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2}
@@ -207,7 +208,8 @@ def tokenizer(change: Callable[[Any], Any] = lambda made: made, **names: str | N
         file = folder / "tokenizer_config.json"
         settings = json.loads(file.read_text()) | names
         file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
-        (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 512}))
+        config = folder / "config.json"
+        config.write_text(json.dumps(CONFIG | json.loads(config.read_text()) | {"vocab_size": 512}))
 
     return write
 
@@ -237,12 +239,16 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("title", TOKENIZERS)
 def test_a_tokenizer_that_cannot_be_used_is_refused(command: Command, title: str) -> None:
-    from transformers import AutoTokenizer  # noqa: F401  # its import takes longer than any message may
+    # Their imports take longer than any message may.
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
+    from transformers.utils import logging
 
     write, words = TOKENIZERS[title]
     command.data_stage = True
-    folder = model_folder(command.folder / "m", model__safetensors=safetensors(model__embed_tokens__weight=[512, 64]))
+    logging.disable_progress_bar()  # a stage's go to its log
+    folder = save_tiny_llama(command.folder / "m", vocab_size=512, max_position_embeddings=256)
     write(folder)
     (folder / "evil.py").write_text("open('ran', 'w')\n")
+    command.captured.readouterr()  # what libraries print when they are imported
     command.complaint(Bad(title, SMALL.replace(", chat_template: t.jinja", "") + "model: {path: ./m}\n", words))
     assert not (command.folder / "ran").exists()
