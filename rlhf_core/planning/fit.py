@@ -79,7 +79,10 @@ def check_memory(config: PipelineConfig) -> None:
         return
     verdict = judge(config, shape, hardware)
     if not verdict.fits:
-        changes = advise(config, lambda changed: judge(changed, shape, hardware))
+        changes = None
+        # All processes of a CPU share its memory: if not even one copy of the weights fits in 16 bits, no setting helps.
+        if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
+            changes = advise(config, lambda changed: judge(changed, shape, hardware))
         other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
         fix = f"it fits with {shlex.join(changes)}" if changes else other
         raise ConfigError("\n".join(problem.text for problem in verdict.problems) + f"; {fix}")
