@@ -1,4 +1,8 @@
-"""What the SFT stage refuses of the base model that it was given."""
+"""What the SFT stage takes of the base model that it was given, and what it refuses.
+
+- weights that changed since the run began are not trained
+- the base model's own sampling settings are not in the model that the stage saves
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import DataError
+from rlhf_core.models.policy import Policy
 from rlhf_core.stages import sft
+from tests.tiny_llama import save_tiny_llama
 
 
 def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
@@ -31,3 +38,37 @@ def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
     monkeypatch.setattr("rlhf_core.models.policy.load_policy", load_policy)
     with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
         sft._train(rank, config, tmp_path, tmp_path, tmp_path, services)
+
+
+class Engine:
+    """Trains nothing; saves as the real one does."""
+
+    def __init__(self, policy: Policy, *_: Any) -> None:
+        self._policy = policy
+
+    def save_model(self, folder: Path, save: Any) -> None:
+        save(folder)
+
+    def save_adapter(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_tiny_llama(tmp_path / "base")
+    GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
+    monkeypatch.setattr("rlhf_core.training.engine.TrainingEngine", Engine)
+    monkeypatch.setattr("rlhf_core.training.layout.agreed", lambda policy, *_: policy.packs)
+    monkeypatch.setattr("rlhf_core.training.sft.train_sft", lambda *_, **__: {})
+    monkeypatch.setattr("rlhf_core.data.dataset.load_sft", lambda *_: [])
+    monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1))
+    config = PipelineConfig.model_validate({"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False)
+    rank: Any = SimpleNamespace(torch_device="cpu")
+    sft._train(rank, config, tmp_path, tmp_path, tmp_path / "out", None)
+    saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
+    assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
+    assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)
