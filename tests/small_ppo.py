@@ -4,7 +4,7 @@ data, checkpoints or tracking around them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,19 @@ def small_prompts() -> list[PromptExample]:
 
 @contextmanager
 def small_ppo(
-    config: PipelineConfig, model: Path, work: Path, prompts: Sequence[PromptExample], watch: Watch | None = None
+    config: PipelineConfig,
+    model: Path,
+    work: Path,
+    prompts: Sequence[PromptExample],
+    watch: Watch | None = None,
+    roles: Mapping[Role, Path] | None = None,
 ) -> Iterator[PPOController]:
-    """A controller whose fleet has started, every role from `model`, and whose engines have the policy's weights."""
+    """A controller whose fleet has started, every role from `model` but for `roles`, and whose engines have the policy's
+    weights."""
+    folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
     with (
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
-        Fleet(config, plan(config.ppo), config.run.device, dict.fromkeys(ROLES, model), 0, watch) as fleet,
+        Fleet(config, plan(config.ppo), config.run.device, folders, 0, watch) as fleet,
     ):
         controller = PPOController(config, fleet, prompts, str, composer, services(work))
         controller.sync()

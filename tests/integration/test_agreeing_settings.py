@@ -2,6 +2,7 @@
 
 - padded or packed, in one pass or many, on one policy rank or two under ZeRO-3, with one engine or two, with models in
   processes of their own or shared: the same rollouts, and the same loss, KL, scores and gradient norm of every step
+- policy and reference, critic and reward model, or all four in the same processes: the same
 - a merged adapter in the engines, or the adapter alone: the same
 """
 
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlhf_core.config.placement import Role
+from rlhf_core.models.score import load_score_model
 from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
 pytestmark = pytest.mark.slow  # a start of a fleet for each
@@ -29,14 +33,23 @@ OTHERS: dict[str, dict[str, Any]] = {
     "two ranks of ZeRO-3": {"policy_deepspeed": {"ranks": 2, "zero_stage": 3}, "micro_batch_tokens": 64},
     "processes of their own, ZeRO-2": {"colocate": "none", "critic_deepspeed": {"zero_stage": 2}},
 }
+REWARD_MODEL: dict[str, Any] = {"rewards": [{"type": "model"}]}
+PLACES = ("policy_reference", "critic_reward", "all")
+"""Of `ppo.colocate`; compared with `pairs`, with a reward model so that all four roles have work."""
 LORA: dict[str, Any] = {**PLAIN, "lora": {"r": 4, "alpha": 8}}
 
 
-def steps(model: Path, folder: Path, ppo: Mapping[str, Any], patch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+def steps(
+    model: Path,
+    folder: Path,
+    ppo: Mapping[str, Any],
+    patch: pytest.MonkeyPatch,
+    roles: Mapping[Role, Path] | None = None,
+) -> list[dict[str, float]]:
     """What is logged of each."""
     patch.setenv("DS_ACCELERATOR", "cpu")
     config = small_config(model, {**PLAIN, **ppo})
-    with small_ppo(config, model, folder, small_prompts()) as controller:
+    with small_ppo(config, model, folder, small_prompts(), roles=roles) as controller:
         return [controller.iterate() for _ in range(STEPS)]
 
 
@@ -63,6 +76,39 @@ def test_how_it_is_run_does_not_matter(
     name: str, plain: list[dict[str, float]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_same(steps(model, tmp_path, OTHERS[name], monkeypatch), plain)
+
+
+@pytest.fixture(scope="module")
+def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    score = load_score_model(model, dtype="float32", attention="sdpa", device="cpu")
+    folder = tmp_path_factory.mktemp("reward")
+    score.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_pairs(model: Path, reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        return steps(model, tmp_path_factory.mktemp("pairs"), REWARD_MODEL, patch, scored_by(reward_model))
+
+
+@pytest.mark.parametrize("colocate", PLACES)
+def test_nor_does_which_models_share_processes(
+    colocate: str,
+    in_pairs: list[dict[str, float]],
+    model: Path,
+    reward_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = steps(model, tmp_path, {**REWARD_MODEL, "colocate": colocate}, monkeypatch, scored_by(reward_model))
+    assert_same(made, in_pairs)
+
+
+def scored_by(reward_model: Path) -> dict[Role, Path]:
+    """Reward model and critic from it, as the stage `ppo` has them."""
+    return {"reward": reward_model, "critic": reward_model}
 
 
 def test_nor_do_engines_care_whether_the_adapter_is_merged(

@@ -1,0 +1,127 @@
+"""Options of PPO and rows that the other tests leave out, on the real Ray, vLLM and DeepSpeed.
+
+- dynamic filtering replaces the prompts whose samples score alike, so that no such prompt is left
+- the score of every response is its reward minus the overlong penalty, worked out by hand
+- dual clip bounds the loss of tokens that became much more likely although their advantage is negative: the loss of the
+  policy is the mean worked out by hand
+- rows of 2,048 tokens: engine and trainer agree on every token of them, and the step changes the policy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.types import PromptExample
+from tests.small_ppo import VOCABULARY, save_small_model, small_config, small_ppo
+from tests.tiny_llama import save_tiny_llama
+
+pytestmark = pytest.mark.slow  # a start of a fleet for each
+
+LENGTH, BUFFER, FACTOR = 10, 4, 0.5
+SHIFT, CLIP, DUAL_CLIP = 2.0, 0.2, 1.5
+EVEN_FIRST = r"[\[(]\d*[02468]\D.*"
+"""Matches the ids of a response, as `str` writes them, whose first is even."""
+
+
+def prompts(count: int, length: int) -> list[PromptExample]:
+    chance = random.Random(0)
+    return [
+        PromptExample(f"p{i}", "", (1, *(chance.randrange(3, VOCABULARY) for _ in range(length - 1))))
+        for i in range(count)
+    ]
+
+
+def test_filtering_overlong_penalty_and_dual_clip_give_the_numbers_worked_out_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
+) -> None:
+    model = save_small_model(tmp_path / "model")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    options: dict[str, Any] = {
+        "algorithm": "rloo",
+        "kl": {"coef": 0.0},
+        "prompts_per_step": 12,
+        "samples_per_prompt": 2,
+        "minibatches": 1,
+        "max_new_tokens": LENGTH,
+        "rewards": [{"type": "format", "pattern": EVEN_FIRST}],
+        "dynamic_filtering": {"max_rounds": 8},
+        "overlong": {"buffer": BUFFER, "factor": FACTOR},
+        "clip_low": CLIP,
+        "clip_high": CLIP,
+        "dual_clip": DUAL_CLIP,
+    }
+    with small_ppo(small_config(model, options), model, tmp_path, prompts(100, 8)) as controller:
+        batch = controller.collect()
+        experience = controller.score(batch)
+        # As if every token had become exp(2) times as likely since it was sampled.
+        moved = dataclasses.replace(experience, old_logprobs_BT=experience.old_logprobs_BT - SHIFT)
+        update = controller._train(batch, moved, 1)
+    assert len(batch.rollouts) == len(batch.prompts) == 24
+    assert all(r.prompt_id == p.prompt_id for r, p in zip(batch.rollouts, batch.prompts, strict=True))
+    scores = []
+    for rollout in batch.rollouts:
+        over = max(0, len(rollout.response_ids) - (LENGTH - BUFFER)) / BUFFER
+        scores.append(float(rollout.response_ids[0] % 2 == 0) - FACTOR * over)
+    assert experience.scores_B.tolist() == pytest.approx(scores, abs=1e-6)
+    assert min(scores) <= -FACTOR < 0 < max(scores)
+    assert batch.replaced > 0
+    assert experience.metrics["rollout/replaced_prompts"] == batch.replaced
+    assert experience.metrics["rollout/zero_variance_groups"] == 0
+    assert all(scores[i] != scores[i + 1] for i in range(0, 24, 2))
+
+    advantages_N = experience.advantages_BT[experience.mask_BT]
+    assert (advantages_N < 0).any() and (advantages_N > 0).any()
+    ratio = math.exp(SHIFT)
+    unbounded_N = torch.where(advantages_N < 0, -ratio * advantages_N, -(1 + CLIP) * advantages_N)
+    bounded_N = torch.where(advantages_N < 0, -DUAL_CLIP * advantages_N, -(1 + CLIP) * advantages_N)
+    assert update["loss/policy"] == pytest.approx(bounded_N.mean().item(), abs=1e-5)
+    assert update["policy/grad_norm"] == 0, "of a token held by a clip there is no gradient"
+    summary_lines.append(
+        f"options of PPO: {batch.replaced} prompts replaced, scores {min(scores):.2f} to {max(scores):.2f}, loss "
+        f"{update['loss/policy']:.5f} with dual clip (by hand {bounded_N.mean():.5f}, without {unbounded_N.mean():.5f})"
+    )
+
+
+def test_rows_of_2048_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]) -> None:
+    model = save_tiny_llama(
+        tmp_path / "model",
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    options: dict[str, Any] = {
+        "prompts_per_step": 4,
+        "max_new_tokens": 1024,
+        "minibatches": 1,
+        "micro_batch_tokens": 4096,
+        "steps": 1,
+    }
+    config = small_config(model, options)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": 1024})})
+    with small_ppo(config, model, tmp_path, prompts(4, 1024)) as controller:
+        batch = controller.collect()
+        experience = controller.score(batch)
+        update = controller._train(batch, experience, 1)
+        again = controller.score(batch)
+    rows = [len(r.prompt_ids) + len(r.response_ids) for r in batch.rollouts]
+    assert rows == [2048] * 4
+    assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
+    assert update["policy/grad_norm"] > 0 and update["value/grad_norm"] > 0
+    changed_BT = (again.old_logprobs_BT - experience.old_logprobs_BT).abs()
+    # The last positions too are trained on, not the first ones alone.
+    assert changed_BT[:, -128:].mean() > 1e-4
+    summary_lines.append(
+        f"rows of 2,048 tokens: largest gap to the engine {experience.metrics['rollout/logprob_gap_max']:.1e}, mean "
+        f"change of log-probabilities by one step {changed_BT.mean():.1e}"
+    )
