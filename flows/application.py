@@ -1,50 +1,14 @@
 """Prefect's server as `rlhf` runs it: `uvicorn --factory flows.application:create_app`.
 
-Loopback is reachable by every web page that the user opens. Three rules keep pages of other origins out, each alone:
-
-    Host        must name loopback: a page whose name was pointed to 127.0.0.1 (DNS rebinding) has its own name there
-    Origin      where there is one, must be this server's own address; a browser sends it with all that could change
-                anything, and with every WebSocket
-    password    is asked for by Prefect itself (PREFECT_SERVER_API_AUTH_STRING), also from other users of the machine
+Web pages from elsewhere are kept out by the rules of `rlhf_core.loopback`, and alone by the password, which Prefect itself
+asks for (PREFECT_SERVER_API_AUTH_STRING), also from other users of the machine.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_REFUSED = b"This server answers requests to 127.0.0.1 or localhost only, and none of web pages from elsewhere.\n"
-
-
-class OwnAddressOnly:
-    """Answers 403 to requests whose Host or Origin is another's. A port that was forwarded may differ from the server's."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or is_own(scope["headers"]):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": _REFUSED})
-
-
-def is_own(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether a request with these headers was meant for loopback and comes from no page of another origin."""
-    hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
-    origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
-    if len(hosts) != 1:
-        return False
-    name, _, port = hosts[0].rpartition(":")
-    if not port.isdigit():
-        name = hosts[0]
-    return name in _LOOPBACK and all(origin == f"http://{hosts[0]}" for origin in origins)
+from rlhf_core.loopback import OwnAddressOnly
 
 
 def create_app() -> Any:

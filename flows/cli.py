@@ -214,7 +214,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown there", url
         )
 
-    server = EmbeddedPrefect(home)
+    server = EmbeddedPrefect(home)  # sets the variables that Prefect reads while it is imported
     isolate_prefect()
     import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
     from flows.pipeline import warm_up

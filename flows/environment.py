@@ -34,10 +34,16 @@ def python_module(name: str) -> list[str]:
 
 
 def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """NO_PROXY with this machine's own addresses: what is asked there must not go to a proxy."""
-    known = environ.get("NO_PROXY") or environ.get("no_proxy") or ""
-    names = [name for name in known.split(",") if name]
-    value = ",".join([*names, *(name for name in ("127.0.0.1", "localhost") if name not in names)])
+    """NO_PROXY with this machine's own addresses: what is asked there must not go to a proxy.
+
+    Libraries differ in which spelling they prefer, so both get the names of both. `*` means every host only where it stands
+    alone.
+    """
+    given = [environ.get(name, "").strip() for name in ("no_proxy", "NO_PROXY")]
+    if "*" in given:
+        return {"NO_PROXY": "*", "no_proxy": "*"}
+    names = [name.strip() for names in given for name in names.split(",")]
+    value = ",".join(dict.fromkeys([*filter(None, names), "127.0.0.1", "localhost"]))
     return {"NO_PROXY": value, "no_proxy": value}
 
 

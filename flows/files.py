@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ LOG_BYTES = 10_000_000
 
 def rotate_logs(folder: Path, most: int = LOG_BYTES) -> None:
     """Move aside what is in the logs of `folder` that have more than `most` bytes. Their writers keep the file, which is
-    emptied: they append, and so begin anew."""
+    emptied: they append, and so begin anew. One that cannot be read or written stays as it is."""
     for file in folder.glob("*.log"):
-        if file.stat().st_size > most:
-            shutil.copyfile(file, file.with_suffix(".log.1"))
-            os.truncate(file, 0)
+        with suppress(OSError):
+            if file.stat().st_size > most:
+                shutil.copyfile(file, file.with_suffix(".log.1"))
+                os.truncate(file, 0)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -21,12 +21,14 @@ def isolate_prefect() -> None:
     """Import Prefect's settings without the sources that lie in the working folder.
 
     Call it before Prefect is imported and before other threads exist: Prefect reads its settings while it is imported,
-    and the working folder of the whole process is another one meanwhile.
+    and the working folder of the whole process is another one meanwhile. Called again, it reads the settings again: the
+    environment names another server after the first one did not answer.
     """
     if "PREFECT_PROFILES_PATH" not in os.environ:  # else Prefect looks for that path in the same files
         folder = Path(os.environ.get("PREFECT_HOME") or Path("~/.prefect").expanduser())
         os.environ["PREFECT_PROFILES_PATH"] = str(folder / "profiles.toml")
-    if "prefect.settings" not in sys.modules:
+    again = "prefect.settings" in sys.modules
+    if not again:
         before = os.getcwd()
         os.chdir(_SAFE_FOLDER)
         try:
@@ -37,6 +39,10 @@ def isolate_prefect() -> None:
 
     sources.TomlConfigSettingsSourceBase._read_files = _nothing  # type: ignore[method-assign]
     sources.FilteredDotEnvSettingsSource._read_env_files = _nothing  # type: ignore[method-assign]
+    if again:
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> dict[str, Any]:

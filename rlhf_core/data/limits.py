@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +32,11 @@ def memory_limit(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def ends_within(seconds: float, function: Callable[[], object]) -> bool:
+def ends_within(seconds: float, function: Callable[[], object], *, wall: float = 60.0) -> bool:
     """Whether `function` ends within so much time of the processor (whole seconds), tried in a copy of this process.
+
+    The copy is killed after `wall` seconds of the clock too: it may wait for ever for a lock that another thread of this
+    process held when it was copied.
 
     Nothing of what it does or raises reaches this process. Unlike `time_limit` this ends also a single operation of C
     code that takes hours. True where a process cannot be copied.
@@ -50,7 +54,14 @@ def ends_within(seconds: float, function: Callable[[], object]) -> bool:
                 function()
         finally:
             os._exit(0)
-    _, status = os.waitpid(child, 0)  # the kernel ends it at the limit
+    deadline = time.monotonic() + wall
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.005)
+        ended, status = os.waitpid(child, os.WNOHANG)  # the kernel ends it at the limit of the processor's time
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
 

@@ -4,8 +4,9 @@
     GET /health
 
 A request waits for the one forward pass that holds it. Encoding and scoring take turns: while a chat template runs, the
-memory of the whole process is limited. Without a token it listens on loopback only. What is wrong with an item is its own `null` and reason;
-what is wrong with a request is its status: 400, 401, 408, 413, 415, 500, 503.
+memory of the whole process is limited. Without a token it listens on loopback only, and refuses requests of web pages from
+elsewhere. What is wrong with an item is its own `null` and reason; what is wrong with a request is its status: 400, 401,
+403, 408, 413, 415, 500, 503.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from starlette.routing import Route
 
 from rlhf_core.config.tokens import TOKEN_VARIABLE, reward_token
 from rlhf_core.errors import ConfigError
+from rlhf_core.loopback import OwnAddressOnly
 from rlhf_core.rewards.connections import GuardedProtocol
 from rlhf_core.rewards.scorer import ItemError
 from rlhf_core.types import PromptAndResponse
@@ -144,9 +146,10 @@ def make_app(scorer: Scores, token: str | None) -> Starlette:
 
 def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
     """Run it with the sockets of `listen`."""
+    app = make_app(scorer, token)
     return uvicorn.Server(
         uvicorn.Config(
-            make_app(scorer, token),
+            OwnAddressOnly(app) if token is None else app,  # no page knows the token
             log_level="warning",
             access_log=False,
             server_header=False,

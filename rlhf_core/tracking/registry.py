@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError
@@ -135,20 +135,32 @@ class _Outcome(NamedTuple):
     @classmethod
     def of(cls, tags: Mapping[str, str]) -> _Outcome:
         """Of the champion: how it became so, or that nobody knows."""
-        kept = json.loads(tags.get(_OUTCOME, "{}"))
-        if not kept.get("champion"):
-            return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
-        match = Match(**kept["match"]) if kept["match"] else None
-        tested = bool(kept.get("tested", match))
-        return cls(Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], tested), kept["met"], match)
+        kept = _outcome(tags)
+        try:
+            match = Match(**kept["match"]) if kept["match"] else None
+            decision = Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept.get("tested", match)))
+            if kept["champion"]:
+                return cls(decision, kept["met"], match)
+        except (KeyError, TypeError):
+            pass  # tags of another program, or edited by hand
+        return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
 
 
 def _tested_against(tags: Mapping[str, str], champion: ModelVersion | None) -> bool:
     """Whether the version with `tags` was tested against this champion, or as the first one."""
-    outcome = json.loads(tags.get(_OUTCOME, "{}"))
-    if not outcome or outcome["met"] != (champion.version if champion else None):
+    outcome = _outcome(tags)
+    if "met" not in outcome or outcome["met"] != (champion.version if champion else None):
         return False
-    return bool(outcome.get("tested", outcome["match"]))
+    return bool(outcome.get("tested", outcome.get("match")))
+
+
+def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
+    """What `_Outcome.tags` wrote; empty where there is nothing, or something else: anyone can edit tags."""
+    try:
+        kept = json.loads(tags.get(_OUTCOME, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _judge(

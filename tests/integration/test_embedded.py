@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 
-from flows.local_http import answers, post
+from flows.local_http import answers, credentials, post
 from rlhf_core.processes import ProcessId
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
@@ -160,6 +161,23 @@ def test_a_web_page_of_another_origin_is_refused_in_a_real_browser(server: Serve
     assert seen.pop("write without a preflight") == "opaque 0", "sent, and refused: see what is left"
     assert set(seen.values()) == {"refused"} and len(seen) == 6, seen
     assert post(f"{server.url}/variables/filter", {}, login=server.login) == []
+
+
+def test_each_rule_refuses_alone(server: Server) -> None:
+    """What a page may have right, and the status of the rule that refuses it. In a browser all look alike."""
+    origin, known = server.url.removesuffix("/api"), credentials(server.login)
+    rebound = {"Host": "evil.example"}
+    tried = {
+        "Origin, though the password is right": ({**known, "Origin": "http://127.0.0.1:1"}, 403),
+        "Host, though the password is right": ({**known, **rebound}, 403),
+        "the password, though Host and Origin are right": ({"Origin": origin}, 401),
+        "nothing": ({**known, "Origin": origin}, 200),
+    }
+    found = {
+        title: httpx.post(f"{server.url}/variables/filter", json={}, headers=headers, trust_env=False).status_code
+        for title, (headers, _) in tried.items()
+    }
+    assert found == {title: status for title, (_, status) in tried.items()}
 
 
 def test_writers_wait_for_each_other_and_none_is_refused(server: Server) -> None:

@@ -358,6 +358,32 @@ def outside(folder: Path, *arguments: str, **options: Any) -> subprocess.Complet
     )
 
 
+PLANTED = ("queue", "argparse", "logging", "secrets", "subprocess", "socket", "yaml", "pydantic", "rlhf_core", "psutil")
+
+
+@pytest.mark.parametrize("variable", [":", ".", "folder/..:", "{absolute}:"])
+def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it(tmp_path: Path, variable: str) -> None:
+    """The installed command, and what it starts. With `:` Python looks there before its own library."""
+    folder, ran = tmp_path / "typed", tmp_path / "ran"
+    (folder / "folder").mkdir(parents=True)
+    for name in PLANTED:
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
+    environment = {**os.environ, "PYTHONPATH": variable.format(absolute=tmp_path)}
+    script = Path(sys.executable).parent / "rlhf"
+    for command in ([script, "status"], [script, "plan", "c.yaml"]):
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == {"status": 0, "plan": 2}[command[1]], done.stderr
+    code = (
+        "import flows, os, subprocess, sys; print(os.environ.get('PYTHONPATH')); "
+        "subprocess.run([sys.executable, '-P', '-c', 'import queue, secrets'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout == ("None\n" if "{" not in variable else f"{tmp_path}\n")
+    assert not ran.exists(), ran.read_text()
+
+
 @pytest.mark.parametrize("name", ["run: {name: 'café 🦊'}", "ppo: {'stéps': 3}"])
 def test_without_a_terminal_and_in_the_c_locale_a_message_is_written_all_the_same(tmp_path: Path, name: str) -> None:
     (tmp_path / "c.yaml").write_text(name, encoding="utf-8")
@@ -398,3 +424,22 @@ def test_what_is_asked_of_this_machine_goes_past_a_proxy() -> None:
     hosts = {"no": environment["no_proxy"]}
     assert urllib.request.proxy_bypass_environment("127.0.0.1:4200", hosts)
     assert urllib.request.proxy_bypass_environment("localhost:1", hosts)
+
+
+NO_PROXY = {
+    "every host": ({"NO_PROXY": "*"}, "*"),
+    "every host, in lower case": ({"no_proxy": "*", "NO_PROXY": "a.example"}, "*"),
+    "both spellings": ({"no_proxy": "a.example", "NO_PROXY": "b.example,a.example"}, "a.example,b.example,127.0.0.1,localhost"),
+    "blanks and empty parts": ({"NO_PROXY": " a.example, ,localhost"}, "a.example,localhost,127.0.0.1"),
+    "neither": ({}, "127.0.0.1,localhost"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", NO_PROXY)
+def test_hosts_that_were_asked_past_a_proxy_still_are(title: str) -> None:
+    given, value = NO_PROXY[title]
+    environment = past_proxies(given)
+    assert environment == {"NO_PROXY": value, "no_proxy": value}
+    known = [name.strip() for names in given.values() for name in names.split(",") if name.strip()]
+    for host in ["any.example" if name == "*" else name for name in known]:
+        assert urllib.request.proxy_bypass_environment(host, {"no": environment["no_proxy"]}), host

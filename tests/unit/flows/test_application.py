@@ -1,4 +1,8 @@
-"""Prefect's scheduler inserts its flow runs under the locked SQLAlchemy."""
+"""Prefect's scheduler inserts its flow runs under the locked SQLAlchemy.
+
+This looks at the function that SQLAlchemy calls, and no further: that a schedule starts runs is proved by
+`tests/integration/test_scheduled.py`, on the real servers.
+"""
 
 from __future__ import annotations
 

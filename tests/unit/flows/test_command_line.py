@@ -394,6 +394,15 @@ def test_logs_that_grow_are_moved_aside_and_their_writer_goes_on(tmp_path: Path)
     assert log.read_bytes() == b"third"
 
 
+def test_a_log_that_cannot_be_read_keeps_no_other_from_being_moved_aside(tmp_path: Path) -> None:
+    for name in ("a.log", "z.log"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    (tmp_path / "mlflow.log").write_bytes(b"text " * 40)
+    rotate_logs(tmp_path, most=100)
+    assert (tmp_path / "mlflow.log").read_bytes() == b""
+    assert (tmp_path / "mlflow.log.1").read_bytes() == b"text " * 40
+
+
 def test_down_and_status_without_servers_say_so(tmp_path: Path) -> None:
     assert "nothing to stop" in down(tmp_path)
     assert "servers: none" in describe(tmp_path)

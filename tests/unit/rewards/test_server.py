@@ -285,7 +285,7 @@ def test_a_request_that_does_not_come_is_given_up(start: Start, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "beginning", [b"", b"POST /score HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"]
+    "beginning", [b"", b"POST /score HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"]
 )
 def test_a_connection_that_sends_no_whole_header_is_closed(
     start: Start, monkeypatch: pytest.MonkeyPatch, beginning: bytes
@@ -424,6 +424,19 @@ def test_a_client_without_the_token_is_told_so(start: Start, monkeypatch: pytest
     with pytest.raises(RewardError, match=r"status 401, .* RLHF_REWARD_TOKEN"):
         service([RewardInput("p", "a", "b", (1,), (2,), True)])
     service.close()
+
+
+def test_without_a_token_no_web_page_from_elsewhere_is_answered(start: Start) -> None:
+    """A page whose name was pointed to 127.0.0.1 (DNS rebinding) may send JSON, and has its own name as Host."""
+    scripted = Scripted()
+    url = start(scripted)
+    port = url.rpartition(":")[2]
+    rebound = {"Host": f"evil.example:{port}"}
+    for headers in (rebound, {"Origin": "https://evil.example"}, {**rebound, "Origin": f"http://evil.example:{port}"}):
+        assert post(url, texts(1), headers=headers).status_code == 403
+        assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 403
+    assert scripted.passes == []
+    assert post(url, texts(1), headers={"Host": f"localhost:{port}"}).status_code == 200
 
 
 def test_beyond_loopback_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

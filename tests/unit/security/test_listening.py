@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from flows.application import OwnAddressOnly
 from flows.environment import prefect_environment
 from flows.supervisor import Supervisor
+from rlhf_core.loopback import OwnAddressOnly
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,6 +61,7 @@ HEADERS = {
     "the address itself": ({"Host": "127.0.0.1:4200"}, True),
     "by name": ({"Host": "localhost:4200"}, True),
     "by IPv6": ({"Host": "[::1]:4200"}, True),
+    "another address of loopback": ({"Host": "127.0.1.1:8600"}, True),
     "a forwarded port": ({"Host": "localhost:14200", "Origin": "http://localhost:14200"}, True),
     "a page of its own": ({"Host": "127.0.0.1:4200", "Origin": "http://127.0.0.1:4200"}, True),
     "another web site": ({"Host": "127.0.0.1:4200", "Origin": "https://evil.example"}, False),
@@ -72,6 +73,7 @@ HEADERS = {
     "a name that begins like loopback": ({"Host": "127.0.0.1.evil.example:4200"}, False),
     "a name that ends like loopback": ({"Host": "evil.localhost:4200"}, False),
     "all interfaces": ({"Host": "0.0.0.0:4200"}, False),
+    "a short spelling of loopback": ({"Host": "127.1:4200"}, False),
     "no host": ({"Host": ""}, False),
 }
 

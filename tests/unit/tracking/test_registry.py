@@ -96,6 +96,18 @@ def test_each_further_test_against_the_same_champion_needs_more(mlflow: Mlflow) 
     assert aliases(mlflow, "m9")["champion"] == "11"
 
 
+@pytest.mark.parametrize("tag", ["no JSON", "[1]", "{}", '{"tested": true}', '{"met": [], "match": 3}', "[" * 5000])
+def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: str) -> None:
+    model = f"edited {abs(hash(tag))}"
+    for digest in "ab":
+        register(mlflow, model, candidate(digest, 1.0, note=digest), gate=GATE, play=lambda tags: won(50))
+    mlflow.tag_version(model, "2", {"rlhf.outcome": tag})
+    done = register(mlflow, model, candidate("c", 1.0, note="c"), gate=GATE, play=lambda tags: won(50))
+    assert "test 1 at level" in done.decision.reason
+    mlflow.tag_version(model, "1", {"rlhf.outcome": tag})
+    assert register(mlflow, model, candidate("a", 1.0), gate=GATE).decision.rule == "unchanged"
+
+
 def test_an_error_of_the_match_is_not_called_one_of_mlflow(mlflow: Mlflow) -> None:
     def play(tags: Any) -> Match:
         raise RuntimeError("CUDA out of memory")

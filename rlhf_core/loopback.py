@@ -1,0 +1,60 @@
+"""Keeps web pages out of servers that listen on loopback.
+
+Every web page that the user opens can send requests there. Two rules keep pages of other origins out:
+
+    Host        must be a loopback address or `localhost`: a page whose name was pointed to 127.0.0.1 (DNS rebinding) has
+                its own name there
+    Origin      where there is one, must be the server's own address; a browser sends it with all that could change
+                anything, and with every WebSocket
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_REFUSED = (
+    b"This server answers requests to a loopback address or localhost only, and none of web pages from elsewhere.\n"
+)
+
+
+class OwnAddressOnly:
+    """Answers 403 to requests whose Host or Origin is another's. A port that was forwarded may differ from the server's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or is_own(scope["headers"]):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": _REFUSED})
+
+
+def is_own(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a request with these headers was meant for loopback and comes from no page of another origin."""
+    hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+    origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
+    if len(hosts) != 1:
+        return False
+    name, _, port = hosts[0].rpartition(":")
+    if not port.isdigit():
+        name = hosts[0]
+    return _is_loopback(name) and all(origin == f"http://{hosts[0]}" for origin in origins)
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    if name.startswith("[") and name.endswith("]"):
+        return name == "[::1]"
+    try:
+        return ipaddress.IPv4Address(name).is_loopback
+    except ValueError:
+        return False
