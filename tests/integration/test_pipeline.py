@@ -209,6 +209,12 @@ def test_the_trajectory_is_the_pinned_one(golden: Golden) -> None:
             assert now[name] == pytest.approx(then[name], rel=1e-3, abs=1e-4), f"step {step}: {name}"
 
 
+def test_every_response_of_ppo_stands_beside_the_prompt_that_it_answers(golden: Golden) -> None:
+    """The engine's log-probabilities of a response are the trainer's after its own prompt, and after no other."""
+    for line in (golden.fetch("ppo") / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["rollout/logprob_gap_max"] < 1e-3
+
+
 def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -> None:
     from mlflow import MlflowClient
 
