@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
@@ -21,7 +22,7 @@ from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
-from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -88,25 +89,28 @@ def _find(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champ
     artifacts = ArtifactStore(store, Path(config.run.home).resolve() / "cache")
     try:
         policy, data = (_artifact(artifacts, stage, tags) for stage in ("ppo", "data"))
-        template = artifacts.config(policy)["data"]["template"]
+        made = artifacts.config(policy)
         train = load_prompts(artifacts.fetch(data), "train")
         folder = artifacts.fetch(policy)
-        files = PolicyFiles(folder / "policy")
-        if config.ppo.syncs_adapter and (folder / "adapter").is_dir():
-            files = policy_files(config, folder, artifacts.fetch(_artifact(artifacts, "sft", tags)))
+        sft = partial(_fetched, artifacts, "sft", tags)
+        files = policy_files(made_with(made["ppo"]), folder, sft)
         seen = frozenset(prompt.prompt_id for prompt in train)
         reward = _reward_model(artifacts, tags) if judge == "reward_model" else None
-        return _Champion(files, _tokenizer(folder / "policy"), seen, str(template), reward)
+        return _Champion(files, _tokenizer(folder / "policy"), seen, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # a store that fails is tried again, and decides nothing
         raise _NotPlayed(error.message) from error
 
 
 def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str]) -> Path | None:
     try:
-        return artifacts.fetch(_artifact(artifacts, "reward", tags)) / "model"
+        return _fetched(artifacts, "reward", tags) / "model"
     except _NotPlayed as reason:
         log.warning("the champion's reward model will not judge: %s", reason)
         return None
+
+
+def _fetched(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> Path:
+    return artifacts.fetch(_artifact(artifacts, stage, tags))
 
 
 def _artifact(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> ArtifactRef:
@@ -140,7 +144,7 @@ def _play(
             config, {name: files}, decoder.response, prompts, device=device, progress=services.progress
         )[name]
 
-    ours = respond("ppo", policy_files(config, services.inputs["ppo"], services.inputs.get("sft", Path())))
+    ours = respond("ppo", policy_files(config.ppo, services.inputs["ppo"], lambda: services.inputs["sft"]))
     try:
         theirs = respond("champion", champion.policy)
     except Exception as error:  # it may be larger, older, of another kind: the candidate was just served the same way

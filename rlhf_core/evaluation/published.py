@@ -65,7 +65,7 @@ def measure_published(
     found = {
         "published/logprob_gap": mean_gap(in_process, exact),
         "published/logprob_update": update,
-        "published/loss": merged if policy_files(config, ppo, sft).adapter is None else 0.0,
+        "published/loss": merged if policy_files(config.ppo, ppo, lambda: sft).adapter is None else 0.0,
         "published/merge_loss": merged,
     }
     dtype, tolerance = config.ppo.policy_deepspeed.dtype, config.ppo.weight_sync.canary_tolerance

@@ -49,13 +49,15 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     decoder = load_decoder(services.inputs["data"])
     device = resolve_device(config.run.device)
 
-    policy = policy_files(config, services.inputs["ppo"], services.inputs["sft"])
+    policy = policy_files(config.ppo, services.inputs["ppo"], lambda: services.inputs["sft"])
     models = {"sft": PolicyFiles(services.inputs["sft"] / "model"), "ppo": policy}
     responses = generate.responses_of(
         config, models, decoder.response, prompts, device=device, progress=services.progress
     )
     sources = [prompt.source or "unnamed" for prompt in prompts]
-    measured = _measure(config, services, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device)
+    measured = _measure(
+        config, services, policy, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device
+    )
     responses, measured = scored(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
@@ -75,6 +77,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
 def _measure(
     config: PipelineConfig,
     services: Services,
+    policy: PolicyFiles,
     responses: Mapping[str, list[RewardInput]],
     prompt_sources: list[str],
     *,
@@ -115,7 +118,6 @@ def _measure(
             measures["rules"] = pair(batch.total)
         rules = {name: pair(values) for name, values in batch.by_source.items()}
         report()
-    policy = policy_files(config, services.inputs["ppo"], services.inputs["sft"])
     reference = services.inputs["sft"] / "model"
     kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
     report()

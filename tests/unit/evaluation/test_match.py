@@ -2,6 +2,7 @@
 
 - both answer the evaluation's prompts, and the judge of the evaluation decides each
 - prompts that the champion was trained on are left out
+- the champion is loaded as its own run's settings say (base and adapter, or the merge), whatever the candidate's are
 - it is not played where the champion is not in this store, reads other tokens, or cannot be served; the log says why
 """
 
@@ -166,6 +167,58 @@ def test_prompts_that_the_champion_was_trained_on_are_left_out(
     SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
     assert match.play(config, services, tags) is None
     assert "it was trained on all held-out prompts; recorded evaluations decide" in caplog.text
+
+
+BF16 = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
+LORA = {**BF16, "lora": {"r": 8}}
+NF4 = {**BF16, "lora": {"r": 8, "quantize": "nf4"}}
+
+
+@pytest.mark.parametrize(
+    ("candidate", "theirs", "apart"),
+    [
+        pytest.param({}, LORA, True, id="candidate without LoRA, champion with"),
+        pytest.param(LORA, NF4, False, id="candidate with LoRA, champion nf4"),
+        pytest.param(LORA, {"lora": {"r": 8}}, False, id="candidate bfloat16, champion float32"),
+        pytest.param(LORA, {**LORA, "weight_sync": {"lora": "merged"}}, False, id="champion merged by its settings"),
+    ],
+)
+def test_the_champion_is_loaded_as_its_own_settings_say(
+    candidate: Any, theirs: Any, apart: bool, services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(ppo: Any) -> PipelineConfig:
+        tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "evaluate": {"prompts": 8, "bootstrap": 200}}
+        return PipelineConfig.model_validate_json(json.dumps({**tree, "ppo": ppo}))
+
+    made = settings(theirs).model_dump(mode="json", by_alias=True)
+    store = ArtifactStore(Store(settings({}).store_url), tmp_path / "cache")
+    folders = {"data": tmp_path / "d", "sft": tmp_path / "s", "ppo": tmp_path / "p"}
+    policy(folders["data"] / "x", BAD)
+    policy(folders["sft"] / "model", BAD)
+    policy(folders["ppo"] / "policy", BAD)
+    (folders["ppo"] / "adapter").mkdir()
+    (folders["ppo"] / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+    tags, fetched = {}, {}
+    for stage in ("data", "sft", "ppo"):
+        ref = store.publish(stage, "c" * 16, folders[stage], parents={}, metrics={}, config=made)
+        tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
+        fetched[stage] = store.fetch(ref)
+    policy(tmp_path / "sft" / "model", GOOD)
+    inputs = {**services.inputs, "sft": tmp_path / "sft"}
+    ours = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)
+    loaded: dict[str, PolicyFiles] = {}
+
+    def respond(_config: Any, models: dict[str, PolicyFiles], *_rest: Any, **_settings: Any) -> Any:
+        loaded.update(models)
+        return {name: [] for name in models}
+
+    monkeypatch.setattr("rlhf_core.evaluation.generate.responses_of", respond)
+    monkeypatch.setattr("rlhf_core.evaluation.scoring.score", lambda *_, **__: [])
+    assert match.play(settings(candidate), ours, tags) is None
+    merged = PolicyFiles(fetched["ppo"] / "policy")
+    assert loaded["champion"] == (
+        PolicyFiles(fetched["sft"] / "model", fetched["ppo"] / "adapter") if apart else merged
+    )
 
 
 def test_it_is_not_played_without_the_champions_weights_and_data(

@@ -87,9 +87,9 @@ def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> Non
 
 
 def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(artifacts: Any) -> None:
-    ppo, _, trained = artifacts
+    ppo, sft, trained = artifacts
     assert json.loads((ppo / "policy" / "config.json").read_text())["dtype"] == "float32"
-    exact = policy_files(config_of(), *artifacts[:2])
+    exact = policy_files(config_of().ppo, ppo, lambda: sft)
     settings: Any = {"temperature": 1.0, "pad_id": 0, "device": "cpu"}
     merge, apart = (
         published.logprobs(config_of("float32"), files, trained.sequences, **settings)
@@ -130,4 +130,4 @@ def test_outside_float32_the_adapter_is_synced_and_judged_beside_its_model(
 ) -> None:
     config = config_of(dtype, **settings)
     assert config.ppo.syncs_adapter is apart
-    assert (policy_files(config, *artifacts[:2]).adapter is not None) is apart
+    assert (policy_files(config.ppo, artifacts[0], lambda: artifacts[1]).adapter is not None) is apart
