@@ -233,7 +233,12 @@ class PPOController:
 
     def _log(self, metrics: Metrics) -> None:
         with self._metrics_file.open("a") as file:
-            kept = {name: value for name, value in metrics.items() if name not in self._clocked}
+            # The settings of the guards are not in the key of the artifact: what the guards say is not in the artifact.
+            kept = {
+                name: value
+                for name, value in metrics.items()
+                if name not in self._clocked and not name.startswith("guards/") and name != "rollout/logprob_gap_alarm"
+            }
             file.write(json.dumps({"step": self.done, **kept}) + "\n")
         self._services.metrics.log_metrics(metrics, self.done)
         # What is not finite is not among the metrics of a step that was skipped.

@@ -17,12 +17,6 @@ _TINY_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     """Targets that the model does not have, and quantization that this machine or the other settings do not allow."""
     ppo = config.ppo
-    rounds = ppo.engine.dtype != "float32"
-    if ppo.lora is not None and ppo.lora.quantize is None and ppo.weight_sync.lora == "merged" and rounds:
-        yield (
-            f"ppo.weight_sync.lora: merged rounds weights and adapter to {ppo.engine.dtype}, in which much of a small update "
-            "is lost: rollouts and evaluation are of another policy than the trained one; leave it out, or use adapter"
-        )
     for field, lora, trainers in (
         ("sft", config.sft.lora, (config.sft.deepspeed,)),
         ("reward", config.reward.lora, (config.reward.deepspeed,)),
@@ -44,7 +38,7 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
         if field == "ppo" and (ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")):
             yield ConfigError(
                 f"{what} needs ppo.weight_sync.lora=merged and ppo.colocate=pairs, policy_reference or all, so that engines "
-                f"and reference have the policy's rounded weights; got {ppo.weight_sync.lora} and {ppo.colocate}"
+                f"and reference have the policy's rounded weights; got {ppo.weight_sync.lora or 'merged'} and {ppo.colocate}"
             )
 
 

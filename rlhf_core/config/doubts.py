@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo import MAX_ENGINE_RANK, PPOConfig
 
 _FAR = 10
 """A limit of so many times the target is none."""
@@ -20,6 +20,16 @@ def doubts(config: PipelineConfig) -> Iterator[str]:
     ppo = config.ppo
     yield from _kl(ppo)
     yield from _critic(ppo)
+    yield from _merge(ppo)
+    if config.data.eval_fraction > 0.5:
+        yield (
+            f"data.eval_fraction is {config.data.eval_fraction:g}: more prompts are held out than trained on; 0.1 is usual"
+        )
+    if config.evaluation_temperature != ppo.temperature:
+        yield (
+            f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at ppo.temperature="
+            f"{ppo.temperature:g}: another distribution is judged than the one that was trained; leave it out"
+        )
     if ppo.uses_reward_model and ppo.max_new_tokens > config.data.max_response_tokens:
         yield (
             f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens "
@@ -34,6 +44,11 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
         yield (
             f"ppo.kl.estimator: {kl.used_estimator} in the reward has another gradient than the KL, partly of the wrong sign "
             "(arXiv 2512.21852); leave it out for k1, or set ppo.kl.place=loss with k2"
+        )
+    if kl.place == "loss" and kl.used_estimator != "k2":
+        yield (
+            f"ppo.kl.estimator: {kl.used_estimator} in the loss has another gradient than the KL (arXiv 2512.21852); leave it "
+            "out for k2"
         )
     if kl.target is None:
         if kl.horizon is not None:
@@ -63,3 +78,21 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
             f"but only {warm_up} are its warm-up (ppo.critic_warmup_steps): it learns little before the policy moves; set it "
             "to 0"
         )
+
+
+def _merge(ppo: PPOConfig) -> Iterator[str]:
+    """What `ppo.published_loss_limit` may refuse at the end of the run."""
+    rounded = {ppo.engine.dtype, ppo.policy_deepspeed.dtype} - {"float32"}
+    if ppo.lora is None or ppo.syncs_adapter or not rounded:
+        return
+    if ppo.lora.quantize is not None:
+        cause, fix = f"ppo.lora.quantize: {ppo.lora.quantize}", "leave it out"
+    elif ppo.lora.r > MAX_ENGINE_RANK:
+        cause, fix = f"ppo.lora.r: {ppo.lora.r}", f"use at most {MAX_ENGINE_RANK}"
+    else:
+        cause, fix = "ppo.weight_sync.lora: merged", "leave it out, or use adapter"
+    yield (
+        f"{cause} merges the adapter into weights that are rounded to {', '.join(sorted(rounded))}, which loses much of a small "
+        "update: rollouts and evaluation are of another policy than the trained one, and the stage fails at its end above "
+        f"ppo.published_loss_limit ({ppo.published_loss_limit:g}); {fix}, or compute in float32"
+    )

@@ -18,7 +18,7 @@ from rlhf_core.config.flat import flat, leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
-SCHEMA: dict[StageName, int] = {"data": 4, "sft": 5, "reward": 6, "ppo": 8, "evaluate": 9, "register": 4}
+SCHEMA: dict[StageName, int] = {"data": 4, "sft": 5, "reward": 6, "ppo": 9, "evaluate": 9, "register": 4}
 """Version of each stage's code: raise it when the same configuration gives another result."""
 
 INPUTS: dict[StageName, tuple[StageName, ...]] = {

@@ -157,20 +157,32 @@ class GuardsConfig(Section):
     negative_kl_limit: PositiveFloat = Field(1.0, description="Nats per response below 0 (1 as in TRL's warning)")
     length_drift: GuardAction = Field("warn", description="Responses have become much longer or shorter than at first")
     length_drift_ratio: PositiveFloat = Field(
-        2.0, description="Of the mean length at first: more than this, or less than one part in this, is a drift"
+        2.0, description="Of the mean length at first: longer than this factor, or shorter than its inverse"
     )
     loops: GuardAction = Field(
         "warn", description="Responses repeat a piece of text, of whatever length, over and over"
     )
-    loops_share: Fraction = Field(0.2, description="Share of the responses from which on")
+    loops_share: Fraction = Field(0.2, description="Raised at this share of responses or more")
     score_length: GuardAction = Field("warn", description="The score follows the length of the response")
-    score_length_correlation: Fraction = Field(0.9, description="Pearson's correlation over the batch from which on")
+    score_length_correlation: Fraction = Field(
+        0.9, description="Raised at this Pearson correlation over the batch or more"
+    )
     blind_critic: GuardAction = Field("warn", description="The critic explains nothing of the returns")
     blind_critic_steps: PositiveInt = Field(
         20, description="Steps in a row with an explained variance of 0 or less, in place of `patience`"
     )
     score_clip: GuardAction = Field("warn", description="Scores of the reward model are clipped (`ppo.score_clip`)")
-    score_clip_share: Fraction = Field(0.01, description="Share of the scores above which")
+    score_clip_share: Fraction = Field(0.01, description="Raised above this share of the scores")
+
+    @model_validator(mode="after")
+    def _can_be_meant(self) -> Self:
+        for name in ("entropy_explosion_ratio", "length_drift_ratio"):
+            if (ratio := getattr(self, name)) <= 1:
+                raise ValueError(
+                    f"ppo.guards.{name} must be above 1, or a policy that does not change is a sign; got {ratio:g}; leave it "
+                    f"out ({type(self).model_fields[name].default:g})"
+                )
+        return self
 
 
 class PPOConfig(Section):
@@ -415,9 +427,25 @@ class PPOConfig(Section):
                 f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got "
                 f"{'no ppo.lora' if self.lora is None else f'r={self.lora.r}'}; set ppo.lora.r or ppo.weight_sync.lora=merged"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_meant(self) -> Self:
         low, high = self.importance_bounds
-        if low > high:
-            raise ValueError(f"ppo.importance_bounds must rise; got {low}, {high}")
+        if not low < high or high < 1:
+            raise ValueError(
+                f"ppo.importance_bounds must rise, to 1 or above: a weight of 1 is no gap; got {low:g}, {high:g}; leave it out"
+            )
+        if self.kl.target is not None and self.kl.target >= self.kl_limit:
+            raise ValueError(
+                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), or a policy at its target is stopped; got "
+                f"{self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
+            )
+        if self.critic_warmup_steps >= self.steps:
+            raise ValueError(
+                f"ppo.critic_warmup_steps must be below ppo.steps ({self.steps}), or the policy is never trained; got "
+                f"{self.critic_warmup_steps}; lower it"
+            )
         return self
 
     @model_validator(mode="after")

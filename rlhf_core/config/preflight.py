@@ -44,7 +44,7 @@ def check(config: PipelineConfig) -> list[str]:
         ("model.path", _model),
         ("lora", check_adapters),
         ("ppo.rewards", check_rewards),
-        ("ppo", doubts),
+        ("configuration", doubts),
         ("configuration", _consistency),
         ("run.device", _devices),
         ("run.home", _disk),
@@ -64,8 +64,6 @@ def _data(config: PipelineConfig) -> Iterator[Finding]:
             yield from guarded(f"{field}.path", check_source(field, source.path, source.revision))
     if data.chat_template is not None:
         yield from guarded("data.chat_template", _chat_template(data.chat_template))
-    if data.eval_fraction > 0.5:
-        yield f"data.eval_fraction is {data.eval_fraction:g}: more prompts are held out than trained on; 0.1 is usual"
     if all(source.path == "synthetic" for source in data.prompts):
         training = round(data.synthetic.prompts * (1 - data.eval_fraction))
         if config.ppo.prompts_per_step > training:
@@ -106,11 +104,6 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
         )
     elif config.reward.enabled and not ppo.uses_reward_model:
         yield "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only judges"
-    if config.evaluation_temperature != ppo.temperature:
-        yield (
-            f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at ppo.temperature="
-            f"{ppo.temperature:g}: another distribution is judged than the one that was trained; leave it out"
-        )
     if judge == "reward_model" and not config.reward.enabled:
         yield ConfigError("evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules")
     if judge == "rules" and not rules:

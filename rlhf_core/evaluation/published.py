@@ -49,15 +49,23 @@ def measure_published(
 ) -> dict[str, float]:
     """The measures of the module's docstring, as `published/...`.
 
-    What `loss` may be is asked by `stages.gates`. Raises GateFailed if the files are not those of the training process.
+    What `loss` may be is asked by `stages.gates`. Raises GateFailed if the files are not those of the training process,
+    or if no response has a token. Empty responses are left out.
     """
     lora = config.ppo.lora
     assert lora is not None
+    rows = [row for row, (_, response) in enumerate(trained.sequences) if response]
+    if not rows:
+        raise GateFailed(
+            "ppo: the last rollouts have no response token, so nothing tells whether the files are the trained policy; look at "
+            "the reward, or raise ppo.kl.coef"
+        )
+    sequences = [trained.sequences[row] for row in rows]
 
     def of(files: PolicyFiles) -> list[Tensor]:
-        return logprobs(config, files, trained.sequences, config.ppo.temperature, pad_id=pad_id, device=device)
+        return logprobs(config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device)
 
-    in_process = [torch.from_numpy(array) for array in trained.logprobs]
+    in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]
     # A quantized adapter belongs to rounded weights, which only the training process has.
     exact = in_process if lora.quantize is not None else of(PolicyFiles(sft / "model", ppo / "adapter"))
     update = mean_gap(exact, of(PolicyFiles(sft / "model")))

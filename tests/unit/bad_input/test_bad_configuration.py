@@ -134,6 +134,36 @@ FIELDS = (
         ("c.yaml:1", "ppo.kl.estimator=k1 with ppo.kl.place=loss", "its gradient is 0", "use k2"),
     ),
     Bad(
+        "a target above the limit that stops the run",
+        "ppo: {max_kl: 6, kl: {target: 6}}\n",
+        ("c.yaml:1", "ppo.max_kl must be above ppo.kl.target (6)", "got 6", "leave it out (30)"),
+    ),
+    Bad(
+        "an entropy that explodes without a change",
+        "ppo: {guards: {entropy_explosion_ratio: 1.0}}\n",
+        ("c.yaml:1", "ppo.guards.entropy_explosion_ratio must be above 1", "got 1", "leave it out (3)"),
+    ),
+    Bad(
+        "a length that drifts without a change",
+        "ppo: {guards: {length_drift_ratio: 0.5}}\n",
+        ("c.yaml:1", "ppo.guards.length_drift_ratio must be above 1", "got 0.5", "leave it out (2)"),
+    ),
+    Bad(
+        "a warm-up of the whole run",
+        "ppo: {steps: 10, critic_warmup_steps: 10}\n",
+        ("c.yaml:1", "ppo.critic_warmup_steps must be below ppo.steps (10)", "got 10", "lower it"),
+    ),
+    Bad(
+        "weights that are all below 1",
+        "ppo: {importance_bounds: [0.0, 0.5]}\n",
+        ("c.yaml:1", "ppo.importance_bounds must rise, to 1 or above", "got 0, 0.5", "leave it out"),
+    ),
+    Bad(
+        "bounds of one weight",
+        "ppo: {importance_bounds: [1.0, 1.0]}\n",
+        ("c.yaml:1", "ppo.importance_bounds must rise", "got 1, 1", "leave it out"),
+    ),
+    Bad(
         "a guard that does what no guard does", "ppo: {guards: {loops: no}}\n", ("ppo.guards.loops", "warn, stop, off")
     ),
     Bad(

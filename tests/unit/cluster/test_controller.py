@@ -2,6 +2,7 @@
 
 - the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
 - a step that is skipped is logged like any other, with its samples, and the run goes on
+- what the guards say is logged, but is not in the artifact: their settings are not in its key
 - bad steps in a row are counted across a restart
 - a checkpoint is kept by the score of the policy it holds: that of the next step's responses, less ppo.kl.coef times their
   KL, wherever the KL is paid and however scores are normalised
@@ -85,6 +86,27 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     with pytest.raises(NonFiniteError):
         controller.iterate()
     assert [entry for entry in kept if entry[0] == "skipped"] == [("skipped", step, 40) for step in (1, 2, 3)]
+
+
+def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tmp_path: Path) -> None:
+    logged: list[dict[str, float]] = []
+    written = []
+    settings: list[dict[str, Any]] = [{}, {"guards": {"loops": "off", "patience": 1}}, {"logprob_gap_limit": 1e-6}]
+    for number, ppo in enumerate(settings):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))
+        nothing: Any = None
+        services = Services({}, folder, folder, nothing, tracker, lambda *_args, **_shown: None)
+        config = config_from_tree({"ppo": ppo}, "test")
+        controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, services)
+        found = dict(GOOD) | {"rollout/logprob_gap_mean": 1e-5}
+        controller._guards.check(found, 1)
+        controller._log(found)
+        written.append((folder / "metrics.jsonl").read_bytes())
+    assert set(written) == {written[0]}
+    assert len({tuple(sorted(found.items())) for found in logged}) == len(settings)
+    assert all("guards/empty" in found for found in logged)
 
 
 def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_restart(tmp_path: Path) -> None:

@@ -69,3 +69,4 @@ def test_quantization_is_refused_where_others_would_hold_other_weights() -> None
     for setting in ("ppo.weight_sync.lora=adapter", "ppo.colocate=critic_reward"):
         (problem,) = _problems(setting, **tree)
         assert "needs ppo.weight_sync.lora=merged and ppo.colocate=pairs" in problem
+        assert "got adapter and pairs" in problem or "got merged and critic_reward" in problem

@@ -19,6 +19,7 @@ from rlhf_core.config.preflight import check
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
 TARGET = {"target": 6.0}
+BF16: dict[str, Any] = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
 # What is set, words of the warning, and the change that mends it.
 DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     ({"kl": {"estimator": "k3"}}, ("ppo.kl.estimator: k3 in the reward", "wrong sign"), {"kl": {"estimator": "k1"}}),
@@ -41,6 +42,28 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         ("ppo.critic.warmup_ratio: 0.05", "over 40 optimizer steps", "only 20", "set it to 0"),
         {"critic_warmup_steps": 5, "steps": 200},
     ),
+    (
+        {"kl": {"place": "loss", "estimator": "k3"}},
+        ("ppo.kl.estimator: k3 in the loss", "for k2"),
+        {"kl": {"place": "loss"}},
+    ),
+    (
+        {"kl": {"place": "loss", "estimator": "abs"}},
+        ("ppo.kl.estimator: abs in the loss",),
+        {"kl": {"place": "loss", "estimator": "k2"}},
+    ),
+    (
+        BF16 | {"lora": {}, "weight_sync": {"lora": "merged"}},
+        ("ppo.weight_sync.lora: merged", "bfloat16", "ppo.published_loss_limit (0.1)"),
+        BF16 | {"lora": {}},
+    ),
+    (
+        {"policy_deepspeed": {"dtype": "bfloat16"}, "lora": {}, "weight_sync": {"lora": "merged"}},
+        ("ppo.weight_sync.lora: merged", "rounded to bfloat16,"),
+        {"lora": {}, "weight_sync": {"lora": "merged"}},
+    ),
+    (BF16 | {"lora": {"r": 600}}, ("ppo.lora.r: 600", "use at most 512"), BF16 | {"lora": {"r": 512}}),
+    (BF16 | {"lora": {"quantize": "nf4"}}, ("ppo.lora.quantize: nf4", "leave it out"), {"lora": {"quantize": "nf4"}}),
     ({"max_new_tokens": 65}, ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"), {"max_new_tokens": 64}),
 ]
 
@@ -56,6 +79,18 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
     (warning,) = said(ppo)
     assert all(word in warning for word in words), warning
     assert said(mended) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"evaluate": {"temperature": 0.5}}, ("evaluate.temperature is 0.5", "ppo.temperature=1")),
+        ({"data": {"eval_fraction": 0.6}}, ("data.eval_fraction is 0.6", "0.1 is usual")),
+    ],
+)
+def test_plan_and_run_show_the_doubts_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
+    (warning,) = doubts(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
+    assert all(word in warning for word in words), warning
 
 
 def test_rules_may_score_responses_of_any_length() -> None:

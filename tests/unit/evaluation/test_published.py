@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,15 @@ def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -
     other = Trained(trained.sequences, [values + 0.1 for values in trained.logprobs])
     with pytest.raises(GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.05"):
         check(config_of(), (ppo, sft, other))
+
+
+def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: Any) -> None:
+    ppo, sft, trained = artifacts
+    empty = ((3, 4, 5), ()), np.zeros(0, np.float32)
+    some = Trained([empty[0], *trained.sequences], [empty[1], *trained.logprobs])
+    assert check(config_of(), (ppo, sft, some))["published/logprob_gap"] == 0.0
+    with pytest.raises(GateFailed, match="the last rollouts have no response token"):
+        check(config_of(), (ppo, sft, Trained([empty[0]], [empty[1]])))
 
 
 def test_an_adapter_of_another_model_is_refused(artifacts: Any, tmp_path: Path) -> None:
