@@ -307,7 +307,7 @@ class PPOConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. `auto` is no answer until the models were tried: padding is right for every one."""
+        """Whether rows are packed. Until the models have been tested, `auto` means padding, which is always correct."""
         return self.pack is True
 
     @property

@@ -173,6 +173,11 @@ def _rule(wanted: Kind) -> str:
         return "non-empty text" if wanted.limit("min_length") else "text"
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(value) for value in get_args(annotation))
+    parts = get_args(annotation)
+    if bool in parts:  # Packing
+        return "true, false or " + ", ".join(
+            str(value) for part in parts if part is not bool for value in get_args(part)
+        )
     if wanted.variants:
         return "a section with `type`: one of " + ", ".join(wanted.variants)
     if wanted.section is not None:

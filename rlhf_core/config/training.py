@@ -125,7 +125,7 @@ class SFTConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. `auto` is no answer until the model was tried: padding is right for every one."""
+        """Whether rows are packed. Until the model has been tested, `auto` means padding, which is always correct."""
         return self.pack is True
 
 
@@ -169,7 +169,7 @@ class RewardConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. `auto` is no answer until the model was tried: padding is right for every one."""
+        """Whether rows are packed. Until the model has been tested, `auto` means padding, which is always correct."""
         return self.pack is True
 
     @model_validator(mode="after")
