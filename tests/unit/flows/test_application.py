@@ -1,7 +1,6 @@
 """Prefect's scheduler inserts its flow runs under the locked SQLAlchemy.
 
-This looks at the function that SQLAlchemy calls, and no further: that a schedule starts runs is proved by
-`tests/integration/test_scheduled.py`, on the real servers.
+This looks at the function that SQLAlchemy calls, and no further: it does not prove that a schedule starts runs.
 """
 
 from __future__ import annotations
