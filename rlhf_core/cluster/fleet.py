@@ -86,7 +86,7 @@ class Fleet:
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: Engines
         self.packs = True
-        """Whether rows are packed: all models that were loaded bear it, and the configuration does not say otherwise."""
+        """Whether rows are packed: every loaded model supports it, and the configuration does not say otherwise."""
 
     def __enter__(self) -> Fleet:
         self._watch = self._given_watch or Watch().__enter__()

@@ -52,7 +52,7 @@ class Updater:
         if ppo.uses_critic:
             mine, steps = self._cut("critic", samples, batches)
             running["critic"] = self._fleet.groups["critic"].submit_each(
-                # In its warm-up the critic has far to go: nothing holds its values near the old ones.
+                # Value clipping is off during warm-up, since the critic must move far.
                 "update_critic",
                 [(*given, step > ppo.warmup_steps) for given in zip(mine, steps, strict=True)],
             )

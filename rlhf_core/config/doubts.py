@@ -12,7 +12,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import MAX_ENGINE_RANK, PPOConfig
 
 _FAR = 10
-"""A limit of so many times the target is none."""
+"""A limit of more than so many times the target does not limit."""
 
 
 def doubts(config: PipelineConfig) -> Iterator[str]:

@@ -179,7 +179,7 @@ class GuardsConfig(Section):
         for name in ("entropy_explosion_ratio", "length_drift_ratio"):
             if (ratio := getattr(self, name)) <= 1:
                 raise ValueError(
-                    f"ppo.guards.{name} must be above 1, or a policy that does not change is a sign; got {ratio:g}; leave it "
+                    f"ppo.guards.{name} must be above 1, or an unchanged policy would raise the guard; got {ratio:g}; leave it "
                     f"out ({type(self).model_fields[name].default:g})"
                 )
         return self
@@ -432,9 +432,9 @@ class PPOConfig(Section):
     @model_validator(mode="after")
     def _can_be_meant(self) -> Self:
         low, high = self.importance_bounds
-        if not low < high or high < 1:
+        if not low < high or not low <= 1 <= high:
             raise ValueError(
-                f"ppo.importance_bounds must rise, to 1 or above: a weight of 1 is no gap; got {low:g}, {high:g}; leave it out"
+                f"ppo.importance_bounds must rise, and 1 (no gap) must lie within; got {low:g}, {high:g}; leave it out"
             )
         if self.kl.target is not None and self.kl.target >= self.kl_limit:
             raise ValueError(

@@ -77,7 +77,7 @@ def _deterministic(lm: Any) -> None:
     batch = collate(_sequences(lm), pad_id=0).to(lm.device)
     before = _generator(lm)
     first, second = _hidden(lm, batch), _hidden(lm, batch)
-    # Kernels that add in any order differ as well, by rounding, but draw nothing.
+    # Kernels with an unspecified summation order also differ, by rounding, but they consume no random numbers.
     if not torch.equal(first, second) and not torch.equal(before, _generator(lm)):
         raise ModelError(
             f"model.path: {_name(lm)}: two passes in training mode differ by up to {(first - second).abs().max():.1e} in the "

@@ -112,7 +112,7 @@ class Mlflow:
 
         from rlhf_core.tracking.bounded_http import BoundedAdapter
 
-        # MLflow offers no other way to its sessions; the tests of bounded_http fail where this stops to work.
+        # MLflow offers no other way to its sessions; the tests of bounded_http fail where this stops working.
         request_utils.TCPKeepAliveHTTPAdapter = BoundedAdapter
         if database := sqlite_path(self.uri):
             ensure_database(database)
@@ -188,6 +188,12 @@ class Mlflow:
         from mlflow.entities import RunTag
 
         self._client.log_batch(run_id, tags=[RunTag(name, _short(value, 5000)) for name, value in tags.items()])
+
+    def remove_tags(self, run_id: str, prefix: str) -> None:
+        """All tags whose names start with `prefix`."""
+        for name in self.tags(run_id):
+            if name.startswith(prefix):
+                self._client.delete_tag(run_id, name)
 
     def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Parameters that the run does not have yet: MLflow refuses to change one."""

@@ -215,6 +215,11 @@ class Tracking:
         if run_id is not None:
             self._try(lambda: self.mlflow.set_tags(run_id, tags))
 
+    def remove_tags(self, run_id: str | None, prefix: str) -> None:
+        """Remove what an earlier attempt said and this one does not."""
+        if run_id is not None:
+            self._try(lambda: self.mlflow.remove_tags(run_id, prefix))
+
     def url(self, run_id: str | None) -> str:
         """Where a person looks: a link for a server, a command for a database."""
         if urlsplit(self.mlflow.uri).scheme in ("http", "https"):

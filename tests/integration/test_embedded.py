@@ -4,7 +4,7 @@
 - it is gone when the command is, however that ended
 - one of the user's that is gone for good in the middle costs nothing
 - a web page of another origin, opened in a real browser, gets nothing from it and changes nothing in it
-- a database that is none is made anew; those who write to it at the same time take turns
+- a file that is not a database is replaced by a new one; those who write to it at the same time take turns
 """
 
 from __future__ import annotations

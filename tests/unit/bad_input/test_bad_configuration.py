@@ -156,7 +156,12 @@ FIELDS = (
     Bad(
         "weights that are all below 1",
         "ppo: {importance_bounds: [0.0, 0.5]}\n",
-        ("c.yaml:1", "ppo.importance_bounds must rise, to 1 or above", "got 0, 0.5", "leave it out"),
+        ("c.yaml:1", "ppo.importance_bounds must rise, and 1 (no gap) must lie within", "got 0, 0.5", "leave it out"),
+    ),
+    Bad(
+        "weights that are all above 1",
+        "ppo: {importance_bounds: [1.5, 2.0]}\n",
+        ("c.yaml:1", "ppo.importance_bounds must rise, and 1 (no gap) must lie within", "got 1.5, 2"),
     ),
     Bad(
         "bounds of one weight",
