@@ -100,6 +100,8 @@ class Pipeline:
         self.records: dict[StageName, StageRecord] = {}
         self.began: dict[StageName, float] = {}
         """When this run first came to a stage, by the monotonic clock: tries that failed count in its time."""
+        self._begun: set[StageName] = set()
+        """Stages that this run has started to make."""
         self.making: dict[str, str] = {}
         """`stage` and `log` of what is being made."""
 
@@ -107,6 +109,8 @@ class Pipeline:
         """Ask MLflow for the run of this pipeline, if it has not answered yet."""
         if self.parent_run_id is None:
             self.parent_run_id = self.tracking.parent_run(self.key, self.name, self.tags, flat(self.config))
+            if "rlhf.warnings" not in self.tags:
+                self.tracking.remove_tags(self.parent_run_id, "rlhf.warnings")
             self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
 
     def wants(self, stage: StageName) -> bool:
@@ -177,6 +181,9 @@ class Pipeline:
 
     def begin(self, stage: StageName, log_file: Path) -> None:
         """Note that a stage is being made, for `rlhf status`."""
+        if stage == "ppo" and stage not in self._begun:  # tries of this run keep what an earlier one said
+            self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
+        self._begun.add(stage)
         self.making = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
 

@@ -346,3 +346,30 @@ def test_doubtful_settings_are_in_the_log_and_a_tag_of_the_run_as_is_what_a_guar
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
     assert "ppo.kl.estimator: k3 in the reward" in caplog.text
     assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
+
+
+def test_a_rerun_removes_the_warnings_and_guards_that_it_does_not_have(tmp_path: Path) -> None:
+    removed: list[str] = []
+
+    class Tracker:
+        parent_run = staticmethod(lambda *_args: "run-1")
+
+        def remove_tags(self, run_id: str, prefix: str) -> None:
+            removed.append(prefix)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_args, **_named: None
+
+    run = pipeline(tmp_path)
+    tracker: Any = Tracker()
+    run.tracking = tracker
+    run.ensure_parent()
+    assert removed == ["rlhf.warnings"]
+    run.begin("sft", tmp_path / "log")
+    assert removed == ["rlhf.warnings"]
+    for _ in range(2):  # the second try of the same run
+        run.begin("ppo", tmp_path / "log")
+    assert removed == ["rlhf.warnings", "rlhf.guard."]
+    run.parent_run_id, run.tags = None, {"rlhf.warnings": "ppo.kl.estimator: k3"}
+    run.ensure_parent()
+    assert removed == ["rlhf.warnings", "rlhf.guard."]

@@ -498,3 +498,11 @@ def test_an_address_that_cannot_be_a_tracker_is_a_config_error(tmp_path: Path, u
     with pytest.raises(ConfigError, match=r"tracking\.uri") as caught:
         open_tracking(config)
     assert "hunter2" not in str(caught.value)
+
+
+def test_tags_of_a_prefix_are_removed_and_no_others(tracking: Tracking) -> None:
+    run_id = tracking.parent_run("p", "n", {"rlhf.guard.loops": "step 4", "rlhf.guard.empty": "step 5", "kept": "yes"})
+    assert run_id is not None
+    tracking.remove_tags(run_id, "rlhf.guard.")
+    tags = tracking.mlflow.tags(run_id)
+    assert tags["kept"] == "yes" and not [name for name in tags if name.startswith("rlhf.guard.")]
