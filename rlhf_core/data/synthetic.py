@@ -2,8 +2,10 @@
 
 A prompt asks for an adjective, a subject and a place ("Tell me about a small fox in the garden."). A response is a
 few sentences of the grammar `PATTERNS`. Demonstrations are of mixed quality: some are kind and to the point, others
-are rude, about another animal, repeat themselves or break the grammar. `gold_reward` is the truth that simulated
-annotators see through noise (Bradley-Terry), as in Gao et al. 2022, "Scaling Laws for Reward Model Overoptimization".
+are rude, about another animal, repeat themselves or break the grammar. In a third of the pairs one response answers
+another prompt: a reward model that does not read the prompt cannot order them. `gold_reward` is the truth that
+simulated annotators see through noise (Bradley-Terry), as in Gao et al. 2022, "Scaling Laws for Reward Model
+Overoptimization".
 
 Nothing heavy is imported here: rewards and evaluation use `gold_reward` in every process.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -22,14 +24,15 @@ from rlhf_core.config.data import SyntheticConfig
 from rlhf_core.errors import DataError
 from rlhf_core.seeds import derive_seed
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same seed gives other rows or another reward: it is part of the `data` stage's key."""
 
-SUBJECTS = ("fox", "cat", "dog", "bear", "duck", "frog", "goat", "hen", "horse", "lamb", "mouse", "pig", "rabbit", "robin", "swan", "wolf")  # fmt: skip
+SUBJECTS = ("fox", "cat", "dog", "bear", "duck", "frog")
+"""Few enough that a tiny model learns within the demo's time to take the subject from the prompt."""
 ADJECTIVES = ("small", "big", "young", "brown", "white", "black", "quiet", "fast", "round", "tall")
 PLACES = (
     "in the garden", "by the river", "on the hill", "in the forest", "by the lake", "on the farm",
-    "by the sea", "in the barn", "in the snow", "on the roof",
+    "in the barn", "on the roof",
 )  # fmt: skip
 KIND = ("kind", "gentle", "happy", "warm", "bright", "sweet", "brave", "lovely", "calm", "clever")
 PLAIN = ("plain", "pale", "thin", "dry", "long", "simple")
@@ -60,11 +63,13 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 
 MAX_KIND = 6
 """Distinct kind words beyond this earn nothing."""
-_RAW_MEAN = 0.49
-_RAW_STD = 1.7
+_RAW_MEAN = 0.82
+_RAW_STD = 1.62
 """Of responses drawn as the demonstrations are, so that a policy that imitates them scores about 0 +- 1."""
 _TIE = 0.25
 """Annotators skip pairs whose gold rewards are closer than this."""
+_OTHER_TOPIC = 1 / 3
+"""Share of the pairs in which one response, drawn at random, is written for another prompt, with the same quality."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def generate(
         if kind == "sft":
             yield {"prompt": prompt, "completion": draw_response(rng, topic, rng.random() ** 1.5)}
         else:
-            yield _draw_pair(rng, prompt, topic, config.label_temperature)
+            yield _draw_pair(rng, prompt, topic, prompts, config.label_temperature)
 
 
 def draw_response(rng: random.Random, topic: Topic, quality: float) -> str:
@@ -170,7 +175,7 @@ def draw_response(rng: random.Random, topic: Topic, quality: float) -> str:
 
 
 def _draw_sentence(rng: random.Random, topic: Topic, quality: float, first: bool) -> str:
-    relevant = 0.65 + 0.3 * quality
+    relevant = 0.9 + 0.1 * quality
     pattern = PATTERNS[0] if first and rng.random() < 0.8 else PATTERNS[rng.choices(range(5), (1, 2, 3, 3, 3))[0]]
     asked = {"adjective": topic.adjective, "subject": topic.subject, "place": topic.place}
 
@@ -196,12 +201,23 @@ def _break(rng: random.Random, sentence: str) -> str:
     return " ".join(words)
 
 
-def _draw_pair(rng: random.Random, prompt: str, topic: Topic, temperature: float) -> dict[str, Any]:
-    """Two draws of differing quality, labelled by an annotator: P(first) = sigmoid(gold difference / temperature)."""
+def _draw_pair(
+    rng: random.Random, prompt: str, topic: Topic, prompts: Sequence[str], temperature: float
+) -> dict[str, Any]:
+    """Two draws that differ in quality or in the prompt they answer, labelled by an annotator:
+    P(first) = sigmoid(gold difference / temperature)."""
     while True:
         low = rng.random() * 0.4
         high = low + 0.55 + rng.random() * (0.45 - low)
-        first, second = (draw_response(rng, topic, level) for level in rng.sample((low, high), 2))
+        if rng.random() < _OTHER_TOPIC:
+            other = parse_prompt(rng.choice(prompts))
+            assert other is not None
+            quality = rng.choice((low, high))
+            drawn = [(topic, quality), (other, quality)]
+        else:
+            drawn = [(topic, low), (topic, high)]
+        rng.shuffle(drawn)
+        first, second = (draw_response(rng, about, quality) for about, quality in drawn)
         gap = gold_reward(prompt, first) - gold_reward(prompt, second)
         if abs(gap) > _TIE:
             break

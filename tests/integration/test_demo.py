@@ -1,5 +1,8 @@
-"""The demo learns what it is for, on each of three seeds: the figures that the README shows. What its checkpoints take,
-hashing included, is at most 2 % of its PPO steps.
+"""The demo learns what it is for, on each of two seeds: the figures that the README shows.
+
+- the true reward rises, after PPO and step by step, by the demo's own measure (`rewards/gold/mean`)
+- policy and reward model read the prompt: with exchanged prompts the gold reward and the held-out accuracy fall
+- what its checkpoints take, hashing included, is at most 2 % of its PPO steps
 
 Slow: each seed is the whole pipeline, four minutes on two idle cores.
 """
@@ -12,6 +15,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -20,7 +24,7 @@ DEMO = Path(__file__).parents[2] / "deployments" / "configs" / "demo.yaml"
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_lines: list[str]) -> None:
     command = [sys.executable, "-m", "flows.cli", "run", str(DEMO), f"run.home={tmp_path}", f"run.seed={seed}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
@@ -31,9 +35,21 @@ def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_line
     assert gold["ppo"]["low"] > gold["sft"]["high"]
     assert summary["evaluate"]["win_rate"]["mean"] >= 0.70
     assert 0 < summary["evaluate"]["kl"] < 20
+    assert summary["reward"]["accuracy"] - summary["reward"]["accuracy_exchanged"] >= 0.03  # measured: 0.075 and 0.060
+    exchanged = summary["evaluate"]["gold_reward_exchanged"]
+    assert gold["sft"]["mean"] - exchanged["sft"]["mean"] >= 0.4
+    assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.5
+    watched = gold_by_step(tmp_path)
+    assert mean(watched[-5:]) - mean(watched[:5]) >= 0.5
     seconds = seconds_of(tmp_path, "timing/checkpoint", "timing/step")
     summary_lines.append(f"checkpoints of seed {seed}: {seconds[0]:.2f} s of {seconds[1]:.1f} s in PPO steps")
     assert seconds[0] <= 0.02 * seconds[1]
+
+
+def gold_by_step(home: Path) -> list[float]:
+    """The true reward of the rollouts of each PPO step."""
+    (metrics,) = home.glob("store/artifacts/ppo/*/*/metrics.jsonl")
+    return [json.loads(line)["rewards/gold/mean"] for line in metrics.read_text().splitlines()]
 
 
 def seconds_of(home: Path, *metrics: str) -> list[float]:

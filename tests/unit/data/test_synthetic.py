@@ -39,7 +39,7 @@ def test_the_reward_is_the_documented_sum() -> None:
     # Not ended by EOS: -0.6 in place of +0.4.
     assert raw(good, finished=False) == pytest.approx(2.1)
     # Another animal -0.4, one rude word -0.6, kind 0.4, place 0.7, adjective 0.3, end 0.4, two sentences -0.3.
-    assert raw("The small wolf sits in the garden. It is kind and nasty.") == pytest.approx(0.5)
+    assert raw("The small bear sits in the garden. It is kind and nasty.") == pytest.approx(0.5)
     # Words of a broken sentence earn nothing: three kind words 1.2, end 0.4, the broken sentence -0.5.
     assert raw(
         "small fox the in the garden. It is kind and dry. It is calm and dry. It is warm and dry."
@@ -52,7 +52,7 @@ def test_the_reward_is_the_documented_sum() -> None:
     "worse",
     [
         BEST.replace("gentle", "nasty"),
-        BEST.replace("fox", "wolf"),
+        BEST.replace("fox", "bear"),
         BEST.replace("in the garden", "on the hill"),
         BEST.replace("small", "tall"),
         BEST.replace("It is kind and gentle", "is It kind and gentle"),
@@ -111,8 +111,8 @@ def test_rows_are_a_function_of_the_seed(kind: Any) -> None:
 
 
 def test_prompts_are_distinct_and_parse() -> None:
-    prompts = [row["prompt"] for row in generate(SyntheticConfig(prompts=3000), 0, "prompts")]
-    assert len(set(prompts)) == len(prompts) == 3000
+    prompts = [row["prompt"] for row in generate(SyntheticConfig(prompts=1440), 0, "prompts")]
+    assert len(set(prompts)) == len(prompts) == 1440
     topic = parse_prompt(prompts[0])
     assert topic is not None and topic.subject in prompts[0]
     assert parse_prompt("Tell me a joke.") is None
