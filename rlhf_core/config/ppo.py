@@ -122,7 +122,7 @@ class WeightSyncConfig(Section):
     )
     lora: Literal["merged", "adapter"] | None = Field(
         None,
-        description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves; evaluation loads the policy in the same way. None: `merged` where policy and engines compute in float32 or the adapter is quantized or above rank 512, else `adapter`, since a merge that is rounded to bfloat16 loses much of a small update",
+        description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves; evaluation loads the policy in the same way. None: `merged` where policy and engines compute in float32 or the adapter is quantized or above rank 512, else `adapter`, since a merge that is rounded to bfloat16 loses much of a small update. `adapter` needs a model class that supports LoRA in vLLM; the engine of another does not start: set `merged`",
     )
     bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
     canary: bool = Field(
