@@ -65,7 +65,6 @@ SEEN: list[str] = []
 @pytest.fixture
 def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path, Tags]]:
     """Publishes one that says something: its folder, and the tags of its version."""
-    SEEN.clear()
 
     def publish(says: str, **data: str) -> tuple[Path, Tags]:
         store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
@@ -83,6 +82,8 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    SEEN.clear()
+
     def respond(
         config: Any, files: PolicyFiles, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
     ) -> list[Rollout]:
