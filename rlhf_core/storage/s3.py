@@ -67,7 +67,9 @@ def filesystem(endpoint: str | None) -> Any:
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
         async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
             # A server that stops reading would hold a request for ever: the client bounds its silence only.
-            return await asyncio.wait_for(super()._call_s3(*method, **arguments), REQUEST_SECONDS)
+            # Not by `wait_for`: in Python 3.11 it drops a cancellation from outside that comes together with the answer.
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await super()._call_s3(*method, **arguments)
 
         async def _get_file(self, rpath: str, lpath: str, *, limit: int | None = None, **more: Any) -> None:
             # Bytes that come one by one keep the client waiting for ever.
@@ -280,7 +282,8 @@ class S3Objects:
         seconds = self._seconds + size / _BYTES_PER_SECOND
 
         async def bounded() -> _T:
-            return await asyncio.wait_for(call(), seconds)
+            async with asyncio.timeout(seconds):
+                return await call()
 
         try:
             done: _T = sync(self._fs.loop, bounded)
