@@ -26,7 +26,7 @@ from rlhf_core.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    ("rlhf_core.errors", "rlhf_core.files"),
+    ("rlhf_core.errors", "rlhf_core.files", "rlhf_core.loopback"),
     (
         "rlhf_core.config",
         "rlhf_core.types",

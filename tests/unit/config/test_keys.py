@@ -17,9 +17,9 @@ import pytest
 
 from rlhf_core.config import keys
 from rlhf_core.config.base import Section
+from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.ppo import GuardsConfig
 from rlhf_core.config.schema import all_fields, locate
 from rlhf_core.types import STAGES
 

@@ -1,0 +1,59 @@
+"""Section `ppo.guards`: which signs of a training that goes wrong are looked for, and what follows."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Fraction, PositiveFloat, PositiveInt, Section
+
+GuardAction = Literal["warn", "stop", "off"]
+"""`warn`: log, metric and tag; `stop`: the stage ends as well; `off`: not looked at."""
+
+
+class GuardsConfig(Section):
+    """Signs of a training that goes wrong, looked for in every step's rollouts: `warn`, `stop` (the stage ends) or `off`.
+
+    "At first" is the first step, whose responses the SFT model samples. See docs/guards.md.
+    """
+
+    patience: PositiveInt = Field(3, description="A sign counts when so many steps in a row show it")
+    eos_loss: GuardAction = Field("warn", description="Responses no longer end by themselves")
+    eos_loss_ratio: Fraction = Field(0.1, description="Of the share that ended at first: less than this is a loss")
+    entropy_collapse: GuardAction = Field("warn", description="The policy has become nearly deterministic")
+    entropy_collapse_ratio: Fraction = Field(0.1, description="Of the entropy per token at first: less is a collapse")
+    entropy_explosion: GuardAction = Field("warn", description="The policy has become nearly random")
+    entropy_explosion_ratio: PositiveFloat = Field(3.0, description="Of the entropy at first: more is an explosion")
+    negative_kl: GuardAction = Field(
+        "warn", description="The KL is negative: the responses are not samples of the policy that is trained"
+    )
+    negative_kl_limit: PositiveFloat = Field(1.0, description="Nats per response below 0 (1 as in TRL's warning)")
+    length_drift: GuardAction = Field("warn", description="Responses have become much longer or shorter than at first")
+    length_drift_ratio: PositiveFloat = Field(
+        2.0, description="Of the mean length at first: longer than this factor, or shorter than its inverse"
+    )
+    loops: GuardAction = Field(
+        "warn", description="Responses repeat a piece of text, of whatever length, over and over"
+    )
+    loops_share: Fraction = Field(0.2, description="Raised at this share of responses or more")
+    score_length: GuardAction = Field("warn", description="The score follows the length of the response")
+    score_length_correlation: Fraction = Field(
+        0.9, description="Raised at this Pearson correlation over the batch or more"
+    )
+    blind_critic: GuardAction = Field("warn", description="The critic explains nothing of the returns")
+    blind_critic_steps: PositiveInt = Field(
+        20, description="Steps in a row with an explained variance of 0 or less, in place of `patience`"
+    )
+    score_clip: GuardAction = Field("warn", description="Scores of the reward model are clipped (`ppo.score_clip`)")
+    score_clip_share: Fraction = Field(0.01, description="Raised above this share of the scores")
+
+    @model_validator(mode="after")
+    def _can_be_meant(self) -> Self:
+        for name in ("entropy_explosion_ratio", "length_drift_ratio"):
+            if (ratio := getattr(self, name)) <= 1:
+                raise ValueError(
+                    f"ppo.guards.{name} must be above 1, or an unchanged policy would raise the guard; got {ratio:g}; leave it "
+                    f"out ({type(self).model_fields[name].default:g})"
+                )
+        return self
