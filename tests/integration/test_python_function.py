@@ -196,9 +196,9 @@ def test_what_is_no_answer_to_the_request_is_a_failure(tmp_path: Path, line: str
 import os, socket
 def f(samples):
     if samples[0].response == "spoil":
-        for number in range(3, 30):
+        for name in os.listdir("/proc/self/fd"):
             try:
-                socket.socket(fileno=os.dup(number)).sendall({line!r}.encode() + b"\\n")
+                socket.socket(fileno=os.dup(int(name))).sendall({line!r}.encode() + b"\\n")
             except OSError:
                 pass
     return [1.0] * len(samples)
