@@ -1,9 +1,9 @@
-"""What packing does in each causal language model of the installed transformers: makes `docs/architectures.md`.
+"""Test packing in each causal language model of the installed transformers, and generate `docs/architectures.md`.
 
     python -m tests.benchmarks.architectures > docs/architectures.md
 
-Each architecture gets a random model of a few thousand parameters, is saved, and loaded as the stages load it, as a policy
-and as a score model, with `sdpa` and with `eager` attention. About five minutes on one core.
+For each architecture, a small model with random weights is created and saved. It is then loaded as the stages load it: as
+a policy and as a score model, with `sdpa` and with `eager` attention. This takes about five minutes on one core.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SIZES: dict[str, Any] = {
     "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Set where a configuration has the field."""
+"""Values for the fields that a configuration has."""
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
           "num_key_value_heads": 4}  # fmt: skip
-"""Multi-head latent attention has these in place of `head_dim`."""
+"""Fields of multi-head latent attention, which replace `head_dim`."""
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -42,9 +42,9 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }
-"""Hybrids whose configuration of few layers would have layers of one kind only."""
+"""Hybrid models whose default configuration with few layers would have layers of one kind only."""
 LARGEST = 3_000_000
-"""Parameters; what is larger for all that is not made."""
+"""Maximum number of parameters. Larger models are skipped."""
 
 COLUMNS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("policy, sdpa", load_policy, "sdpa"),
@@ -55,7 +55,7 @@ COLUMNS: tuple[tuple[str, Callable[..., Any], str], ...] = (
 
 
 def tiny_config(model_type: str) -> Any:
-    """A small configuration of this kind. Raises whatever transformers does where the sizes do not fit it."""
+    """Return a small configuration of this model type. Raises any error of transformers if the sizes do not fit."""
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
@@ -67,7 +67,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def save_tiny(config: Any, folder: Path) -> str:
-    """Random weights into `folder`; returns the class's name."""
+    """Save a model with random weights in `folder` and return the name of its class."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -81,7 +81,7 @@ def save_tiny(config: Any, folder: Path) -> str:
 
 
 def outcome(folder: Path, load: Callable[..., Any], attention: str) -> str:
-    """ "packed", "padded", or why it is refused."""
+    """Return "packed", "padded", or the reason for which the model is refused."""
     try:
         model = load(folder, dtype="float32", attention=attention, device="cpu")
     except ModelError as error:
@@ -91,14 +91,14 @@ def outcome(folder: Path, load: Callable[..., Any], attention: str) -> str:
 
 
 def tried(model_type: str) -> tuple[str, list[str]]:
-    """(class, outcome of each column)."""
+    """Return the class name and the outcome of each column."""
     with tempfile.TemporaryDirectory() as folder:
         name = save_tiny(tiny_config(model_type), Path(folder))
         return name, [outcome(Path(folder), load, attention) for _, load, attention in COLUMNS]
 
 
 def known_to_vllm() -> set[str]:
-    """Classes in vLLM's registry, read from its source: importing it takes long."""
+    """Return the classes in vLLM's registry. They are read from its source, because importing vLLM is slow."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return set()
@@ -107,13 +107,13 @@ def known_to_vllm() -> set[str]:
 
 
 def main() -> None:
-    with redirect_stdout(sys.stderr):  # where libraries write what is no part of the page
+    with redirect_stdout(sys.stderr):  # libraries may print to stdout, which must contain the page only
         text = survey(sys.argv[1:])
     print(text)
 
 
 def survey(model_types: list[str]) -> str:
-    """The page, of these or all."""
+    """Return the page for these model types, or for all of them."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -126,7 +126,7 @@ def survey(model_types: list[str]) -> str:
         started = time.monotonic()
         try:
             name, outcomes = tried(model_type)
-        except Exception as error:  # transformers' own, where generic sizes do not fit
+        except Exception as error:  # raised by transformers if the generic sizes do not fit
             impossible.append(f"`{model_type}`")
             print(f"{model_type}: {type(error).__name__}: {str(error)[:100]!r}", file=sys.stderr)
             continue
@@ -141,23 +141,25 @@ def survey(model_types: list[str]) -> str:
 
 
 def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], command: str, version: str) -> str:
-    """`docs/architectures.md`."""
+    """Return the text of `docs/architectures.md`."""
     titles = ["model_type", "class", *(title for title, _, _ in COLUMNS), "in vLLM's registry"]
     usable = sum(any(cell in ("packed", "padded") for cell in row[2:4]) for row in rows)
     lines = [
         "# Architectures",
         "",
-        f"Of the causal language models of transformers {version}, {len(rows)} were made with random weights of at most "
-        f"{LARGEST / 1e6:.0f} million parameters and loaded as every stage loads a model; {usable} can be a policy. Made by "
-        f"`{command} > docs/architectures.md`.",
+        f"This page lists {len(rows)} causal language models of transformers {version}. Each was created with random weights "
+        f"and at most {LARGEST / 1e6:.0f} million parameters, and loaded in the same way as in every stage. {usable} of them "
+        f"can be used as a policy. The page is generated with `{command} > docs/architectures.md`.",
         "",
-        "- **packed**: several sequences share a row and do not see each other.",
-        "- **padded**: they would see each other; with `pack: auto` rows are right-padded, `pack: true` is refused.",
-        "- **refused**: exit code 2 when the model is loaded, for the reason in the note.",
+        "- **packed**: several sequences can share a row without influencing each other.",
+        "- **padded**: sequences in the same row would influence each other. With `pack: auto`, each row contains one "
+        "sequence and is right-padded. `pack: true` is refused.",
+        "- **refused**: loading the model ends with exit code 2. The note gives the reason.",
         "",
-        "The test is of the model that is loaded, not of its name: see "
-        "[decision 16](decisions/0016-what-is-tried-at-load.md). `flash_attention_2` needs a GPU and is not in the table. An "
-        "architecture that vLLM does not know can be fine-tuned and scored with, but not rolled out.",
+        "The result is found by running the loaded model and does not depend on its name (see "
+        "[decision 16](decisions/0016-what-is-tried-at-load.md)). `flash_attention_2` requires a GPU and is not in the "
+        "table. An architecture that is not in vLLM's registry can be used for SFT and as a reward model, but not for "
+        "rollouts.",
         "",
         f"| {' | '.join(titles)} |",
         f"|{'---|' * len(titles)}",
@@ -166,7 +168,10 @@ def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], co
         *(f"{number}. {text}" for text, number in notes.items()),
     ]
     if impossible:
-        lines += ["", f"Not made small by generic sizes, so not tried: {', '.join(impossible)}."]
+        lines += [
+            "",
+            f"Not tested, because a small model could not be created with generic sizes: {', '.join(impossible)}.",
+        ]
     return "\n".join(lines)
 
 
