@@ -217,7 +217,7 @@ class Fleet:
         loading: list[Any] = []
         for worker_group in groups:
             address, port = self.wait(
-                [worker_group.actors[0].address.remote(self._local)], f"{worker_group.group.name} to start"
+                [worker_group.actors[0].listen.remote(self._local)], f"{worker_group.group.name} to start"
             )[0]
             loading += worker_group.submit_each(
                 "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
@@ -349,7 +349,7 @@ class Fleet:
         engines, policy = self.engines.handles, self.groups["policy"]
         if engines == self._connected:
             return
-        address = self.wait([policy.actors[0].address.remote(self._local)], "the policy's address")[0][0]
+        address = self.wait([policy.actors[0].address.remote(self._local)], "the policy's address")[0]
         receivers = len(engines) * self._config.ppo.engine.tensor_parallel
         self.wait(
             policy.submit("connect_engines", self.sync_backend, address, engines, receivers),

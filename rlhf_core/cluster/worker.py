@@ -9,6 +9,8 @@ call the engines during a weight sync.
 from __future__ import annotations
 
 import resource
+import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from rlhf_core.cluster.records import LogprobResult, PartSpec, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.failpoints import failpoint
-from rlhf_core.processes import free_port
 from rlhf_core.seeds import derive_seed
 from rlhf_core.training.distributed import Rank, join
 from rlhf_core.training.records import FloatArray, OptimizerStep, TrainSample
@@ -39,13 +40,20 @@ class ModelWorker(Actor):
         self._folders = folders
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
+        self._listener: socket.socket | None = None
+        """Of rank 0."""
 
     @called()
-    def address(self, local: bool) -> tuple[str, int]:
-        """(address, free port) where rank 0 of the group can be met; loopback if all of Ray is on this host."""
-        import ray
+    def address(self, local: bool) -> str:
+        """Of this host; loopback if all of Ray is on it."""
+        return _own_address(local)
 
-        return ("127.0.0.1" if local else ray.util.get_node_ip_address(), free_port())
+    @called()
+    def listen(self, local: bool) -> tuple[str, int]:
+        """(address, port) where rank 0 of the group listens from now on."""
+        self._listener = socket.create_server((_own_address(local), 0))
+        address, port = self._listener.getsockname()
+        return address, port
 
     @called("start")
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
@@ -55,7 +63,7 @@ class ModelWorker(Actor):
         # Ray shows each actor its own GPU only, as number 0.
         limits = self.part.timeouts
         self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
-        join(self._rank)
+        join(replace(self._rank, listener=self._listener))
         for role in self._roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
@@ -260,3 +268,9 @@ def process_usage() -> Usage:
     """CPU seconds and peak memory of this process."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     return Usage(own.ru_utime + own.ru_stime, own.ru_maxrss * 1024)
+
+
+def _own_address(local: bool) -> str:
+    import ray
+
+    return "127.0.0.1" if local else str(ray.util.get_node_ip_address())

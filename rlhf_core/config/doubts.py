@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import MAX_ENGINE_RANK, PPOConfig
+from rlhf_core.config.training import LoraConfig
 
 _FAR = 10
 """A limit of more than so many times the target does not limit."""
@@ -80,17 +81,21 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
         )
 
 
+def why_merged(lora: LoraConfig) -> tuple[str, str]:
+    """(setting, fix): why the engines are sent merged weights and not the adapter, and what changes that."""
+    if lora.quantize is not None:
+        return f"ppo.lora.quantize: {lora.quantize}", "leave it out"
+    if lora.r > MAX_ENGINE_RANK:
+        return f"ppo.lora.r: {lora.r}", f"use at most {MAX_ENGINE_RANK}"
+    return "ppo.weight_sync.lora: merged", "leave it out, or use adapter"
+
+
 def _merge(ppo: PPOConfig) -> Iterator[str]:
     """What `ppo.published_loss_limit` may refuse at the end of the run."""
     rounded = {ppo.engine.dtype, ppo.policy_deepspeed.dtype} - {"float32"}
     if ppo.lora is None or ppo.syncs_adapter or not rounded:
         return
-    if ppo.lora.quantize is not None:
-        cause, fix = f"ppo.lora.quantize: {ppo.lora.quantize}", "leave it out"
-    elif ppo.lora.r > MAX_ENGINE_RANK:
-        cause, fix = f"ppo.lora.r: {ppo.lora.r}", f"use at most {MAX_ENGINE_RANK}"
-    else:
-        cause, fix = "ppo.weight_sync.lora: merged", "leave it out, or use adapter"
+    cause, fix = why_merged(ppo.lora)
     yield (
         f"{cause} merges the adapter into weights that are rounded to {', '.join(sorted(rounded))}, which loses much of a small "
         "update: rollouts and evaluation are of another policy than the trained one, and the stage fails at its end above "

@@ -48,7 +48,7 @@ RANGES: dict[str, Range] = {
     "model.tiny.max_positions": _TOKENS,
     "data.synthetic.sft_examples": _SYNTHETIC,
     "data.synthetic.pairs": _SYNTHETIC,
-    "data.synthetic.prompts": _SYNTHETIC,
+    "data.synthetic.prompts": Range(1, 1440, "the task has 1,440 different prompts"),
     "data.max_prompt_tokens": _TOKENS,
     "data.max_response_tokens": _TOKENS,
     "data.max_text_tokens": _TOKENS,

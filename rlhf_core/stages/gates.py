@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.doubts import why_merged
 from rlhf_core.errors import GateFailed
 from rlhf_core.types import StageName
 
@@ -17,9 +18,10 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
             f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
         )
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
-    if stage == "ppo" and not loss <= limit:
+    if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
+        cause, fix = why_merged(config.ppo.lora)
         raise GateFailed(
-            f"ppo: merged and rounded to {config.ppo.policy_deepspeed.dtype}, the policy lacks {loss:.0%} of what training "
-            f"changed, above ppo.published_loss_limit={limit:g}; leave ppo.weight_sync.lora out (or set it to adapter), train "
-            "in float32, or raise the limit: the run then continues from its last checkpoint"
+            f"ppo: merged ({cause}) and rounded to {config.ppo.policy_deepspeed.dtype}, the policy lacks {loss:.0%} of what "
+            f"training changed, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or raise the limit: the run "
+            "then continues from its last checkpoint"
         )

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from rlhf_core.processes import free_port
-
 _WATCH_FIRST_SECONDS = {"cpu": 3.0, "cuda": 60.0}
 """What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each other. A
 broken one of gloo raises; NCCL's own watchdog takes the process down, so the stage is to be ended before."""
@@ -32,6 +30,8 @@ class Rank:
     """Seconds for the rendezvous and every collective until the model is loaded."""
     timeout: float = 600.0
     """Seconds that a rank may stand still from then on; a collective gets a little more (`bound_collectives`)."""
+    listener: socket.socket | None = None
+    """Rank 0's, if whoever chose `master_port` listens there already, so that no other process can take the port."""
 
     @property
     def collective_seconds(self) -> float:
@@ -58,21 +58,27 @@ class Rank:
         )
 
 
-def rendezvous(address: str, port: int, size: int, *, master: bool, timeout: timedelta) -> Any:
-    """The store where `size` processes meet. The master's listens on `address` alone: torch by itself would listen on every
-    interface, and it answers whoever comes."""
+def rendezvous(address: str, port: int, size: int, *, timeout: timedelta, listener: socket.socket | None = None) -> Any:
+    """The store where `size` processes meet.
+
+    listener: of the master, listening on `address` and `port`; the store takes it over. By itself torch would listen on
+    every interface. None: this process is not the master.
+    """
     import torch.distributed as dist
 
     store = vars(dist)["TCPStore"]  # torch's stubs do not know it
-    if not master:
+    if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
-    bound = socket.create_server((address, port), backlog=size)
-    return store(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=bound.detach())
+    return store(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join(rank: Rank) -> None:
     """Initialise torch.distributed and DeepSpeed's view of it; gloo on the CPU, NCCL on GPUs."""
-    port = rank.master_port or free_port()
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there itself
+    listener = rank.listener
+    if rank.rank == 0 and listener is None and not hosted:
+        listener = socket.create_server((rank.master_addr, rank.master_port))
+    port = rank.master_port if listener is None else listener.getsockname()[1]
     os.environ.update(
         RANK=str(rank.rank),
         WORLD_SIZE=str(rank.world_size),
@@ -96,9 +102,7 @@ def join(rank: Rank) -> None:
     bound_collectives(rank.start)
     limit = timedelta(seconds=rank.start)
     backend = "nccl" if rank.device == "cuda" else "gloo"
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there itself
-    master = rank.rank == 0 and not hosted
-    store = rendezvous(rank.master_addr, port, rank.world_size, master=master, timeout=limit)
+    store = rendezvous(rank.master_addr, port, rank.world_size, timeout=limit, listener=listener)
     # As DeepSpeed would, which takes over the group that it finds.
     device = torch.device(rank.torch_device) if rank.device == "cuda" and rank.world_size > 1 else None
     torch.distributed.init_process_group(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,7 +25,6 @@ from typing import Any
 from rlhf_core.config.devices import leads_to_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
-from rlhf_core.processes import free_port
 from rlhf_core.stopping import EXIT_STOPPED
 from rlhf_core.training.distributed import Rank, join, leave
 from rlhf_core.watch import Watch, doing, idle, leave_part, take_part, working_on
@@ -67,12 +67,17 @@ def run_ranks(
     without a word is a WorkerDied, one that does not move a WorkerStuck. `watch`: the stage's, entered; None: one's own.
     """
     limits = timeouts or TimeoutsConfig()
-    own = Rank(0, ranks, 0, "127.0.0.1", free_port(), device, limits.start, limits.stall)
-    with nullcontext(watch) if watch is not None else Watch() as seen:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        nullcontext(watch) if watch is not None else Watch() as seen,
+    ):
+        address, port = listener.getsockname()
+        own = Rank(0, ranks, 0, address, port, device, limits.start, limits.stall, listener)
         take_part(seen.folder, _name(own), limits.stall)
         doing("start", limits.start)
         others = [
-            _Other.start(work, replace(own, rank=r, local_rank=r), args, seen.folder, limits) for r in range(1, ranks)
+            _Other.start(work, replace(own, rank=r, local_rank=r, listener=None), args, seen.folder, limits)
+            for r in range(1, ranks)
         ]
         try:
             _await_start(others, limits.start)

@@ -8,6 +8,7 @@ The group is its own: it shares nothing with the ranks' training group, and ever
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +24,12 @@ dist: Any = _dist
 class GlooGroup:
     """Rank 0 sends, the others receive."""
 
-    def __init__(self, address: str, port: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, size: int, timeout: float, listener: socket.socket | None = None
+    ) -> None:
+        """listener: rank 0's, on `address` and `port`."""
         wait = timedelta(seconds=timeout)
-        self._store = rendezvous(address, port, size, master=rank == 0, timeout=wait)
+        self._store = rendezvous(address, port, size, timeout=wait, listener=listener)
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
 
     def send(self, buffer: torch.Tensor) -> Any:

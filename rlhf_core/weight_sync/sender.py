@@ -6,6 +6,7 @@ start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -122,7 +123,8 @@ class _GlooTransport:
         self._bucket_bytes = bucket_bytes
         if client is None:
             return
-        port = free_port()
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
         info = {
             "address": address,
             "port": port,
@@ -133,7 +135,7 @@ class _GlooTransport:
         }
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = GlooGroup(address, port, 0, receivers + 1, timeout)
+            self._group = GlooGroup(address, port, 0, receivers + 1, timeout, listener)
             joined.result()
 
     def send(self, version: str) -> None:

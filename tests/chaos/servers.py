@@ -94,7 +94,7 @@ class Servers:
         assert state is not None
         return state
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+    def ask(self, path: str, body: Mapping[str, Any] | Sequence[Any]) -> Any:
         """POST to Prefect's API, as a client that knows the password."""
         return post(f"{self.state['prefect']}{path}", body, login=read_login(self.home))
 
@@ -105,10 +105,15 @@ class Servers:
         found += [state["pid"]] if "supervisor" in victims else []
         return found + [server["pid"] for name, server in state["servers"].items() if name in victims]
 
+    def deployment(self, name: str) -> dict[str, Any]:
+        """A deployment as Prefect knows it."""
+        (deployment,) = [d for d in self.ask("/deployments/filter", {}) if d["name"] == name]
+        return dict(deployment)
+
     def deploy(self, *overrides: str, until: str = "ppo") -> str:
         """Start a run of the deployment; the flow run's id."""
         parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}", *overrides], "until": until}
-        (deployment,) = [d for d in self.ask("/deployments/filter", {}) if d["name"] == "full-pipeline"]
+        deployment = self.deployment("full-pipeline")
         for _ in range(20):
             try:
                 run = self.ask(f"/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})

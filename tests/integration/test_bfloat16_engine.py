@@ -1,11 +1,14 @@
 """Engines that compute in bfloat16, through the real vLLM.
 
 - with `model.head_dtype: float32` an engine in bfloat16 gives the log-probabilities of unrounded logits, as the trainer
+- a trainer in float32 corrects for such an engine: the weight of each token is exp(trainer - engine) within
+  `ppo.importance_bounds`, and the loss of the policy is the mean of weight x advantage worked out by hand
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +16,13 @@ import torch
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
-from tests.small_ppo import VOCABULARY, small_prompts
+from tests.small_ppo import VOCABULARY, small_config, small_ppo, small_prompts
 from tests.tiny_llama import save_tiny_llama
 
-pytestmark = pytest.mark.slow  # two starts of an engine
+pytestmark = pytest.mark.slow  # three starts of an engine
 
 HIDDEN = 256
+LOW, HIGH = 0.995, 1.005
 
 
 def saved(folder: Path, initializer_range: float) -> Path:
@@ -68,3 +72,45 @@ def test_an_engine_in_bfloat16_can_leave_its_logits_unrounded(tmp_path: Path, su
     assert gaps["float32", "float32"] < 1e-4
     assert gaps["model", "float32"] > 1e-3
     assert gaps["float32", "model"] > 1e-3
+
+
+def test_importance_weights_correct_the_loss_for_an_engine_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
+) -> None:
+    model = saved(tmp_path / "model", 0.1)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    options: dict[str, Any] = {
+        "algorithm": "rloo",
+        "kl": {"coef": 0.0},
+        "prompts_per_step": 10,
+        "samples_per_prompt": 2,
+        "minibatches": 1,
+        "max_new_tokens": 40,
+        "engine": {"dtype": "bfloat16"},
+        "importance_bounds": [LOW, HIGH],
+    }
+    config = small_config(model, options)
+    assert config.ppo.used_importance == "truncate", "chosen because the precisions differ"
+    with small_ppo(config, model, tmp_path, small_prompts()) as controller:
+        batch = controller.collect()
+        experience = controller.score(batch)
+        update = controller._train(batch, experience, 1)
+    mask_BT = experience.mask_BT
+    sampled_N = torch.tensor([value for rollout in batch.rollouts for value in rollout.rollout_logprobs])
+    ratio_N = (experience.old_logprobs_BT[mask_BT] - sampled_N).exp()
+    weights_N = ratio_N.clamp(LOW, HIGH)
+    torch.testing.assert_close(experience.weights_BT[mask_BT], weights_N, rtol=0, atol=1e-6)
+    inside = ((ratio_N > LOW) & (ratio_N < HIGH)).float().mean().item()
+    assert 0.05 < inside < 0.95, "the bounds cut some weights and leave others"
+
+    advantages_N = experience.advantages_BT[mask_BT]
+    by_hand = -(weights_N * advantages_N).mean().item()
+    uncorrected = -advantages_N.mean().item()
+    # The update computes the log-probabilities again; its ratio is 1 but for float32's last bits.
+    assert update["loss/policy"] == pytest.approx(by_hand, abs=1e-6)
+    assert abs(by_hand - uncorrected) > 2e-5
+    summary_lines.append(
+        f"engine in bfloat16, trainer in float32: {inside:.0%} of the weights within {LOW} and {HIGH}, mean gap "
+        f"{experience.metrics['rollout/logprob_gap_mean']:.1e}, loss {update['loss/policy']:.6f} (by hand {by_hand:.6f}, "
+        f"without weights {uncorrected:.6f})"
+    )

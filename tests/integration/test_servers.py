@@ -68,7 +68,7 @@ def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
         "data-report",
         "pipeline-report",
     } <= artifacts
-    (deployment,) = (d for d in servers.ask("/deployments/filter", {}) if d["name"] == "full-pipeline")
+    deployment = servers.deployment("full-pipeline")
     fields = deployment["parameter_openapi_schema"]["properties"]
     assert "PPO iterations" in fields["ppo_steps"]["description"]
     assert [schedule["active"] for schedule in deployment["schedules"]] == [False]

@@ -377,6 +377,7 @@ RANGES = (
     ("ppo", "{policy: {betas: [0.9, 1.0]}}", "ppo.policy.betas.1", "use a number below 1"),
     ("ppo", "{ema_decay: 1}", "ppo.ema_decay", "to below 1"),
     ("data", "{synthetic: {sft_examples: 1000000000}}", "data.synthetic.sft_examples: must be from 1", "2 KiB each"),
+    ("data", "{synthetic: {prompts: 1441}}", "data.synthetic.prompts: must be from 1 to 1440", "different prompts"),
     ("data", "{eval_fraction: 1}", "data.eval_fraction: must be from 0 to 0.9", "use at most 0.9"),
     ("data", "{min_rows: 1000000000}", "data.min_rows", "use at most 100000000"),
     ("ppo", "{engine: {count: 10000}}", "ppo.engine.count: must be from 1 to 1024", "a copy of the policy"),

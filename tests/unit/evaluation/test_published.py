@@ -80,9 +80,14 @@ def test_base_and_adapter_are_the_trained_policy_and_a_merge_in_bfloat16_is_not(
 def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> None:
     merge = config_of(weight_sync={"lora": "merged"})
     with pytest.raises(
-        GateFailed, match=r"lacks \d+% of what training changed, above ppo.published_loss_limit=0.1; leave"
+        GateFailed,
+        match=r"lacks \d+% of what training changed, above ppo.published_loss_limit=0.1; leave it out, or use",
     ):
         check(merge, artifacts)
+    with pytest.raises(
+        GateFailed, match=r"merged \(ppo.lora.r: 1024\) and rounded .*; use at most 512, train in float32"
+    ):
+        check_gate(config_of(lora={"r": 1024}), "ppo", {"published/loss": 0.2})
     raised = config_of(weight_sync={"lora": "merged"}, published_loss_limit=1.0)
     assert check(raised, artifacts)["published/loss"] > 0.3
 

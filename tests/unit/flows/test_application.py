@@ -1,6 +1,7 @@
 """Prefect's scheduler inserts its flow runs under the locked SQLAlchemy.
 
-This looks at the function that SQLAlchemy calls, and no further: it does not prove that a schedule starts runs.
+This looks at the function that SQLAlchemy calls, and no further. That a schedule starts runs is proved by
+`tests/integration/test_scheduled.py`.
 """
 
 from __future__ import annotations

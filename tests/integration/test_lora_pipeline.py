@@ -1,0 +1,50 @@
+"""Adapters in every stage, and all models of PPO in one group of ranks, through `rlhf run`.
+
+- SFT, reward model and PPO each leave an adapter next to a merged model
+- PPO sends only the adapter to its engines; the policy that is evaluated and registered is the one that was trained
+- with `colocate: all` policy, reference, critic and reward model share their ranks
+
+Slow: the whole pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny.yaml"
+
+pytestmark = pytest.mark.slow
+
+
+def test_adapters_in_all_three_stages_with_all_models_in_one_group(tmp_path: Path, summary_lines: list[str]) -> None:
+    settings = [
+        "sft.lora.r=8",
+        "reward.lora.r=8",
+        "ppo.lora.r=8",
+        "ppo.weight_sync.lora=adapter",
+        "ppo.colocate=all",
+    ]
+    command = [sys.executable, "-P", "-m", "flows.cli", "run", str(TINY), f"run.home={tmp_path}", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary: dict[str, Any] = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text())
+    for stage, model in (("sft", "model"), ("reward", "model"), ("ppo", "policy")):
+        folder = tmp_path / "store" / summary["stages"][stage]["artifact"]
+        assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["r"] == 8
+        assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+        assert (folder / model / "config.json").is_file()
+    published = summary["stages"]["ppo"]["metrics"]
+    assert published["published/logprob_update"] > 0
+    assert published["published/logprob_gap"] < 1e-3 * max(1.0, published["published/logprob_update"])
+    assert "register" in summary["stages"]
+    summary_lines.append(
+        f"adapters in three stages: the judged policy differs from the trained one by "
+        f"{published['published/logprob_gap']:.1e} nats per token, from the SFT model by "
+        f"{published['published/logprob_update']:.1e}"
+    )
