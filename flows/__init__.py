@@ -1,8 +1,9 @@
-"""The flows, and the command line.
+"""The flows and the command line.
 
-This is the first code of the project that runs. `PYTHONPATH=:` (often `$PYTHONPATH:/folder` with an unset variable) and
-relative entries name the working folder, before the standard library: a `queue.py` there would be run. They are taken
-out here, before anything else is imported, for this process and for those that it starts.
+This is the first code of the project that runs. An empty entry in `PYTHONPATH` (`PYTHONPATH=:`, often caused by
+`$PYTHONPATH:/folder` with an unset variable) and relative entries refer to the working folder. They come before
+the standard library, so Python would import a `queue.py` from that folder. This module removes such entries
+before anything else is imported, for this process and for its child processes.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 
 
 def drop_relative_paths() -> None:
-    """Leave only the absolute entries of PYTHONPATH, in the variable and in `sys.path`."""
+    """Keep only the absolute entries of PYTHONPATH, in the variable and in `sys.path`."""
     given = os.environ.get("PYTHONPATH", "")
     entries = given.split(os.pathsep)
     absolute = [entry for entry in entries if os.path.isabs(entry)]
@@ -22,16 +23,18 @@ def drop_relative_paths() -> None:
         del os.environ["PYTHONPATH"]
     relative = {entry for entry in entries if entry not in absolute}
     try:  # noqa: SIM105 contextlib may be one of the working folder's
-        relative |= {os.path.abspath(entry) for entry in relative}  # as Python has written them into sys.path
+        # Python stores these entries in sys.path as absolute paths
+        relative |= {os.path.abspath(entry) for entry in relative}
     except OSError:
-        pass  # the working folder is gone
+        pass  # the working folder does not exist any more
     relative -= set(absolute)
     library = os.path.dirname(os.__file__)
     first = sys.path.index(library) if library in sys.path else len(sys.path)
     sys.path[:first] = [entry for entry in sys.path[:first] if entry not in relative]
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if ours in relative and ours not in sys.path:
-        sys.path.append(ours)  # an installation that is a link to the working folder: behind the standard library
+        # if the package is installed as a link to the working folder, search it after the standard library
+        sys.path.append(ours)
 
 
 drop_relative_paths()

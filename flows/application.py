@@ -1,7 +1,7 @@
-"""Prefect's server as `rlhf` runs it: `uvicorn --factory flows.application:create_app`.
+"""Prefect's server with additional access checks: `uvicorn --factory flows.application:create_app`.
 
-Web pages from elsewhere are kept out by the rules of `rlhf_core.loopback`, and alone by the password, which Prefect itself
-asks for (PREFECT_SERVER_API_AUTH_STRING), also from other users of the machine.
+The rules in `rlhf_core.loopback` refuse requests of web pages from other origins. In addition, Prefect requires
+the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlhf_core.loopback import OwnAddressOnly
 
 
 def create_app() -> Any:
-    """The application with all settings of the environment."""
+    """Create the application from the settings in the environment."""
     from prefect.server.api.server import create_app
 
     _take_turns()
@@ -21,11 +21,12 @@ def create_app() -> Any:
 
 
 def _take_turns() -> None:
-    """Let every transaction of Prefect's on SQLite wait for the one that writes.
+    """Make every SQLite transaction of Prefect take the write lock at its beginning.
 
-    Most begin by reading, and SQLite then refuses at once, as "database is locked", to let them write where another has
-    written meanwhile: a worker that polled an idle server left 25 such tracebacks a minute in its log. Prefect has a mode
-    that takes the write lock first, and waits for it up to a minute, but uses it for some transactions only.
+    Most transactions begin with a read. If another transaction has written in the meantime, SQLite then rejects
+    a write immediately with "database is locked". A worker that polled an idle server caused 25 such tracebacks
+    per minute. Prefect has a mode that takes the write lock first and waits for it for up to one minute, but
+    uses it only for some transactions.
     """
     from prefect.server.database.configurations import AioSqliteConfiguration
 
@@ -38,10 +39,11 @@ def _take_turns() -> None:
 
 
 def _let_schedules_insert() -> None:
-    """Let Prefect's scheduler insert flow runs under SQLAlchemy 2.1.
+    """Make Prefect's scheduler work with SQLAlchemy 2.1.
 
-    It inserts rows with a key `state`, which is no column but a hybrid property. SQLAlchemy 2.0 passed over such keys, 2.1
-    demands a function for them; without one no schedule ever starts a run.
+    The scheduler inserts rows with the key `state`, which is not a column but a hybrid property. SQLAlchemy 2.0
+    ignores such keys. SQLAlchemy 2.1 requires a function for them. Without this function, schedules never start
+    a run.
     """
     from prefect.server.database.orm_models import FlowRun
     from sqlalchemy import inspect

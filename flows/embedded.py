@@ -79,7 +79,7 @@ class EmbeddedPrefect:
         with self._log_file.open("ab") as output:
             return subprocess.Popen(
                 [*python_module("uvicorn"), *application, "--host", "127.0.0.1", "--port", str(self._port)],
-                cwd=self._folder,  # settings files of the working folder are not this server's
+                cwd=self._folder,  # this server must not read settings files of the working folder
                 env={**_without_client_logging(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -131,14 +131,17 @@ class EmbeddedPrefect:
 
 
 def _is_database(file: Path) -> bool:
-    """Whether SQLite can read it. It holds nothing that is needed again: one that it cannot read is made anew."""
+    """Return whether SQLite can read the database. An unreadable database is created again, because its content is
+    not needed.
+    """
     if not file.exists():
         return False
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=10.0)) as database:
             database.execute("select count(*) from flow").fetchone()
     except sqlite3.OperationalError as error:
-        return "no such table" not in str(error)  # locked, or out of disk space: it is one
+        # the database is locked or the disk is full, but the file is a database
+        return "no such table" not in str(error)
     except sqlite3.DatabaseError:
         return False
     return True

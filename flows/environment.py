@@ -25,19 +25,19 @@ NO_TELEMETRY = {
 
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Python, and all that it starts, looks for modules in no working folder: a `queue.py` there would be run."""
+"""Prevent Python and its child processes from importing modules, such as a `queue.py`, from the working folder."""
 
 
 def python_module(name: str) -> list[str]:
-    """The command that runs the module `name` in a process of its own."""
+    """Return the command that runs the module `name` in a separate process."""
     return [sys.executable, "-P", "-m", name]
 
 
 def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """NO_PROXY with this machine's own addresses: what is asked there must not go to a proxy.
+    """Return NO_PROXY with the addresses of this machine added, so that local requests do not use a proxy.
 
-    Libraries differ in which spelling they prefer, so both get the names of both. `*` means every host only where it stands
-    alone.
+    Libraries prefer different spellings of the variable, so both spellings get the entries of both. `*` means
+    all hosts only if it is the only entry.
     """
     given = [environ.get(name, "").strip() for name in ("no_proxy", "NO_PROXY")]
     if "*" in given:
@@ -78,8 +78,10 @@ DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DAT
 
 
 def prefect_environment(folder: Path, login: str, port: int) -> dict[str, str]:
-    """Settings of a Prefect server of ours on `port`, and of its clients. Its files lie in `folder`; `login` is its
-    password."""
+    """Return the settings of a local Prefect server on `port`, and of its clients.
+
+    The files of the server are in `folder`. `login` is its password.
+    """
     return {
         **NO_TELEMETRY,
         **SAFE_PATH,
@@ -87,7 +89,7 @@ def prefect_environment(folder: Path, login: str, port: int) -> dict[str, str]:
         "PREFECT_API_AUTH_STRING": login,
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
-        "PREFECT_UI_API_URL": "/api",  # the page's own origin, whichever name or forwarded port it was opened by
+        "PREFECT_UI_API_URL": "/api",  # the page's own origin, so that any host name or forwarded port works
         "PREFECT_HOME": str(folder),
         "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
         "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),

@@ -22,7 +22,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Replace `path` as a whole by a file that this user alone can read."""
+    """Replace `path` atomically by a file that only this user can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.unlink(missing_ok=True)
@@ -32,12 +32,15 @@ def replace_private(path: Path, text: str) -> None:
 
 
 LOG_BYTES = 10_000_000
-"""A log of that size is moved aside, and one old one of each is kept: `rlhf up` may run for months."""
+"""Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for months."""
 
 
 def rotate_logs(folder: Path, most: int = LOG_BYTES) -> None:
-    """Move aside what is in the logs of `folder` that have more than `most` bytes. Their writers keep the file, which is
-    emptied: they append, and so begin anew. One that cannot be read or written stays as it is."""
+    """Rotate the logs in `folder` that have more than `most` bytes.
+
+    The content is copied and the file is truncated. Its writer keeps the file open in append mode and therefore
+    continues at the beginning. Files that cannot be read or written are not changed.
+    """
     for file in folder.glob("*.log"):
         with suppress(OSError):
             if file.stat().st_size > most:
@@ -55,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
-    """The content of a `run.json`; None if there is none, or one that no run writes."""
+    """Return the content of a `run.json`, or None if the file does not exist or has an invalid format."""
     run = read_json(path)
     if run is None:
         return None

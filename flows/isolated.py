@@ -1,9 +1,10 @@
-"""Prefect without the working folder: its settings come from the environment and the user's own profile alone.
+"""Import Prefect without reading settings from the working folder.
 
-Prefect reads `.env`, `prefect.toml` and `pyproject.toml` of the working folder. A setting such as the path of a logging
-configuration runs code, and a working folder may hold files of others. `rlhf run` therefore calls `isolate_prefect`
-before anything imports Prefect. A command of Prefect that `rlhf up` starts in the project's folder runs as
-`python -P -m flows.isolated ARGUMENTS...`.
+Prefect reads `.env`, `prefect.toml` and `pyproject.toml` in the working folder. Settings such as the path of a
+logging configuration can run code, and the working folder may contain files of other people. `rlhf run`
+therefore calls `isolate_prefect` before Prefect is imported. Settings then come only from the environment and
+the user's profile. `rlhf up` runs Prefect commands in the project's folder as `python -P -m flows.isolated
+ARGUMENTS...`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 _SAFE_FOLDER = Path(__file__).resolve().parent
-"""This package's own: it holds none of the files that Prefect looks for."""
+"""The folder of this package, which contains none of the settings files that Prefect looks for."""
 
 
 def isolate_prefect() -> None:
-    """Import Prefect's settings without the sources that lie in the working folder.
+    """Import Prefect's settings without the sources in the working folder.
 
-    Call it before Prefect is imported and before other threads exist: Prefect reads its settings while it is imported,
-    and the working folder of the whole process is another one meanwhile. Called again, it reads the settings again: the
-    environment names another server after the first one did not answer.
+    Call this function before Prefect is imported and before other threads start: Prefect reads its settings
+    during the import, and the function changes the working folder of the process for that time. A second call
+    reads the settings again. This is used after the environment was changed to name another server because the
+    first one did not answer.
     """
-    if "PREFECT_PROFILES_PATH" not in os.environ:  # else Prefect looks for that path in the same files
+    if "PREFECT_PROFILES_PATH" not in os.environ:  # otherwise Prefect looks for this path in the same files
         folder = Path(os.environ.get("PREFECT_HOME") or Path("~/.prefect").expanduser())
         os.environ["PREFECT_PROFILES_PATH"] = str(folder / "profiles.toml")
     again = "prefect.settings" in sys.modules

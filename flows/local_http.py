@@ -1,6 +1,6 @@
-"""Questions to the servers of this machine, by plain HTTP and past any proxy.
+"""HTTP requests to servers on this machine, without a proxy.
 
-`login`: `user:password` of a Prefect server; None where it asks for none.
+`login` is the `user:password` of a Prefect server, or None if the server requires no password.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def get(url: str, seconds: float = 10.0, login: str | None = None) -> Any:
 
 
 def credentials(login: str | None) -> dict[str, str]:
-    """The headers that tell a server who asks."""
+    """Return the headers for authentication."""
     if login is None:
         return {}
     return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}

@@ -1,6 +1,7 @@
-"""The password of the Prefect server that `rlhf up` starts: made once per home, in a file for this user alone.
+"""The password of the Prefect server that `rlhf up` starts.
 
-Prefect calls it an auth string. Its clients take it from PREFECT_API_AUTH_STRING, its pages ask for it once and keep it
+It is created once for each home folder and stored in a file that only this user can read. Prefect calls it an
+auth string. Prefect's clients read it from PREFECT_API_AUTH_STRING. Prefect's UI asks for it once and stores it
 in the browser. The commands of `rlhf` and the worker read the file.
 """
 
@@ -17,17 +18,17 @@ _FORM = re.compile(r"rlhf:[\w-]{20,}")
 
 
 def new_login() -> str:
-    """A random one, of the form user:password so that `curl -u` takes it as well."""
+    """Return a random password of the form user:password, which `curl -u` accepts as well."""
     return f"rlhf:{secrets.token_urlsafe(24)}"
 
 
 def login_file(home: Path) -> Path:
-    """Where the one of `home` lies."""
+    """Return the path of the password file of `home`."""
     return home / "servers" / "login"
 
 
 def read_login(home: Path) -> str | None:
-    """The one of `home`, or None."""
+    """Return the password of `home`, or None if there is no valid one."""
     try:
         text = login_file(home).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -36,10 +37,13 @@ def read_login(home: Path) -> str | None:
 
 
 def ensure_login(home: Path) -> str:
-    """The one of `home`, made if there is none. Browsers that know it need not ask again after `down` and `up`."""
+    """Return the password of `home`, and create it if necessary.
+
+    An existing password is kept, so that browsers do not ask again after `rlhf down` and `rlhf up`.
+    """
     file = login_file(home)
     login = read_login(home)
     if login is None or file.stat().st_uid != os.getuid() or file.stat().st_mode & 0o077:
-        login = new_login()  # whoever could read or write the old one may know it
+        login = new_login()  # another user may have read or written the old password
         replace_private(file, login + "\n")
     return login

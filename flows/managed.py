@@ -1,4 +1,4 @@
-"""One server of `rlhf up`: its command, whether it answers, and when it is started again."""
+"""A server process of `rlhf up`: its command, health check and restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.processes import ProcessId, die_with_parent, free_port, listens
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 90.0
-"""A server that is merely busy answers within some seconds."""
+"""Time without an answer after which a server is killed. A busy server answers within a few seconds."""
 _KILL_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
 _BACKOFF = (0.0, 2.0, 10.0, 30.0)
@@ -25,29 +25,31 @@ _SETTLED_SECONDS = 120.0
 
 @dataclass
 class Server:
-    """One child of the supervisor."""
+    """A child process of the supervisor."""
 
     name: str
     command: Sequence[str]
     environment: dict[str, str]
     log_file: Path
     answers: Callable[[], bool] = lambda: True
-    """Whether it does its work; asked in every look."""
+    """Health check, called in every iteration of the supervisor."""
     port: int | None = None
-    """On which it listens, if it does."""
+    """The port on which the server listens, or None."""
     owns_group: bool = True
-    """Whether all processes of its group are parts of it; the worker's flow runs are not."""
+    """Whether all processes of its process group belong to the server. This is not the case for the worker's flow
+    runs.
+    """
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
-    """In a row: one that stayed up for a while starts a new count."""
+    """Number of consecutive restarts. The count starts again when the server stays up for some time."""
     started: float = 0.0
     next_start: float = field(default=0.0)
     silent: float = 0.0
-    """Seconds for which it has not answered; while this process itself was halted, nobody asked."""
+    """Seconds without an answer. Time in which the supervisor itself was suspended is not counted."""
     looked: float = 0.0
 
     def look_after(self) -> None:
-        """Kill it if it runs and has not answered for `SILENT_SECONDS`: it is halted, or waits for itself."""
+        """Kill the server if it runs but has not answered for `SILENT_SECONDS`."""
         if self.process is None or self.process.poll() is not None:
             return
         answered, now = self.answers(), time.monotonic()
@@ -55,14 +57,14 @@ class Server:
         self.looked = now
         if self.silent > SILENT_SECONDS:
             log.warning("%s has not answered for %.0f s and is killed; see %s", self.name, self.silent, self.log_file)
-            if self.owns_group:  # MLflow's command only starts the server, which would keep the port
+            if self.owns_group:  # MLflow's command starts the server as a child, which would keep the port
                 os.killpg(self.process.pid, signal.SIGKILL)
             else:
                 self.process.kill()
             self.process.wait(timeout=_KILL_SECONDS)
 
     def keep_running(self) -> None:
-        """Start it if it is not running; each time in a row later, up to half a minute."""
+        """Start the server if it is not running. The delay grows with each consecutive restart, up to 30 seconds."""
         if self.process is not None and self.process.poll() is None:
             return
         now = time.monotonic()
@@ -78,7 +80,7 @@ class Server:
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
-                cwd=self.log_file.parent,  # not the project's folder: its files are no settings of a server
+                cwd=self.log_file.parent,  # not the project's folder, because its files must not be read as settings
                 env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -91,11 +93,11 @@ class Server:
         return None if self.process is None else ProcessId.of(self.process.pid)
 
     def serves(self) -> bool:
-        """Whether it is the one that answers: another's server may have taken its port since it was chosen."""
+        """Return whether this server answers on its port, and not another process that has taken the port."""
         return self._listens() and self.answers()
 
     def lost_its_port(self) -> bool:
-        """Whether it ended, and somebody else has its port."""
+        """Return whether the server ended and another process uses its port."""
         if self.port is None or self.restarts == 0:
             return False
         return free_port(self.port) != self.port and not self._listens()

@@ -1,7 +1,7 @@
-"""`rlhf up` and `rlhf down`: start the supervisor in the background, wait for it, stop it.
+"""`rlhf up` and `rlhf down`: start the supervisor in the background, wait for it, and stop it.
 
-Whose processes they are is known by pid and start time (state.json), by a variable that everything started by `up`
-carries, and by their command lines: nothing else is ever signalled.
+Processes are identified by pid and start time (state.json), by an environment variable that all processes
+started by `up` have, and by their command lines. No other process receives a signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.processes import ProcessId, carriers, stop, wait_gone
 
 _PROGRAMS = ("flows.supervisor", "flows.application", "mlflow", "prefect", "rlhf_core.stages")
-"""Words on the command lines of what `up` starts."""
+"""Words in the command lines of the processes that `up` starts."""
 _HOW_TO_RUN = "prefect deployment run rlhf/full-pipeline --param ppo_steps=5"
 
 
@@ -109,8 +109,9 @@ def _announce(home: Path, state: dict[str, Any]) -> str:
 
 
 def use_login(home: Path, url: str) -> None:
-    """If `url` is the Prefect server that `up` started for `home`: let this process's clients of Prefect know its
-    password."""
+    """If `url` is the Prefect server that `up` started for `home`, set its password for Prefect clients in this
+    process.
+    """
     state, login = read_state(home), read_login(home)
     if state is not None and login is not None and url == state["prefect"] and "prefect" in state["servers"]:
         os.environ.setdefault("PREFECT_API_AUTH_STRING", login)
@@ -138,7 +139,9 @@ def down(home: Path) -> str:
 
 
 def read_state(home: Path) -> dict[str, Any] | None:
-    """What the supervisor of `home` wrote last; None if there is nothing, or something that no supervisor writes."""
+    """Return the last state written by the supervisor of `home`, or None if there is none or its format is
+    invalid.
+    """
     state = read_json(home / "servers" / "state.json")
     if state is None:
         return None
@@ -155,8 +158,11 @@ def read_state(home: Path) -> dict[str, Any] | None:
 
 
 def supervisor_of(home: Path) -> ProcessId | None:
-    """The live supervisor of `home`. A stale or altered state file is recognised: by pid and start time, and by the
-    variable that a supervisor carries."""
+    """Return the running supervisor of `home`, or None.
+
+    A stale or modified state file is detected by comparing the pid, the start time and the environment
+    variable.
+    """
     state = read_state(home)
     if state is None:
         return None
@@ -165,7 +171,11 @@ def supervisor_of(home: Path) -> ProcessId | None:
 
 
 def _ours(home: Path) -> list[ProcessId]:
-    """What `up` started for `home`. A shell or a program that a flow run opened carries the variable as well."""
+    """Return the processes that `up` started for `home`.
+
+    Shells and other programs that a flow run started also have the variable, so the command line is checked as
+    well.
+    """
     marked = [process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()]
     return [process for process in marked if any(name in _command(process) for name in _PROGRAMS)]
 

@@ -20,8 +20,10 @@ _SHOWN = 5
 
 
 def describe(home: Path) -> str:
-    """What is up, what ran last and where to look, for `home`. Names in it come from files and servers: no character of
-    theirs steers the terminal."""
+    """Return the status of the servers, the last runs and the relevant addresses for `home`.
+
+    Names may come from files and servers and are printed without control characters.
+    """
     return "\n".join(map(printable, [*_servers(home), "", *_runs(home), "", *_places(home)]))
 
 
@@ -61,7 +63,7 @@ def _flow_runs(home: Path, api: str) -> list[str]:
             f"  {run['state_name']:<14} {run['name']:<32} {run['id']}  started {run['run_count']} time(s)"
             for run in runs
         ]
-    except (OSError, ValueError, TypeError, KeyError):  # no answer, or not that of a Prefect server
+    except (OSError, ValueError, TypeError, KeyError):  # no answer, or not a Prefect server
         return ["flow runs: Prefect does not answer"]
     return ["flow runs, newest first:", *(lines or ["  none yet"])]
 

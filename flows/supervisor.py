@@ -1,16 +1,17 @@
-"""The one process behind `rlhf up`: keeps Prefect's server, MLflow and a worker running, and lost flow runs coming back.
+"""The supervisor process of `rlhf up`. It runs Prefect's server, MLflow and a worker, and resumes lost flow runs.
 
-    supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, asks for a password
+    supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, requires a password
                  +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
                  +-- prefect worker    pool `rlhf`, one flow run at a time
-                 +-- reconciler        a look every 2 s (flows/reconcile.py)
+                 +-- reconciler        runs every 2 s (flows/reconcile.py)
 
-The servers die with the supervisor (parent-death signal); a server that dies alone is started again, and so is one that
-is there but has not answered for a minute and a half. What is up is written to {home}/servers/state.json, logs are
-rotated by size. SIGTERM stops flow runs first, so that Prefect still hears of their end.
+The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has ended
+or that has not answered for 90 seconds. It writes the current state to {home}/servers/state.json and rotates
+the logs by size. On SIGTERM it stops the flow runs first, so that they can still report their end to Prefect.
 
-A Prefect server that PREFECT_API_URL names, or a tracker that MLFLOW_TRACKING_URI names, is used in place of one of
-ours. The reconciler then leaves the runs alone: it knows the processes of this machine only, and others may have them.
+If PREFECT_API_URL or MLFLOW_TRACKING_URI is set, the supervisor uses that server and does not start its own.
+With an external Prefect server the reconciler is disabled: it only knows the processes of this machine, and
+other machines may execute runs of that server.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Supervisor:
             *python_module("uvicorn"), "--factory", "flows.application:create_app", "--log-level", "warning",
             "--host", "127.0.0.1", "--port", str(port),
         ]  # fmt: skip
-        # For the server alone: its address may hold a password.
+        # Set for this server only, because the address may contain a password.
         database = dict.fromkeys(DATABASE_VARIABLES, url) if (url := own_database()) else {}
         return Server(
             "prefect",
@@ -151,7 +152,7 @@ class Supervisor:
             [*python_module("prefect"), "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1"],
             self.environment,
             self.folder / "worker.log",
-            # While a run goes on, another worker would start the next one beside it.
+            # During a flow run, a second worker would start the next run at the same time.
             lambda: bool(self._team_api) or self._worker_lives() or bool(flow_processes(self.environment[MARK])),
             owns_group=False,
         )
@@ -206,7 +207,7 @@ class Supervisor:
         else:
             self._await("Prefect's server", "prefect", self.servers["prefect"].serves)
             self.servers["worker"].keep_running()
-            # Deploying before the pool exists creates nothing; the worker makes the pool.
+            # A deployment cannot be created before its work pool exists. The worker creates the pool.
             self._await("the work pool", "worker", self._pool_exists)
         self._deploy()
         if not self._team_mlflow:
@@ -235,7 +236,10 @@ class Supervisor:
             raise StageFailed(f"MLflow's database {self.database} could not be made; see {self.folder / 'mlflow.log'}")
 
     def _ensure_pool(self) -> None:
-        """The work pool of a server that is not ours. Its worker would make it, but there only this would tell when."""
+        """Create the work pool on an external server if necessary.
+
+        The worker would create it as well, but the supervisor could not detect when it exists.
+        """
         prefect = [*python_module("flows.isolated"), "--no-prompt", "work-pool"]
         if self._call([*prefect, "inspect", POOL], self.environment, "deploy.log") == 0:
             return
@@ -260,7 +264,7 @@ class Supervisor:
             raise StageFailed(f"prefect deploy failed with exit code {code}; see {self.folder / 'deploy.log'}")
 
     def _call(self, command: Sequence[str], environment: dict[str, str], log_file: str) -> int:
-        """Run a command to its end; its exit code."""
+        """Run a command and return its exit code."""
         with (self.folder / log_file).open("ab") as output:
             done = subprocess.run(
                 command,
@@ -290,7 +294,7 @@ class Supervisor:
             stop([process] if process else [], 10.0)
 
     def _worker_lives(self) -> bool:
-        """Whether a worker was heard of lately; True as well where the server cannot be asked."""
+        """Return whether a worker has sent a heartbeat recently. Also True if the server does not answer."""
         try:
             workers = post(f"{self.api}/work_pools/{POOL}/workers/filter", {}, login=self._login)
         except (OSError, ValueError):

@@ -1,6 +1,7 @@
-"""The servers of others that the environment names: PREFECT_API_URL and MLFLOW_TRACKING_URI.
+"""External servers that the environment names: PREFECT_API_URL and MLFLOW_TRACKING_URI.
 
-They are used in place of our own. What cannot be used is an InputError that names the variable, before anything starts.
+They replace the local servers. If one of them cannot be used, an InputError that names the variable is raised
+before anything starts.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from rlhf_core.errors import InputError
 
 _SECONDS = 5.0
 _MOST_BYTES = 100_000
-"""Of an answer to a question for one flow."""
+"""Maximum size of the answer to a query for one flow."""
 
 
 def prefect_address() -> str | None:
-    """PREFECT_API_URL. Raises InputError if it cannot be an address, or has credentials in it."""
+    """Return PREFECT_API_URL. Raises InputError if it is not a valid address or contains credentials."""
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return None
@@ -41,7 +42,7 @@ def prefect_address() -> str | None:
 
 
 def mlflow_address() -> str | None:
-    """MLFLOW_TRACKING_URI. Raises InputError if it cannot be an address, or has credentials in it."""
+    """Return MLFLOW_TRACKING_URI. Raises InputError if it is not a valid address or contains credentials."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         return None
@@ -56,9 +57,9 @@ def mlflow_address() -> str | None:
 
 
 def prefect_answers(url: str, tries: int = 3) -> bool:
-    """Whether a Prefect server that takes our credentials answers at `url`; False where nobody does.
+    """Return whether a Prefect server answers at `url` and accepts the credentials. False if nothing answers.
 
-    Raises InputError if somebody answers that is no Prefect server, or one that asks for other credentials.
+    Raises InputError if the answer is not from a Prefect server, or if the server requires other credentials.
     """
     request = urllib.request.Request(
         f"{url}/flows/filter", b'{"limit": 1}', {"Content-Type": "application/json", **_headers()}
@@ -74,10 +75,10 @@ def prefect_answers(url: str, tries: int = 3) -> bool:
                     f"{error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, or unset "
                     "PREFECT_API_URL to run without it"
                 ) from None
-            if error.code < 500:  # beyond that, somebody answers in its place
+            if error.code < 500:  # for 5xx codes, a proxy may answer while the server is down
                 raise _no_prefect(url, f"HTTP {error.code}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):  # Prefect has settings of its own for that
+            if isinstance(getattr(error, "reason", None), ssl.SSLError):  # Prefect has separate settings for TLS
                 return True
         else:
             if not _is_list(found):
@@ -88,7 +89,7 @@ def prefect_answers(url: str, tries: int = 3) -> bool:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirected request would take the credentials along."""
+    """Refuse redirects, because a redirected request would contain the credentials."""
 
     def redirect_request(self, *_arguments: Any, **_options: Any) -> None:
         return None
@@ -98,7 +99,7 @@ _opener = urllib.request.build_opener(_NoRedirects)
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """The body, or what has come of it: a server that sends a byte now and then must not hold up the start."""
+    """Return the body, or the part of it that arrived in time, so that a slow server cannot delay the start."""
     found = b""
     deadline = time.monotonic() + _SECONDS
     while len(found) < _MOST_BYTES and time.monotonic() < deadline and (part := answer.read1(_MOST_BYTES)):
@@ -107,7 +108,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
 
 
 def _headers() -> dict[str, str]:
-    """As Prefect's client sends them: from the environment or the user's profile."""
+    """Return the headers that Prefect's client would send, from the environment or the user's profile."""
     isolate_prefect()
     from prefect.settings import get_current_settings
 

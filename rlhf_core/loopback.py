@@ -1,11 +1,12 @@
-"""Keeps web pages out of servers that listen on loopback.
+"""Protection of servers on loopback against requests of web pages.
 
-Every web page that the user opens can send requests there. Two rules keep pages of other origins out:
+Every web page that the user opens can send requests to loopback addresses. Two rules refuse pages of other
+origins:
 
-    Host        must be a loopback address or `localhost`: a page whose name was pointed to 127.0.0.1 (DNS rebinding) has
-                its own name there
-    Origin      where there is one, must be the server's own address; a browser sends it with all that could change
-                anything, and with every WebSocket
+    Host        must be a loopback address or `localhost`. In a DNS rebinding attack, the page's host name resolves to
+                127.0.0.1, and the header contains that host name.
+    Origin      must be the server's own address if it is present. Browsers send it with every request that can change
+                something, and with every WebSocket.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _REFUSED = (
 
 
 class OwnAddressOnly:
-    """Answers 403 to requests whose Host or Origin is another's. A port that was forwarded may differ from the server's."""
+    """ASGI middleware that answers 403 to requests with a foreign Host or Origin.
+
+    The port in the header is not compared with the server's port, so that forwarded ports work.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -38,7 +42,7 @@ class OwnAddressOnly:
 
 
 def is_own(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether a request with these headers was meant for loopback and comes from no page of another origin."""
+    """Return whether the headers name a loopback host and no other origin."""
     hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
     if len(hosts) != 1:

@@ -1,10 +1,10 @@
-"""The signs by which a training that goes wrong shows before its scores do, as `ppo.guards` asks for them.
+"""Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> signs -> so many steps in a row -> alarm: a warning in the log, `guards/<name>` = 1, and with
-                                                            `stop` the end of the run
+    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>` = 1, and
+                                                                 with `stop` the end of the run
 
-Those that compare with the start take the first step they see, whose responses the SFT model has sampled. docs/guards.md
-has a table of all, each with a failure that raises it.
+Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
+are sampled from the SFT model. docs/guards.md lists all guards with an example of a failure for each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ NAMES = (
 
 
 def alarm(name: str, text: str) -> None:
-    """One warning for log, terminal and Prefect; its name becomes a tag of the MLflow run."""
+    """Log one warning, which appears on the terminal and in Prefect. Its name becomes a tag of the MLflow run."""
     log.warning("%s", text, extra={"guard": name})
 
 
 class Alarms:
-    """What it has seen goes into the checkpoint."""
+    """The guards with their counters, which are stored in the checkpoint."""
 
     def __init__(self, ppo: PPOConfig) -> None:
         self._ppo = ppo
@@ -53,7 +53,7 @@ class Alarms:
         self._in_a_row = {name: int(count) for name, count in state["in_a_row"].items()}
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
-        """Adds `guards/<name>` to `metrics`; returns what shall end the run, a sentence each."""
+        """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
         if not self._at_first:
             self._at_first = {name: metrics[name] for name in _AT_FIRST if name in metrics}
         signs = dict(self._signs(metrics))

@@ -1,9 +1,10 @@
-"""Judges each PPO step before it is trained on.
+"""Checks of each PPO step before it is used for training.
 
-usable   no      numbers that are not finite: the step is skipped; the third in a row ends the run
-check    raises  engines with other weights, a KL above its limit for three steps, nothing but empty responses
-         warns   a gap to the engines, empty responses, scores that do not differ, and the signs of `alarms.py`, which
-                 end the run where `ppo.guards` says so
+usable   returns False   metrics are not finite: the step is skipped; the third such step in a row ends the run
+check    raises          engines have other weights, the KL is above its limit for three steps, or nearly all
+                         responses are empty
+         warns           a gap to the engines, empty responses, equal scores, and the conditions of `alarms.py`,
+                         which end the run if `ppo.guards` is set to `stop`
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StepGuards:
         self._alarms = Alarms(ppo)
 
     def state_dict(self) -> dict[str, Any]:
-        """Bad steps in a row up to now, and how the first step looked."""
+        """Return the counters of consecutive bad steps and the metrics of the first step."""
         return {
             "high_kl": self._high_kl,
             "unusable": self._unusable,
@@ -71,8 +72,10 @@ class StepGuards:
         return not bad
 
     def check(self, metrics: dict[str, float], step: int) -> None:
-        """Warn, or stop before a policy that has gone wrong, or engines with other weights, do more harm. Adds
-        `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed."""
+        """Warn, or raise an error before a failed policy or engines with other weights cause further damage.
+
+        Adds `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed.
+        """
         self._check_gap(metrics, step)
         self._check_text(metrics, step)
         self._check_scores(metrics, step)

@@ -1,7 +1,7 @@
-"""Settings that are allowed and are seldom meant: each a warning that names the field, the value and the fix.
+"""Warnings for settings that are valid but rarely intended. Each names the field, the value and a fix.
 
-From the configuration alone; `rlhf run` and `rlhf plan` show them, and the MLflow run has them as the tag
-`rlhf.warnings`. What cannot be meant is refused by the sections themselves.
+Only the configuration is examined. `rlhf run` and `rlhf plan` print the warnings, and the MLflow run stores
+them in the tag `rlhf.warnings`. Invalid settings are refused by the configuration sections themselves.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rlhf_core.config.ppo import MAX_ENGINE_RANK, PPOConfig
 from rlhf_core.config.training import LoraConfig
 
 _FAR = 10
-"""A limit of more than so many times the target does not limit."""
+"""A KL limit above this multiple of the target has no practical effect."""
 
 
 def doubts(config: PipelineConfig) -> Iterator[str]:
-    """One sentence each."""
+    """Yield one sentence for each warning."""
     ppo = config.ppo
     yield from _kl(ppo)
     yield from _critic(ppo)
@@ -91,7 +91,7 @@ def why_merged(lora: LoraConfig) -> tuple[str, str]:
 
 
 def _merge(ppo: PPOConfig) -> Iterator[str]:
-    """What `ppo.published_loss_limit` may refuse at the end of the run."""
+    """Warn about settings for which `ppo.published_loss_limit` may fail the stage at the end of the run."""
     rounded = {ppo.engine.dtype, ppo.policy_deepspeed.dtype} - {"float32"}
     if ppo.lora is None or ppo.syncs_adapter or not rounded:
         return

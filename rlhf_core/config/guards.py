@@ -1,4 +1,4 @@
-"""Section `ppo.guards`: which signs of a training that goes wrong are looked for, and what follows."""
+"""Section `ppo.guards`: conditions that indicate a failing training run, and the action for each of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import Fraction, PositiveFloat, PositiveInt, Section
 
 GuardAction = Literal["warn", "stop", "off"]
-"""`warn`: log, metric and tag; `stop`: the stage ends as well; `off`: not looked at."""
+"""`warn`: log, metric and tag. `stop`: the stage also ends. `off`: the condition is not checked."""
 
 
 class GuardsConfig(Section):
-    """Signs of a training that goes wrong, looked for in every step's rollouts: `warn`, `stop` (the stage ends) or `off`.
+    """Conditions that indicate a failing training run, checked in the rollouts of every step: `warn`, `stop` (the
+    stage ends) or `off`.
 
-    "At first" is the first step, whose responses the SFT model samples. See docs/guards.md.
+    The initial value of a metric is that of the first step, whose responses are sampled from the SFT model. See
+    docs/guards.md.
     """
 
     patience: PositiveInt = Field(3, description="A sign counts when so many steps in a row show it")
