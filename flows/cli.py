@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_working_folder()
         code: int = arguments.command(arguments)
-        sys.stdout.flush()  # where a reader such as `head` is gone, say so here
+        sys.stdout.flush()  # report a closed pipe here if a reader such as `head` has ended
         return code
     except InputError as error:
         _complain(f"error: {error.message}")
@@ -71,13 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """A closed stdin, stdout or stderr becomes /dev/null: a file or socket of ours would get its number, and be written
-    to by whoever prints."""
+    """Open /dev/null for a closed stdin, stdout or stderr.
+
+    Otherwise a file or socket would get that descriptor, and printed text would be written to it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free descriptor
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 for as long as the process lives
@@ -214,7 +216,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown there", url
         )
 
-    server = EmbeddedPrefect(home)  # sets the variables that Prefect reads while it is imported
+    server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
     isolate_prefect()
     import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
     from flows.pipeline import warm_up

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _CHANGES_TOLD = 3
 _LONGEST_TAG = 4500
-"""MLflow takes 5000 characters."""
+"""MLflow allows 5000 characters."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Pipeline:
         self.began: dict[StageName, float] = {}
         """When this run first came to a stage, by the monotonic clock: tries that failed count in its time."""
         self._begun: set[StageName] = set()
-        """Stages that this run has started to make."""
+        """Stages that this run has started."""
         self.making: dict[str, str] = {}
         """`stage` and `log` of what is being made."""
 
@@ -181,7 +181,7 @@ class Pipeline:
 
     def begin(self, stage: StageName, log_file: Path) -> None:
         """Note that a stage is being made, for `rlhf status`."""
-        if stage == "ppo" and stage not in self._begun:  # tries of this run keep what an earlier one said
+        if stage == "ppo" and stage not in self._begun:  # a retry within this run keeps the tags of earlier attempts
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
         self._begun.add(stage)
         self.making = {"stage": stage, "log": str(log_file)}
@@ -194,7 +194,7 @@ class Pipeline:
         self.save_state("running")
 
     def note_guard(self, guard: str, message: str) -> None:
-        """What one of PPO's guards has said, as a tag of the MLflow run."""
+        """Store the message of a PPO guard as a tag of the MLflow run."""
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.guard.{guard}": message})
 
     def save_state(self, state: str, error: str = "") -> None:
@@ -361,21 +361,22 @@ def outside_digests(config: PipelineConfig) -> dict[str, str]:
 
 
 def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSet]:
-    """The data sources of `config` as MLflow knows data sets; `digests` as `source_digests` names them."""
+    """Return the data sources of `config` as MLflow data sets. `digests` uses the names of `source_digests`."""
     found = []
     for section in ("sft", "preference", "prompts"):
         sources: tuple[Source, ...] = getattr(config.data, section)
         for index, source in enumerate(sources):
             place = f"data.{section}[{index}]"
             kind, address = _address(source)
-            # A file has a sha256; the hub and the demo task a name, of which MLflow has no room for all.
+            # Files have a sha256. The digests of hub data sets and of the demo task are names that can be too
+            # long for MLflow.
             digest = digests[place] if kind in ("local", "s3") else hashlib.sha256(digests[place].encode()).hexdigest()
             found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
     return found
 
 
 def _address(source: Source) -> tuple[str, dict[str, Any]]:
-    """Type and address of a source as MLflow's own sources write them."""
+    """Return the type and the address of a source in the format of MLflow's own sources."""
     kind = kind_of(source.path)
     if kind == "hub":
         return "hugging_face", {"path": source.path, "split": source.split, "revision": source.revision}

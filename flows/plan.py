@@ -67,7 +67,7 @@ def make_plan(config_path: str, overrides: Sequence[str], gpus: str | None, mode
     with checking(config_path):
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
-            config = load_config(config_path, [*overrides, "run.device=cuda"])  # what is usual there
+            config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
     hardware = _hardware(config, gpus)
     with checking(model_config or "model.path"):
         shape = shape_of(config, Path(model_config) if model_config else None)

@@ -17,22 +17,22 @@ _WHO = {"sft": "SFT", "ppo": "PPO", "difference": "difference by prompt"}
 
 
 def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `summary.json`. What a stage did not measure is left out, never made up.
+    """Return the content of `summary.json`. Values that a stage did not measure are left out.
 
     seconds                                     of the whole command, from the start of its process
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
-    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null where not known
+    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null if unknown
     reward.accuracy                             held-out accuracy of the reward model
     reward.accuracy_exchanged                   the same with the prompts of the pairs exchanged
-    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}   where a true reward exists; likewise reward_model and
+    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}   if a true reward exists; the same for reward_model and
                                                 rules/<name>; difference: paired by prompt, policy minus SFT
-    evaluate.gold_reward_exchanged              likewise, each response judged against the prompt of another
+    evaluate.gold_reward_exchanged              the same, with each response judged against another prompt
     evaluate.win_rate.{mean,low,high}           policy against SFT
-    evaluate.judge, evaluate.judge_trained_on   who decided the wins, and whether the policy was trained on it
+    evaluate.judge, evaluate.judge_trained_on   the judge of the wins, and whether the policy was trained with it
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors
-    mlflow_run_id                               of the run that holds the stages' runs
-    run, pipeline_key, where                    its name, its key, and where to look next
+    mlflow_run_id                               of the run that contains the stages' runs
+    run, pipeline_key, where                    name and key of the run, and paths to its results
     """
     summary: dict[str, Any] = {
         "seconds": round(seconds, 2),
@@ -135,7 +135,7 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _judged(evaluation: Mapping[str, Any]) -> str:
-    """Who decided, as part of the row's name."""
+    """Return the judge as a suffix of the row's name."""
     if "judge" not in evaluation:
         return ""
     trained = ", which PPO was trained on" if evaluation["judge_trained_on"] else ""
@@ -161,12 +161,12 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
 
 
 def nothing_made(summary: Mapping[str, Any]) -> bool:
-    """Whether every stage was reused."""
+    """Return whether every stage was reused."""
     return all(entry["reused"] for entry in summary["stages"].values())
 
 
 def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
-    """When all stages were reused, for a description that stays that of the run which made them."""
+    """Return a sentence about the last reuse of all stages, for the description of the run that produced them."""
     count = len(summary["stages"])
     what = f"all {count} stages" if count > 1 else "its one stage"
     return f"last on {time:%Y-%m-%d %H:%M} UTC, {what}, in {duration(summary['seconds'])}."

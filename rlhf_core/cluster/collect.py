@@ -40,7 +40,7 @@ class RolloutBatch:
     replaced: int = 0
     """Prompts whose samples all scored alike and that were replaced."""
     scores_before: float | None = None
-    """Mean score, penalties included, of the first round, before any prompt was replaced; None without filtering."""
+    """Mean score with penalties of the first round, before any prompt was replaced. None without filtering."""
     kept: bool = False
     """Sampled by an earlier attempt."""
 
@@ -103,7 +103,9 @@ class Collector:
         return Spread(self._fleet, self._ppo, "reward", "scores", batch.sequences)
 
     def _replacements(self, step: int, round_: int, count: int, asked: Sequence[int]) -> list[int]:
-        """Indices of at most `count` prompts that this step has not `asked` yet; fewer where there are not so many."""
+        """Return the indices of up to `count` prompts that are not in `asked`, the prompts already used in this
+        step.
+        """
         order = permutation(len(self._prompts), derive_seed(self._seed, "replacements", step, round_))
         used = set(asked)
         return [i for i in order if i not in used][:count]

@@ -79,12 +79,14 @@ class PPOController:
         """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest must be the
         same wherever and however fast it is made."""
         self._scores: dict[int, float] = {}
-        """What the checkpoints are kept by, by step: known once the policy of a checkpoint has sampled the next step."""
+        """Scores of the checkpoints by step. A score is known after the checkpoint's policy has sampled the next
+        step.
+        """
         self._guards = StepGuards(ppo, lambda: services.checkpoints.best(self._scores))
         self.done = 0
         """Steps finished: the policy version."""
         self._last: Sequence[PromptAndResponse] = []
-        """The last step's prompts and responses."""
+        """Prompts and responses of the last step."""
         self._restorable = 0
         """Step that another attempt would continue after."""
 
@@ -195,7 +197,9 @@ class PPOController:
         return metrics
 
     def _note_score(self, metrics: Metrics) -> None:
-        """The rollouts of a step are those of the policy that the step before left: its checkpoint is judged by them."""
+        """Store the score of the previous checkpoint. The rollouts of a step are sampled by the policy of that
+        checkpoint.
+        """
         score = metrics.get("objective/net_score", math.nan)
         if self.done > 0 and self.done == self._restorable and math.isfinite(score):
             self._scores[self.done] = score
@@ -233,7 +237,7 @@ class PPOController:
 
     def _log(self, metrics: Metrics) -> None:
         with self._metrics_file.open("a") as file:
-            # The settings of the guards are not in the key of the artifact: what the guards say is not in the artifact.
+            # Metrics of guards are not stored in the artifact, because their settings are not part of its key.
             kept = {
                 name: value
                 for name, value in metrics.items()
@@ -271,7 +275,7 @@ class PPOController:
         self._services.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:
-        """Policy and critic, the KL controller and the metrics so far, as one folder."""
+        """Save policy, critic, KL controller and the metrics so far in one folder."""
         started = time.monotonic()
         folder = self._services.work / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
@@ -318,7 +322,9 @@ class PPOController:
         self._fleet.wait(saving, "the policy to be saved")
 
     def trained_logprobs(self, count: int) -> tuple[Sequence[PromptAndResponse], list[FloatArray]]:
-        """The first responses of the last step, and their log-probabilities by the weights as they are now, (T,) each."""
+        """Return the first responses of the last step and their log-probabilities with the current weights, (T,)
+        each.
+        """
         sequences = self._last[:count]
         answers = Spread(self._fleet, self._ppo, "policy", "logprobs", sequences, ("policy",), (False,))
         return sequences, answers.gather(lambda answer: answer.logprobs)

@@ -33,8 +33,11 @@ class Updater:
         self._demonstrations = demonstrations
 
     def update(self, rollouts: Sequence[Rollout], experience: Experience, step: int, kl_coef: float) -> Metrics:
-        """Train on one step's experience; responses without a score are left out. A minibatch of such responses alone is
-        no optimizer step: on gradients of zero, Adam's moments would still move the weights."""
+        """Train on the experience of one step. Responses without a score are left out.
+
+        A minibatch that only contains such responses causes no optimizer step, because Adam's moments would
+        change the weights even with zero gradients.
+        """
         ppo = self._ppo
         samples = train_samples(rollouts, experience)
         scored = experience.mask_BT.any(1).tolist()
@@ -52,7 +55,7 @@ class Updater:
         if ppo.uses_critic:
             mine, steps = self._cut("critic", samples, batches)
             running["critic"] = self._fleet.groups["critic"].submit_each(
-                # Value clipping is off during warm-up, since the critic must move far.
+                # Value clipping is disabled during the warm-up, because the values must change a lot.
                 "update_critic",
                 [(*given, step > ppo.warmup_steps) for given in zip(mine, steps, strict=True)],
             )

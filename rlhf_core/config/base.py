@@ -13,7 +13,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-"""Of a moving average: with 1 it would never move."""
+"""Decay of a moving average. With 1 the average would never change."""
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 

@@ -43,7 +43,10 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _targets(field: str, targets: tuple[str, ...], path: str | None) -> Iterator[Finding]:
-    """Of a folder, the names of layers come from those of the weights, `model.layers.0.self_attn.q_proj.weight`."""
+    """Return the names of the layers of a local model, derived from the names of its weights.
+
+    For example, a weight is named `model.layers.0.self_attn.q_proj.weight`.
+    """
     if path is None:
         where, have = "the model from scratch", set(_TINY_LAYERS)
     elif is_local(path):

@@ -24,25 +24,25 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 POINTER = b"version https://git-lfs"
 MAX_TEMPLATE_BYTES = 2**20
 JSON_LIMIT = 256 << 20
-"""Bytes of a model's JSON file; tokenizers of large vocabularies have some 30 MB."""
+"""Maximum size of a model's JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""
 HEADER_LIMIT = 16 << 20
-"""Bytes of a safetensors header: about 100,000 tensors."""
+"""Maximum size of a safetensors header in bytes, enough for about 100,000 tensors."""
 TENSOR_LIMIT = 1 << 48
-"""Elements of one tensor, far above any there is."""
+"""Maximum number of elements of a tensor, far above that of existing models."""
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""safetensors' data types that fill whole bytes."""
+"""Bytes per element of the safetensors data types that use whole bytes."""
 _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
-"""Fields of a config.json that are whole numbers where they are given."""
+"""Fields of a config.json that must be integers if they are present."""
 
 
 def guarded(field: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """`findings`, and whatever exception looking for them ends in as one more, about `field`."""
+    """Yield `findings`. An exception raised while finding them becomes one more finding about `field`."""
     try:
         with checking(field):
             yield from findings
@@ -128,7 +128,7 @@ def _model_folder(
 
 
 def _fields(folder: Path, shape: dict[str, Any]) -> Iterator[Finding]:
-    """Fields of config.json that no model could have, and those that would change more than the model."""
+    """Check fields of config.json for impossible values, and for settings that affect more than the model."""
     for name in _COUNTS:
         value = shape.get(name)
         if value is not None and (type(value) is not int or not 0 < value <= 10**8):
@@ -220,8 +220,10 @@ def _token_count(content: dict[str, Any]) -> int:
 
 
 def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Finding]:
-    """Checks every safetensors file by its header; adds the row counts of input embeddings to `rows`. `shape`: the
-    content of config.json."""
+    """Check the header of every safetensors file and add the row counts of input embeddings to `rows`.
+
+    `shape` is the content of config.json.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content, problem = _read_json(index)
@@ -310,7 +312,7 @@ def safetensors_header(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _entry_problem(entry: Any) -> str | None:
-    """What is wrong with a tensor's entry of a header, or None."""
+    """Return the problem of a tensor's header entry, or None."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPE_BYTES:
         return f"has the unknown dtype {shown(str(dtype))}"
@@ -347,7 +349,10 @@ def writable(folder: Path) -> str | None:
 
 
 def loaded_tensors(folder: Path) -> dict[str, Any]:
-    """As `tensors`, of the files that transformers loads: those of the index, else `model.safetensors`."""
+    """Return the header entries as `tensors` does, but only for files that transformers loads.
+
+    These are the files of the index, or `model.safetensors` if there is no index.
+    """
     content, problem = _read_json(folder / "model.safetensors.index.json")
     named = content.get("weight_map")
     names = {str(name) for name in named.values()} if isinstance(named, dict) else set()

@@ -1,4 +1,6 @@
-"""Looks at folders, addresses and the environment; connects to nothing but the Ray cluster that RAY_ADDRESS names."""
+"""Checks of folders, addresses and the environment. The only network connection is to the Ray cluster in
+RAY_ADDRESS.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _DOORS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "lets models of the registry run code",
     "PYTHONOPTIMIZE": "takes checks out of the libraries",
 }
-"""Variables that undo what SECURITY.md promises, and how."""
+"""Environment variables that disable a guarantee of SECURITY.md, and the effect of each."""
 
 
 def check_places(config: PipelineConfig) -> Iterator[Finding]:
@@ -33,7 +35,8 @@ def check_places(config: PipelineConfig) -> Iterator[Finding]:
                 "give them by environment variables or a role"
             )
     yield from _store(config)
-    given = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")  # else it lies in run.home, checked below
+    # if neither is set, the database is in run.home, which is checked below
+    given = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
     if given and (problem := tracker_problem(given)):
         yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     places = {"run.home": config.run.home}
@@ -67,8 +70,11 @@ def _store(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def home_problem(folder: Path) -> str | None:
-    """What keeps `folder` from being a `run.home`, or None. Databases lie in it, which MLflow and Prefect name by URLs: with
-    these characters in them they would be others, beside the folder."""
+    """Return the reason for which `folder` cannot be used as `run.home`, or None.
+
+    The folder contains databases that MLflow and Prefect address by URL. The characters `#`, `%` and `?` would
+    change such a URL, so that it names a different file.
+    """
     if problem := writable(folder):
         return problem
     signs = [sign for sign in "#%?" if sign in str(folder.absolute())]
@@ -129,7 +135,9 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _tracker(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables of MLflow's client that would let every call of it fail, which `register` would find out at the end."""
+    """Check variables of MLflow's client that would make every call fail. Otherwise only `register` would fail, at
+    the end.
+    """
     token = environ.get("MLFLOW_TRACKING_TOKEN", "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
         yield ConfigError(
@@ -148,7 +156,9 @@ _RAY_SECONDS = 5.0
 
 
 def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether something answers at RAY_ADDRESS: PPO would find out after hours."""
+    """Check whether a server answers at RAY_ADDRESS. Otherwise the error would only appear when PPO starts, after
+    hours.
+    """
     address = environ.get("RAY_ADDRESS")
     if not address:
         return

@@ -19,7 +19,9 @@ from rlhf_core.errors import ConfigError
 
 
 def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
-    """Functions that are not there or not the user's own, services at private addresses, and a token that cannot be sent."""
+    """Find missing functions, functions of the standard library, services at private addresses, and unusable
+    tokens.
+    """
     if any(isinstance(source, RemoteReward) for source in config.ppo.rewards):
         try:
             reward_token()

@@ -39,7 +39,7 @@ This page is made from the schema: `python -m rlhf_core.config.document > docs/c
 
 _RANGES = """## Ranges
 
-Numbers outside these ranges are refused, though their type would allow them (`*` is an index).
+Numbers outside these ranges are refused, even if their type would allow them (`*` is an index).
 """
 
 

@@ -1,8 +1,9 @@
-"""Which hosts may be asked: those of an allow-list, and private addresses only where the list names them.
+"""Decides which hosts a reward request may contact.
 
-Private is whatever is not global: loopback, a private network, link-local (cloud metadata lives there), multicast. An
-IPv6 address that carries an IPv4 address, mapped or for a NAT64 gateway, is judged by that; other forms that carry one
-are private.
+A host must be in the allow-list. Private addresses are allowed only if the list names them. An address is
+private if it is not global: loopback, private networks, link-local addresses (used for cloud metadata) and
+multicast. An IPv6 address that contains an IPv4 address, either mapped or for a NAT64 gateway, is treated like
+that IPv4 address. Other IPv6 forms that contain an IPv4 address are private.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _NOT_PUBLIC = tuple(
             "::/96",  # IPv4-compatible
             "64:ff9b:1::/48",  # NAT64 of a private network
             "2002::/16",  # 6to4
-            "192.88.99.0/24",  # its relays
+            "192.88.99.0/24",  # 6to4 relays
             "fec0::/10",  # site-local
             "3fff::/20",  # documentation
             "5f00::/16",  # segment routing
         ),
     )
 )
-"""Special networks that `ipaddress` counts as global, or counts so in some releases of Python."""
+"""Special networks that `ipaddress` treats as global in all or some Python versions."""
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 
 
@@ -52,7 +53,10 @@ def url_problem(url: str) -> str | None:
 
 
 def _host_problem(host: str) -> str | None:
-    """Why `host` is neither an address nor a name that every resolver and HTTP client reads alike, or None."""
+    """Return the reason for which `host` is neither an address nor an unambiguous host name, or None.
+
+    The name must be interpreted in the same way by every resolver and HTTP client.
+    """
     try:
         ipaddress.ip_address(host.partition("%")[0])
         return None
@@ -116,7 +120,7 @@ def is_public(address: str) -> bool:
 
 
 def _address(text: str) -> Address:
-    """Of `text`; the IPv4 address that it carries, where it is mapped or behind a NAT64 gateway."""
+    """Parse an address. Returns the contained IPv4 address if it is mapped or for a NAT64 gateway."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return address

@@ -73,7 +73,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
         config = _validated(tree)
     except ValidationError as error:
         problems.extend(sentences(error, place))
-    except Exception as error:  # whatever a validator or the parser ran into: typing it again would not help
+    except Exception as error:  # any exception of a validator or of the parser; a retry would not help
         path = _culprit(tree)
         what = f"{dotted(path) or 'the configuration'}: cannot be checked ({type(error).__name__}: {str(error)[:200]})"
         problems.append(f"{place(path)}: {what}; correct the value")
@@ -88,7 +88,7 @@ def _validated(tree: dict[str, Any]) -> PipelineConfig:
 
 
 def _culprit(tree: Any) -> Keys:
-    """The path of the smallest part of `tree` whose validation, with nothing else said, ends in an exception."""
+    """Return the path of the smallest part of `tree` that raises an exception when it is validated alone."""
     path: Keys = ()
     here = tree
     while isinstance(here, dict | list):

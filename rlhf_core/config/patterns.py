@@ -1,8 +1,8 @@
-"""Regular expressions of the configuration: Python's syntax and meaning, matched by an engine that has a time limit.
+"""Regular expressions of the configuration, with the syntax and meaning of Python's `re` and a time limit.
 
-`re` cannot be stopped, so `regex` matches. It knows more: to it `{e<2}` is fuzzy matching and `[[:alpha:]]` a class of
-POSIX, where `re` reads plain characters. Those are escaped before it compiles, so that a pattern means what it means to
-`re`.
+`re` has no time limit, so the package `regex` is used for matching. `regex` has additional syntax: for example,
+`{e<2}` means fuzzy matching and `[[:alpha:]]` is a POSIX class, while `re` treats these characters literally.
+They are escaped before compilation, so that a pattern has the same meaning as in `re`.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ import regex
 
 _QUANTIFIER = re.compile(r"\{([0-9]+(,[0-9]*)?|,[0-9]*)\}")
 _PLAIN = re.compile(r"\\N\{[^}]*\}|\\.|\(\?#[^)]*\)", re.DOTALL)
-"""What is copied as it is: an escape, a named character, a comment."""
+"""Parts that are copied unchanged: an escape, a named character, a comment."""
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Why `pattern` cannot be used, or None: it must compile in `re`, and as it is used."""
+    """Return the reason for which `pattern` cannot be used, or None. It must compile with `re` and with `regex`."""
     if _VERBOSE.search(pattern):
         return "has the flag x (verbose), which is not supported; leave it out, with the blanks and comments"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # `[[a]`, `[a--b]`: what will mean something else in a later Python
+            # `[[a]` and `[a--b]` will have a different meaning in a later Python version
+            warnings.simplefilter("error")
             re.compile(pattern)
         compiled(pattern)
     except FutureWarning as error:
         return f"is ambiguous: {error}; write a backslash before the bracket or sign that is meant as itself"
     except RecursionError:
         return "is nested too deeply; flatten it"
-    except Exception as error:  # re.error, regex.error, OverflowError, MemoryError: this one cannot be used
+    except Exception as error:  # re.error, regex.error, OverflowError or MemoryError
         return f"does not compile: {error}"
     return None
 
 
 @lru_cache(maxsize=256)
 def compiled(pattern: str) -> Any:
-    """`pattern` as `re` reads it, compiled by `regex`; its `fullmatch` takes a `timeout`."""
+    """Compile `pattern` with `regex` so that it has its meaning in `re`. Its `fullmatch` accepts a `timeout`."""
     return regex.compile(_escaped(pattern), regex.VERSION0)
 
 
 def _escaped(pattern: str) -> str:
-    """`pattern` with a backslash before each brace and bracket that `re` takes for itself and `regex` does not."""
+    """Escape the braces and brackets in `pattern` that `re` treats literally and `regex` does not."""
     parts: list[str] = []
     at, start_of_set = 0, -1
     while at < len(pattern):
@@ -55,7 +56,7 @@ def _escaped(pattern: str) -> str:
             at = plain.end()
             continue
         if start_of_set >= 0:
-            # A bracket that closes at once is itself one of the set's characters.
+            # A closing bracket at the beginning of a set is a literal character of the set.
             if char == "]" and at > start_of_set:
                 start_of_set = -1
             parts.append("\\[" if char == "[" else char)

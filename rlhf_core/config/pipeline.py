@@ -13,9 +13,11 @@ from rlhf_core.config.training import RewardConfig, SFTConfig
 
 
 class TimeoutsConfig(Section):
-    """How long a process of a stage may stand still before it counts as stuck. What moves is never stopped.
+    """Seconds without progress after which a process of a stage counts as stuck. Processes that make progress are
+    never stopped.
 
-    The store has `store.retry_seconds`, a Python reward its own `timeout`; MLflow's client waits 10 seconds and tries three times, 30 seconds in all.
+    The store has `store.retry_seconds`, and a Python reward has its own `timeout`. MLflow's client waits 10
+    seconds and tries three times, which is 30 seconds in total.
     """
 
     start: PositiveFloat = Field(

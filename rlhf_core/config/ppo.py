@@ -13,7 +13,7 @@ from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
-"""As in `rlhf_core.algo.losses`, which imports torch."""
+"""The same as in `rlhf_core.algo.losses`, which imports torch."""
 
 MAX_ENGINE_RANK = 512
 """The largest rank of an adapter that vLLM serves."""
@@ -257,7 +257,7 @@ class PPOConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the models have been tested, `auto` means padding, which is always correct."""
+        """Whether rows are packed. Until the models are tested, `auto` means padding, which is always correct."""
         return self.pack is True
 
     @property
@@ -290,13 +290,15 @@ class PPOConfig(Section):
 
     @property
     def loss_sum(self) -> Aggregation:
-        """`aggregation`, or the algorithm's own, without what it divides by besides: `loss_divisor`."""
+        """Aggregation of the loss: `aggregation` or the default of the algorithm, without the division by
+        `loss_divisor`.
+        """
         own = self._own_aggregation
         return "seq-mean-token-sum" if own == "seq-mean-token-sum-norm" else own
 
     @property
     def loss_divisor(self) -> float:
-        """The losses are divided by this constant, too."""
+        """Additional constant divisor of the losses."""
         return float(self.max_new_tokens) if self._own_aggregation == "seq-mean-token-sum-norm" else 1.0
 
     @property
@@ -309,28 +311,28 @@ class PPOConfig(Section):
 
     @property
     def used_importance(self) -> Literal["none", "truncate", "mask", "sequence-mask"]:
-        """`importance`, or what the precisions ask for."""
+        """`importance`, or the default for the configured precisions."""
         if self.importance is not None:
             return self.importance
         return "none" if self.engine.dtype == self.policy_deepspeed.dtype == "float32" else "truncate"
 
     @property
     def eos_penalty(self) -> float:
-        """`missing_eos_penalty`, or what the rewards ask for."""
+        """`missing_eos_penalty`, or the default for the configured rewards."""
         if self.missing_eos_penalty is not None:
             return self.missing_eos_penalty
         return 1.0 if self.uses_reward_model and self.overlong is None else 0.0
 
     @property
     def kl_limit(self) -> float:
-        """`max_kl`, or what follows from the target."""
+        """`max_kl`, or the default derived from the target."""
         if self.max_kl is not None:
             return self.max_kl
         return 100.0 if self.kl.target is None else 5 * self.kl.target
 
     @property
     def kl_horizon(self) -> int:
-        """`kl.horizon`, or what follows from the responses of a step."""
+        """`kl.horizon`, or the default derived from the number of responses per step."""
         return 20 * self.rollout_batch_size if self.kl.horizon is None else self.kl.horizon
 
     @property
@@ -450,7 +452,7 @@ class PPOConfig(Section):
 
 
 def _divisors_near(total: int, wanted: int) -> list[int]:
-    """Up to three divisors of `total` that are nearest to `wanted`; 1 where none is within 10,000."""
+    """Return up to three divisors of `total` that are nearest to `wanted`, or 1 if none is within 10,000."""
     start = min(wanted, total)
     around = (n for distance in range(10_000) for n in {start - distance, start + distance} if 1 <= n <= total)
     return list(islice((n for n in around if total % n == 0), 3)) or [1]

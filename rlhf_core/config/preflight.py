@@ -140,7 +140,7 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _accumulation(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Finding]:
-    """Sums in float32 of gradients in 16 bits: DeepSpeed 0.19 makes them under ZeRO 2 and 3, in device memory."""
+    """Check float32 sums of 16-bit gradients. DeepSpeed 0.19 supports them under ZeRO 2 and 3, without offload."""
     rule = f"{field}.grad_accum_dtype: float32 needs"
     if deepspeed.dtype != "bfloat16":
         yield ConfigError(f"{rule} {field}.dtype=bfloat16 (or float32); got {deepspeed.dtype}; leave it out")
@@ -267,7 +267,7 @@ def _disk(config: PipelineConfig) -> Iterator[Finding]:
     need = 200_000_000 + 2 * _parameters(config) * each
     disk = shutil.disk_usage(place)
     free = disk.free
-    if disk.total > 0 and free < _LEAST_DISK:  # what is no disk, such as /proc, has a total of 0
+    if disk.total > 0 and free < _LEAST_DISK:  # file systems that are not disks, such as /proc, have a total of 0
         yield ConfigError(
             f"run.home: {place} has {free / 1e6:.0f} MB free; databases and logs alone need {_LEAST_DISK / 1e6:.0f} MB; free "
             "some, or set run.home"

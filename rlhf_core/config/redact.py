@@ -40,10 +40,10 @@ _SECRET_VALUE = re.compile(
     r"|-----BEGIN[\s\S]*?(?:-----END[^-]*-----|$)|\beyJ[\w-]{10,}\.[\w.-]*|hooks\.slack\.com/\S+|discord(?:app)?\.com/api/webhooks/\S+"
     r"|(?<!\w)\w{1,100}\.webhook\.office\.com/\S+"
 )
-"""Values that tell what they are by their form."""
+"""Secret values that can be recognised by their format."""
 
 _SLASHES = r"(?:https?:[/\\]+|:[/\\]{2,}|(?<![^\s'\"=(,])//(?=[^/\s@]*:))"
-"""What a URL's host or user follows; clients read a backslash as a slash, and take URLs without a scheme."""
+"""What precedes the host or user of a URL. Clients treat a backslash as a slash and accept URLs without a scheme."""
 _URL_USER = re.compile(rf"({_SLASHES})(?:[^/\\\s@?#'\"]{{1,4000}}|[^/\s@'\"]{{0,200}}:[^@\s'\"]{{0,1000}})@", re.I)
 _HEADER = re.compile(
     r"(authorization['\"]?\s*[:=]\s*['\"b]*(?:(?:basic|bearer|digest|token|negotiate)\s+)?|"
@@ -56,25 +56,28 @@ _ASSIGNED = re.compile(
     r"('[^']+'|\"[^\"]+\"|[^\s'\",;&}]+)",
     re.I,
 )
-"""`password=...` of connection strings, `"password": "..."` of JSON."""
+"""`password=...` in connection strings and `"password": "..."` in JSON."""
 _FOLDERS = {"PWD", "OLDPWD"}
 """Variables of every shell that hold a folder, though elsewhere a name like theirs is a password's."""
 _URL_PASSWORD = re.compile(rf"{_SLASHES}[^/\\\s:@]{{0,200}}:([^@\s]{{1,1000}})@", re.I)
 _SHORTEST_SECRET = 6
 """Shorter values are words such as `true`, and would be taken out of every line."""
 _WORDS = {"default", "disabled", "enabled", "password", "secret"}
-"""Values that are no secrets though their variable's name says so."""
+"""Values that are not secret although the name of their variable indicates a secret."""
 
 
 def has_credentials(text: str) -> bool:
-    """True for a URL with a user part (`scheme://user:password@host`) or with a secret in its query or fragment
-    (`?token=`), percent-encoded or not."""
+    """Return True for a URL with credentials, percent-encoded or not.
+
+    Credentials are a user part (`scheme://user:password@host`) or a secret in the query or fragment
+    (`?token=`).
+    """
     forms = [form for form in {text, unquote(text)} if re.search(r":[/\\]|//", form)]
     return any(_URL_USER.search(form) or any(_secret_parameters(form)) for form in forms)
 
 
 def _secret_parameters(text: str) -> Iterator[str]:
-    """Values of the secret parameters of the URLs in `text`."""
+    """Yield the values of secret parameters in the URLs in `text`."""
     for match in _PARAMETER.finditer(text):
         if _SECRET_PARAMETER.search(unquote(match[1])):
             yield match[2]
@@ -106,10 +109,11 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
 
 
 def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`text` without user parts and secret parameters of URLs, authorization headers, keys of known form, and without
-    the value of any variable that has a secret's name, however it is encoded.
+    """Return `text` with secrets replaced.
 
-    The net below all sinks: a library's error message, which nobody here wrote, may echo what it was given.
+    This covers user parts and secret parameters of URLs, authorization headers, keys in known formats, and the
+    values of all variables whose name indicates a secret, in all common encodings. It is applied to all
+    outputs, because error messages of libraries may contain the values that were passed to them.
     """
     for form in _secret_forms(tuple(environ.items())):
         if form in text:
@@ -127,15 +131,17 @@ def _hidden_parameter(match: re.Match[str]) -> str:
 
 @lru_cache(maxsize=8)
 def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Every form in which a secret of these variables may be written, the longest first: one secret may begin with
-    another."""
+    """Return all encoded forms of the secrets in these variables.
+
+    Longer forms come first, because one secret may be the beginning of another.
+    """
     values: set[str] = set()
     for name, value in environ:
         if name in _FOLDERS:
             continue
         if _SECRET_VARIABLE.search(name):
             values |= {value, value.strip(), *value.split("\n")}
-        # A database's or a proxy's address has a password, whatever the variable is called.
+        # An address of a database or proxy may contain a password, whatever the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
     values |= {unquote(value) for value in values}
     long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}
@@ -143,14 +149,15 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
 
 
 def _encoded(value: str) -> Iterator[str]:
-    """`value` as messages, JSON, URLs, HTML and headers spell it."""
+    """Yield the forms of `value` in messages, JSON, URLs, HTML and headers."""
     data = value.encode("utf-8", "surrogateescape")
     escaped = quote(data, safe="")
     yield from (value, repr(value)[1:-1], repr(data)[2:-1], json.dumps(value)[1:-1])
     yield from (json.dumps(value, ensure_ascii=False)[1:-1], html.escape(value))
     yield from (quote(data), escaped, escaped.lower(), escaped.replace("%20", "+"))
     for before in range(3):
-        # In base64, as in basic authentication, what stands before decides about the first and last characters.
+        # In base64, the text before the value changes its first and last characters, for example in basic
+        # authentication.
         text = b64encode(b"\0" * before + data).decode()
         core = text[(0, 2, 3)[before] : len(text) - (0, 3, 2)[(before + len(data)) % 3]]
         if len(core) >= _SHORTEST_SECRET:

@@ -1,4 +1,4 @@
-"""The token that reward services are asked with, from the environment."""
+"""The access token of reward services, from the environment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ _LEAST = 16
 
 
 def reward_token(*, guards: bool = False) -> str | None:
-    """The value of `TOKEN_VARIABLE` without the blanks and line breaks around it; None where it is empty or not set.
+    """Return the value of `TOKEN_VARIABLE` without surrounding blanks and line breaks, or None if it is empty or
+    not set.
 
-    Raises `ConfigError`, without the value, for one that no HTTP header can carry. `guards`: it is all that protects a
-    service, and a short one could be guessed.
+    Raises a `ConfigError` that does not contain the value if it cannot be sent in an HTTP header. If `guards`
+    is true, the token is the only protection of a service, and a short token is refused because it could be
+    guessed.
     """
     value = os.environ.get(TOKEN_VARIABLE) or None
     if value is None:

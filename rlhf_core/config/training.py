@@ -12,7 +12,7 @@ from rlhf_core.config.redact import shown
 
 
 def _packing(value: Any) -> Any:
-    """One message, where pydantic has one for each of the two types."""
+    """Validate the field with one message. Pydantic would give one message for each of the two types."""
     if isinstance(value, bool) or value == "auto":
         return value
     meant = "true" if str(value).lower() in ("yes", "on", "y", "1") else "false"
@@ -20,7 +20,7 @@ def _packing(value: Any) -> Any:
 
 
 Packing = Annotated[bool | Literal["auto"], BeforeValidator(_packing)]
-"""`auto` becomes true or false when the model is loaded (`models.selftest`)."""
+"""`auto` is resolved to true or false when the model is loaded (`models.selftest`)."""
 PACK = (
     "Put several sequences into one row, invisible to each other; `false`: right-padded rows; `auto`: rows are packed where the "
     "model keeps their sequences apart, which is tried when it is loaded; `true`: a model that does not is refused"
@@ -125,7 +125,7 @@ class SFTConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the model has been tested, `auto` means padding, which is always correct."""
+        """Whether rows are packed. Until the model is tested, `auto` means padding, which is always correct."""
         return self.pack is True
 
 
@@ -169,7 +169,7 @@ class RewardConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the model has been tested, `auto` means padding, which is always correct."""
+        """Whether rows are packed. Until the model is tested, `auto` means padding, which is always correct."""
         return self.pack is True
 
     @model_validator(mode="after")

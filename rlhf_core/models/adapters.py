@@ -116,10 +116,13 @@ def adapter_name(name: str) -> str | None:
 def merged(
     tensors: Mapping[str, torch.Tensor], lora: LoraConfig | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the model without adapters, weights with the adapter added) of some parameters, whole layers together.
+    """Yield (name in the model without adapters, weights with the adapter added) for some parameters, by whole
+    layers.
 
-    The sum is made in float32 and rounded once, to `dtype`; None: to each tensor's own. In bfloat16 that loses every
-    change of a weight below half a step of its grid, most of a small update."""
+    The sum is computed in float32 and rounded once, to `dtype`, or to the data type of each tensor if it is
+    None. Rounding to bfloat16 loses every change of a weight that is smaller than half of its rounding step,
+    which is most of a small update.
+    """
     for name, tensor in tensors.items():
         plain = merged_name(name)
         if plain is None:
@@ -154,9 +157,10 @@ def save_adapter(
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """`model` (a `Policy`) with the adapter of `folder`, in place; the inverse of `save_adapter`.
+    """Load the adapter in `folder` into `model` (a `Policy`), in place. This is the inverse of `save_adapter`.
 
-    Raises ModelError where the files do not belong to the model or hold numbers that are not finite."""
+    Raises ModelError if the files do not match the model or contain values that are not finite.
+    """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors.torch import load_file
 

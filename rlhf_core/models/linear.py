@@ -33,9 +33,9 @@ class Float32Linear(nn.Linear):
 
 
 class Float32Head(nn.Linear):
-    """A language-model head in 16 bits whose logits are not rounded: products and sums in float32.
+    """A 16-bit language-model head with float32 logits: products and sums are computed in float32.
 
-    Its backward pass is that of a plain head in 16 bits: gradients of the logits are rounded there.
+    The backward pass is that of a normal 16-bit head, which rounds the gradients of the logits.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class _Float32Logits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.device.type == "cuda" and bias is None:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)  # no float32 copy of the weight
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)  # avoids a float32 copy of the weight
         return linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     @staticmethod
@@ -69,7 +69,7 @@ class _Float32Logits(torch.autograd.Function):
 
 
 def use_float32_head(model: Any) -> Any:
-    """Turn the 16-bit `lm_head` of `model` into `Float32Head`, in place."""
+    """Convert the 16-bit `lm_head` of `model` to `Float32Head`, in place."""
     head = model.lm_head
     if not isinstance(head, nn.Linear):
         raise ModelError(

@@ -45,7 +45,7 @@ class Policy(nn.Module):
     lora: LoraConfig | None = None
     """Its adapter, where it has one (`models.adapters`)."""
     packs = True
-    """Whether sequences may share a row (`models.selftest`)."""
+    """Whether sequences can share a row (`models.selftest`)."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
@@ -106,11 +106,12 @@ def load_policy(
     pack: Packing = "auto",
     head_dtype: str = "model",
 ) -> Policy:
-    """A pretrained causal LM, or random weights if the folder holds a `config.json` only (seed torch first).
+    """Load a pretrained causal LM, or create random weights if the folder only contains a `config.json` (seed
+    torch first).
 
-    `quantize`: hold its linear layers in 4 bits, see `models.quantized`. `pack`: whether its sequences are to share rows, see
-    `models.selftest`. `head_dtype`: "float32" for logits that are not rounded to `dtype`. Raises ModelError for weights
-    that are not the model's, and where the self-test fails.
+    `quantize` stores its linear layers in 4 bits (see `models.quantized`). `pack` requests packed rows (see
+    `models.selftest`). `head_dtype="float32"` returns logits that are not rounded to `dtype`. Raises ModelError
+    if the weights do not match the model or if the self-test fails.
     """
     from transformers import AutoModelForCausalLM
 

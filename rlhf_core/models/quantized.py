@@ -52,10 +52,11 @@ def shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def save_pretrained(lm: Any, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
-    """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `lm`; None: its own.
+    """Save `lm` in Hugging Face layout as safetensors.
 
-    A quantized model would save its 4 bits whatever it is given, and one in another precision would name its own in
-    `config.json`, so an empty shell of it takes its place.
+    `state_dict` contains gathered weights with the names of `lm`; None uses the model's own weights. They are
+    saved with an empty model of the same architecture: a quantized model would always save its 4-bit weights,
+    and a model in another precision would write its own precision to `config.json`.
     """
     quantized = getattr(lm, "hf_quantizer", None) is not None
     if state_dict and (quantized or next(iter(state_dict.values())).dtype != lm.dtype):

@@ -65,7 +65,7 @@ class ScoreModel(nn.Module):
     lora: LoraConfig | None = None
     """Its adapter, where it has one (`models.adapters`); the head is then trained beside it."""
     packs = True
-    """Whether sequences may share a row (`models.selftest`)."""
+    """Whether sequences can share a row (`models.selftest`)."""
 
     def __init__(self, classifier: Any, statistics: ScoreStatistics | None = None) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ def load_score_model(
     quantize: str | None = None,
     pack: Packing = "auto",
 ) -> ScoreModel:
-    """From a causal LM (new head, N(0, 1/(h+1))) or from a saved score model (its own head). Seed torch first.
+    """Load a score model from a causal LM (new head, N(0, 1/(h+1))) or from a saved score model. Seed torch first.
 
-    `quantize`, `pack`, errors: as for a policy.
+    `quantize`, `pack` and the errors are the same as for a policy.
     """
     from transformers import AutoModelForSequenceClassification
 

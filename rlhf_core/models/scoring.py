@@ -85,7 +85,9 @@ def sequence_scores(model: Any, statistics: ScoreStatistics, batches: Batches) -
 def whole_list(
     model: Policy | ScoreModel, sequences: Sequence[PromptAndResponse], micro_batch_tokens: int, pad_id: int
 ) -> Batches:
-    """Micro-batches of one process on its own, on the device of `model`, in the layout that it was found to bear."""
+    """Create micro-batches for a single process, on the device of `model` and in the layout that the model
+    supports.
+    """
     lengths = [len(p) + len(r) for p, r in sequences]
     (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=model.packs)
     return Batches(sequences, micro_batches, pad_id=pad_id, device=next(model.parameters()).device, pack=model.packs)

@@ -1,12 +1,14 @@
-"""Tried on the real model when it is loaded: that it is deterministic, and that no sequence sees another one or padding.
+"""Test of a loaded model: it is deterministic, and its sequences do not influence each other.
 
-Every architecture of transformers takes the same arguments, but not every one uses them: some decoder layers do not hand
-the borders of packed sequences to their attention, state-space, convolution and linear-attention layers do not know them,
-and dropout has many names. So nothing is concluded from a configuration; two short sequences are run.
+All architectures of transformers accept the same arguments, but not all of them use them. Some decoder layers
+do not pass the borders of packed sequences to their attention. State-space, convolution and linear-attention
+layers do not support borders. Dropout settings have many names. The configuration is therefore not sufficient,
+and two short sequences are run through the model.
 
-What must not depend on another sequence is asked by a gradient: that of one sequence's hidden states with respect to the
-other's embeddings is exactly 0, in every precision, on every device, whatever kernels round. What gradients cannot see
-(positions that go on where a sequence begins) is asked by comparing hidden states, up to rounding.
+Whether a sequence depends on another one is tested with gradients: without dependence, the gradient of its
+hidden states with respect to the embeddings of the other sequence is exactly 0 in every precision and on every
+device, independent of rounding. Gradients do not detect positions that continue from one sequence to the next.
+For this, hidden states are compared with a tolerance for rounding.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.weights import is_random
 
 _LENGTHS = (5, 7)
-"""Tokens of the two sequences: longer than a convolution's kernel, shorter than any attention window."""
+"""Tokens of the two sequences. They are longer than a convolution kernel and shorter than any attention window."""
 
 
 def without_dropout(model: Any) -> Any:
-    """Dropout and jitter off everywhere, in place: the ratio of the first minibatch must be exactly 1. Returns `model`."""
+    """Disable dropout and jitter in all modules, in place, and return `model`.
+
+    The importance ratio of the first minibatch must be exactly 1.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -37,14 +42,14 @@ def without_dropout(model: Any) -> Any:
 
 
 def tested(lm: Any, pack: Packing) -> bool:
-    """Whether sequences of `lm`, a Hugging Face model with a backbone `model`, may share a row.
+    """Return whether sequences of `lm`, a Hugging Face model with a backbone `model`, can share a row.
 
-    `pack`: False: they are not to, and it is not tried. "auto": True where nothing of one sequence reaches another. True: the
-    same, and a ModelError where something does. Raises ModelError also for a model whose passes in training mode differ,
-    and one whose sequences depend on what pads them or on the row beside them.
+    With `pack=False`, packing is not tested and the result is False. With `"auto"`, the result is True if no
+    sequence depends on another one. With `True`, a ModelError is raised if one does. A ModelError is also
+    raised if two passes in training mode differ, or if sequences depend on padding or on other rows.
 
-    A few passes over 24 tokens; for a whole model on one device, before it is sharded. Random numbers are drawn from a
-    copy of the generators.
+    The test takes a few passes over 24 tokens. It requires a whole model on one device, before sharding. Random
+    numbers are drawn from a copy of the generators.
     """
     training = lm.training
     devices = [lm.device] if lm.device.type == "cuda" else []
@@ -72,12 +77,12 @@ def tested(lm: Any, pack: Packing) -> bool:
 
 @torch.no_grad()
 def _deterministic(lm: Any) -> None:
-    """Raises ModelError where two passes in training mode differ and random numbers were drawn for them."""
+    """Raise ModelError if two passes in training mode differ and random numbers were drawn."""
     lm.train()
     batch = collate(_sequences(lm), pad_id=0).to(lm.device)
     before = _generator(lm)
     first, second = _hidden(lm, batch), _hidden(lm, batch)
-    # Kernels with an unspecified summation order also differ, by rounding, but they consume no random numbers.
+    # Kernels with an undefined summation order differ by rounding as well, but they draw no random numbers.
     if not torch.equal(first, second) and not torch.equal(before, _generator(lm)):
         raise ModelError(
             f"model.path: {_name(lm)}: two passes in training mode differ by up to {(first - second).abs().max():.1e} in the "
@@ -91,14 +96,14 @@ def _generator(lm: Any) -> torch.Tensor:
 
 
 def _difference(lm: Any, *, pack: bool) -> str | None:
-    """How a sequence in a batch is not what it is alone, or None."""
+    """Return how a sequence in a batch differs from the same sequence alone, or None."""
     sequences = _sequences(lm)
     batch = collate(sequences, pad_id=0, pack=pack).to(lm.device)
     spans = _spans(sequences, batch)
     embedded, hidden = _with_embeddings(lm, batch)
     for start, end in spans:
         cotangent = torch.zeros_like(hidden)
-        # Any numbers, but not all the same: those would add up to 0 behind a norm.
+        # The values are arbitrary but must not all be equal, because their sum would be 0 after a norm.
         cotangent[start:end] = torch.linspace(-1, 1, cotangent[start:end].numel(), device=lm.device).view_as(
             cotangent[start:end]
         )
@@ -113,7 +118,8 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
             alone = _hidden(lm, collate([sequence], pad_id=0).to(lm.device))
             twice = _hidden(lm, collate([sequence, sequence], pad_id=0).to(lm.device))[: len(sequence)]
             gap, noise = _gap(hidden[start:end], alone), _gap(twice, alone)
-            # Rounding adds up over layers, as a random walk does; a model's own noise may be more (a router's near ties).
+            # Rounding errors grow over the layers like a random walk. The model's own noise can be larger, for
+            # example if a router has nearly equal choices.
             allowed = max(torch.finfo(hidden.dtype).eps ** 0.5, 8 * noise)
             if not gap <= allowed:
                 return f"a sequence's hidden states differ by {gap:.1e} (relative) from those it has alone, more than {allowed:.1e}"
@@ -121,7 +127,7 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative difference of (L, H) hidden states, the median over tokens."""
+    """Return the relative difference of (L, H) hidden states, as the median over tokens."""
     difference, size = (a.float() - b.float()).norm(dim=-1), b.float().norm(dim=-1)
     return float((difference / size.clamp_min(1e-30)).median())
 
@@ -133,7 +139,7 @@ def _hidden(lm: Any, batch: TokenBatch) -> torch.Tensor:
 
 
 def _with_embeddings(lm: Any, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, L, E) input embeddings, cut off from what made them, and (B*L, H) hidden states."""
+    """Return (B, L, E) input embeddings, detached from their computation, and (B*L, H) hidden states."""
     seen: list[torch.Tensor] = []
 
     def cut(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -151,7 +157,7 @@ def _with_embeddings(lm: Any, batch: TokenBatch) -> tuple[torch.Tensor, torch.Te
 
 
 def _sequences(lm: Any) -> list[TokenSequence]:
-    """Two that have no token in common, where the vocabulary allows that."""
+    """Return two sequences without a common token, if the vocabulary is large enough."""
     vocabulary = lm.config.get_text_config().vocab_size
     ids = [3 + i for i in range(sum(_LENGTHS))]
     first, second = ids[: _LENGTHS[0]], ids[_LENGTHS[0] :]
@@ -159,7 +165,7 @@ def _sequences(lm: Any) -> list[TokenSequence]:
 
 
 def _spans(sequences: Sequence[TokenSequence], batch: TokenBatch) -> list[tuple[int, int]]:
-    """(first, one beyond the last) flat position of each sequence."""
+    """Return (first, last + 1) flat positions of each sequence."""
     lasts = batch.last_S.tolist()
     return [(last + 1 - len(sequence), last + 1) for sequence, last in zip(sequences, lasts, strict=True)]
 

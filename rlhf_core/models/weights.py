@@ -1,8 +1,9 @@
-"""A pretrained model whose every weight is what its files say.
+"""Loading of pretrained models with validation of all weights.
 
-`from_pretrained` gives a tensor that the files lack random values and leaves out one that the model lacks, both with no
-more than a line in the log. Here each of them is an error, and so are integers where a model has weights, numbers that are
-not finite, and an attention implementation that a `config.json` asks for in place of the configured one.
+`from_pretrained` gives random values to tensors that are missing in the files and ignores tensors that the
+model does not have. In both cases it only logs a message. Here, both are errors. Integer weights, values that
+are not finite, and an attention implementation that `config.json` requests instead of the configured one are
+handled as well.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of safetensors, what can be trained from."""
+"""Data types of safetensors from which a model can be trained."""
 
 _OF_ANOTHER_HEAD = ("lm_head.weight", "lm_head.bias")
-"""What a causal language model has and a score model made of it leaves."""
+"""Tensors of a causal language model that a score model created from it does not use."""
 
 
 @contextmanager
 def model_errors(folder: Path | str) -> Iterator[None]:
-    """What fails in here is the model's fault and a ModelError: files of others fail with KeyError, TypeError, RuntimeError
-    and with validation errors of libraries. What is the machine's (memory, a GPU) stays what it is."""
+    """Convert exceptions in this context to ModelError, because they are caused by the model's files.
+
+    Invalid files can raise KeyError, TypeError, RuntimeError and validation errors of libraries. Errors of the
+    machine (memory, GPU) are raised unchanged.
+    """
     try:
         yield
     except RLHFError:
@@ -50,11 +54,12 @@ def load_pretrained(
     new: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
-    """`auto` (a class with `from_pretrained`) of `folder`, a path or hub id, with the names, shapes and kinds of its weights
-    checked. `config`: as `model_config` gives it.
+    """Load a model with `auto`, a class with `from_pretrained`, and check the names, shapes and data types of its
+    weights.
 
-    `new`: tensors that the files need not have, because the caller makes them; the language-model head may then be there
-    and is left out. Raises ModelError for everything that is wrong with the model.
+    `folder` is a path or hub id, and `config` is the result of `model_config`. `new` lists tensors that may be
+    missing in the files because the caller creates them; in this case a language-model head in the files is
+    ignored. Raises ModelError for all problems of the model.
     """
     attention = config._attn_implementation
     with model_errors(folder):
@@ -66,7 +71,7 @@ def load_pretrained(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, all at once
+            ignore_mismatched_sizes=True,  # all of them are reported together below
             **options,
         )
         refuse(folder, info, new=new)
@@ -75,10 +80,10 @@ def load_pretrained(
 
 
 def check_headers(folder: Path, *, attention: str) -> None:
-    """Raises ModelError where the names, shapes or kinds of the weights in `folder` are not those of its config.json.
+    """Raise ModelError if names, shapes or data types of the weights in `folder` do not match its config.json.
 
-    Reads headers only, and allocates nothing: transformers loads tensors without numbers into a model without numbers.
-    What a quantization that the configuration names would read is left to the load.
+    Only headers are read and no memory is allocated: transformers loads empty tensors into an empty model.
+    Models with a quantization in their configuration are checked only when they are loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -88,7 +93,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
             return
         entries = loaded_tensors(folder)
         if not entries:
-            return  # a folder without weights is for the caller to judge
+            return  # the caller handles a folder without weights
         empty = {
             name: torch.empty(entry["shape"], dtype=FLOATING.get(entry["dtype"], torch.float32), device="meta")
             for name, entry in entries.items()
@@ -109,7 +114,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
 
 
 def model_config(folder: Path | str, *, attention: str, revision: str | None = None, **changes: Any) -> Any:
-    """The `config.json` of `folder` without dropout, with the configured attention whatever the file asks for."""
+    """Return the `config.json` of `folder` without dropout and with the configured attention implementation."""
     from transformers import AutoConfig
 
     if Path(folder).is_dir() and (Path(folder) / "adapter_config.json").exists():
@@ -118,7 +123,7 @@ def model_config(folder: Path | str, *, attention: str, revision: str | None = N
             "into the model and give that folder"
         )
     config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False, **changes)
-    # A name such as owner/kernel would be fetched from the hub as code.
+    # A name such as owner/kernel would be downloaded from the hub as code.
     config._attn_implementation = implementation(attention)
     config._experts_implementation = None
     config.output_attentions = config.output_hidden_states = False
@@ -127,7 +132,9 @@ def model_config(folder: Path | str, *, attention: str, revision: str | None = N
 
 
 def without_random_parts(config: Any) -> None:
-    """Dropout and jitter off in a configuration and its parts: modules copy the numbers when they are made."""
+    """Disable dropout and jitter in a configuration and its sub-configurations. Modules copy these values on
+    creation.
+    """
     for name, value in list(vars(config).items()):
         if is_random(name, value):
             setattr(config, name, 0.0)
@@ -137,13 +144,15 @@ def without_random_parts(config: Any) -> None:
 
 
 def is_random(name: str, value: Any) -> bool:
-    """Whether an attribute is the probability or size of a dropout or jitter, and not 0."""
+    """Return whether an attribute is a nonzero probability or size of dropout or jitter."""
     return isinstance(value, float) and value != 0 and any(word in name.lower() for word in ("drop", "jitter"))
 
 
 def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] = ()) -> None:
-    """Raises ModelError for what `output_loading_info` says is missing, unexpected or of another shape. What transformers
-    itself declares as dispensable (tied heads, buffers) is not in there."""
+    """Raise ModelError for missing, unexpected or wrongly shaped tensors in `output_loading_info`.
+
+    Tensors that transformers declares as optional (tied heads, buffers) are not listed there.
+    """
     missing = sorted(set(info["missing_keys"]) - set(new))
     unexpected = sorted(set(info["unexpected_keys"]) - set(_OF_ANOTHER_HEAD if new else ()))
     mismatched = sorted(info["mismatched_keys"])
@@ -165,8 +174,10 @@ def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] 
 
 
 def refuse_integers(folder: Path | str, model: Any) -> None:
-    """Raises ModelError for a parameter whose file holds integers or 8-bit numbers: without their scales they are nothing.
-    For local folders; not where a quantization that the configuration names has read them."""
+    """Raise ModelError for parameters that are stored as integers or 8-bit floats, which need separate scales.
+
+    Only local folders are checked, and only if no quantization of the configuration has read the weights.
+    """
     if getattr(model, "hf_quantizer", None) is not None or not Path(folder).is_dir():
         return
     kinds = {name: str(entry.get("dtype")) for name, entry in loaded_tensors(Path(folder)).items()}
@@ -182,7 +193,7 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
 
 @torch.no_grad()
 def refuse_non_finite(folder: Path | str, model: torch.nn.Module) -> None:
-    """Raises ModelError with the names of the tensors that hold NaN or infinity."""
+    """Raise ModelError with the names of the tensors that contain NaN or infinity."""
     wrong = [name for name, tensor in model.state_dict().items() if not _finite(tensor)]
     if wrong:
         raise ModelError(
@@ -194,7 +205,7 @@ def refuse_non_finite(folder: Path | str, model: torch.nn.Module) -> None:
 def _finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta or tensor.element_size() == 1:
         return True
-    low, high = torch.aminmax(tensor)  # NaN comes through, and nothing of the tensor's size is made
+    low, high = torch.aminmax(tensor)  # aminmax propagates NaN and allocates no tensor of this size
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
