@@ -1,8 +1,9 @@
-"""From sources to checked, distinct records: reading, quarantine, duplicates, contradictions, and the split.
+"""Collects distinct, valid records from the sources: reading, quarantine, duplicates, contradictions and the
+split.
 
-sources -> rows -> records          bad rows into the quarantine, counted, limited by `data.max_bad_rows`
-records -> distinct records         duplicates and contradictory pairs dropped, counted
-prompts of all sets -> held out     a function of (data.split_seed, prompt text), the same for all three sets
+    sources -> rows -> records          invalid rows go to the quarantine, counted and limited by `data.max_bad_rows`
+    records -> distinct records         duplicates and contradictory pairs are dropped and counted
+    prompts of all sets -> held out     depends on (data.split_seed, prompt text), the same for all three sets
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class Quarantine:
 def load_set(
     config: PipelineConfig, name: SetName, quarantine: Quarantine, counts: Counts, contents: Mapping[str, Contents]
 ) -> list[Loaded]:
-    """Every usable record of one set. `contents`: what the sources must hold, by field.
+    """Return all usable records of a set. `contents` has the expected contents of the sources by field.
 
-    Raises DataError for an empty source, one with too many bad rows, or one that does not hold that.
+    Raises DataError if a source is empty, has too many invalid rows, or has other contents.
     """
     records: list[Loaded] = []
     sources: tuple[Source, ...] = getattr(config.data, name)
@@ -119,7 +120,9 @@ def load_set(
 
 
 def _distinct_names(sources: Sequence[Source]) -> list[str]:
-    """`source_name` of each; with its place in the list where several have the same (`a/train.jsonl`, `b/train.jsonl`)."""
+    """Return the `source_name` of each source. Equal names (`a/train.jsonl`, `b/train.jsonl`) get their list
+    index.
+    """
     names = [source_name(source) for source in sources]
     return [f"{name} {place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
 

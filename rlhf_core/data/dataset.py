@@ -104,7 +104,7 @@ def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Any:
     try:
         table = pq.read_table(path)
         if name == "prompts" and "source" not in table.column_names:
-            # Data of schema 2: a champion's, whose prompts a match must know.
+            # Data of schema 2 may belong to a champion, whose prompts are needed for a match.
             table = table.append_column("source", pa.nulls(len(table), pa.string()))
         table = table.select(list(columns))
     except (OSError, KeyError, pa.ArrowException) as error:

@@ -20,7 +20,7 @@ class Decoder:
     eos: int
     bos: int | None
     prefix: str = ""
-    """What the chat template puts before each answer (`Encoder.response_prefix`)."""
+    """Text that the chat template puts before each answer (`Encoder.response_prefix`)."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -28,13 +28,15 @@ class Decoder:
         return text
 
     def response(self, ids: Sequence[int]) -> str:
-        """A response as its author wrote it: without the blank that the chat template put before it, which a service
-        that renders it again puts there itself."""
+        """Return the response without the blank that the chat template put before it.
+
+        A service that renders prompt and response again adds the blank itself.
+        """
         return self(ids).removeprefix(self.prefix)
 
 
 def write_response_prefix(data: Path, prefix: str) -> None:
-    """Into a data artifact's folder, for `load_decoder`."""
+    """Save the settings in the folder of a data artifact for `load_decoder`."""
     (data / "response.json").write_text(json.dumps({"prefix": prefix}) + "\n", encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
 
 _BATCH_BYTES = 64 * 2**20
-"""Of a parquet file, so much is decoded at once, or one row."""
+"""Amount of a parquet file that is decoded at once, but at least one row."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. ValueError for a key twice, of which JSON's readers keep either one."""
+    """Parse a JSON object. Raises ValueError for duplicate keys, because JSON parsers silently keep one of them."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -205,7 +205,9 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 
 def _lost(file: str, first: int, last: int, reason: str, shown: str) -> Iterator[BadRow]:
-    """A bad row for each line that a row with a wrong quote took in: they may have been rows of their own."""
+    """Yield a bad row for each line within a row with a wrong quote, because these lines may have been separate
+    rows.
+    """
     for line in range(first, max(first, last) + 1):
         yield BadRow(file, line, reason if line == first else f"within the bad row that begins in line {first}", shown)
 
@@ -221,7 +223,8 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             raise DataError(
                 f"{file}: the column {twice[0]!r} is there {names.count(twice[0])} times; rename one of them"
             )
-        # Texts stay in their dictionaries: a few bytes can stand for a thousand copies of a long one.
+        # Keep the dictionary encoding of texts, because a few bytes can represent a thousand copies of a long
+        # text.
         whole = pq.ParquetFile(stream, read_dictionary=names)
         for batch in whole.iter_batches(batch_size=_batch_rows(whole.metadata)):
             columns = [_values(column) for column in batch.columns]
@@ -245,14 +248,14 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Rows of which `_BATCH_BYTES` hold, by the sizes in the file, at most 1024."""
+    """Return the number of rows that fit in `_BATCH_BYTES` according to the sizes in the file, at most 1024."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=0)
     return max(1, min(1024, int(_BATCH_BYTES / max(largest, 1))))
 
 
 def _values(column: Any) -> list[Any]:
-    """A column's values; equal texts of a dictionary are one object."""
+    """Return the values of a column. Equal texts of a dictionary share one object."""
     import pyarrow as pa
 
     if not isinstance(column, pa.DictionaryArray):
@@ -262,7 +265,7 @@ def _values(column: Any) -> list[Any]:
 
 
 def _text_size(value: Any) -> int:
-    """Characters (bytes, where it is binary) of all texts in a value."""
+    """Return the number of characters (or bytes, for binary values) of all texts in a value."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):

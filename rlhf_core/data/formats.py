@@ -35,7 +35,7 @@ _INVISIBLE = (
         chr(code) for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070)) for code in range(start, end)
     )
 )
-"""White space, and characters without width or ink."""
+"""White space and invisible characters."""
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -134,7 +134,7 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """One field as JSON, its numbers that are not finite as null: what tables write where a value is missing."""
+    """Return a field as JSON. Numbers that are not finite become null, which represents a missing value in tables."""
     try:
         return json.loads(json.dumps(value, default=_as_text), parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:

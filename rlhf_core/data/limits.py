@@ -33,13 +33,12 @@ def memory_limit(spare: int) -> Iterator[None]:
 
 
 def ends_within(seconds: float, function: Callable[[], object], *, wall: float = 60.0) -> bool:
-    """Whether `function` ends within so much time of the processor (whole seconds), tried in a copy of this process.
+    """Return whether `function` ends within the given processor time (whole seconds), tested in a forked process.
 
-    The copy is killed after `wall` seconds of the clock too: it may wait for ever for a lock that another thread of this
-    process held when it was copied.
-
-    Nothing of what it does or raises reaches this process. Unlike `time_limit` this ends also a single operation of C
-    code that takes hours. True where a process cannot be copied.
+    The fork is also killed after `wall` seconds of real time, because it may wait forever for a lock that
+    another thread held at the time of the fork. Results and exceptions of `function` do not reach this process.
+    In contrast to `time_limit`, this also ends a long operation inside C code. Returns True if the process
+    cannot be forked.
     """
     if not hasattr(os, "fork"):
         return True
@@ -58,7 +57,7 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: float =
     ended, status = os.waitpid(child, os.WNOHANG)
     while not ended and time.monotonic() < deadline:
         time.sleep(0.005)
-        ended, status = os.waitpid(child, os.WNOHANG)  # the kernel ends it at the limit of the processor's time
+        ended, status = os.waitpid(child, os.WNOHANG)  # the kernel ends the process at the limit of its processor time
     if not ended:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""The data artifact: token files of the three sets, tokenizer, quarantine, data card.
+"""Creates the data artifact: token files of the three sets, tokenizer, quarantine and data card.
 
 out/  tokenizer/  response.json  model/config.json (model from scratch only)  quarantine.jsonl  data_card.{json,md}
       {sft,pairs,prompts}_{train,eval}.parquet
@@ -60,10 +60,10 @@ def prepare(
     progress: Callable[[int, int], None],
     key_digests: Mapping[str, str] | None = None,
 ) -> Prepared:
-    """Read, check, encode, split and write everything into `out`; `progress(done, total)` counts encoded rows.
+    """Read, check, encode, split and write all data into `out`. `progress(done, total)` counts encoded rows.
 
-    `key_digests`: the sources' digests in the stage's key; None outside a pipeline. Raises DataError or ModelError with
-    the source, the rule and a fix, also where a source is no longer what its digest says.
+    `key_digests` are the digests of the sources in the stage's key, or None outside of a pipeline. Raises
+    DataError or ModelError with the source, the rule and a fix, also if a source does not match its digest.
     """
     contents = source_contents(config)
     digests = {name: found.digest for name, found in contents.items()} | model_digests(config)
@@ -105,7 +105,7 @@ def prepare(
     write_response_prefix(out, encoder.response_prefix)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
-    # The tokenizer and the template were read between these two looks.
+    # The tokenizer and the template were read between these two checks.
     require_unchanged(model_digests(config), digests, config)
     card = build_card(config, digests, counts, splits, tokenizer)
     if near := card["overlap"]["near"]:
@@ -261,9 +261,10 @@ def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Co
 def _split(
     config: PipelineConfig, made: dict[SetName, list[Made]], counts: dict[SetName, Counts]
 ) -> dict[SetName, dict[Split, list[Made]]]:
-    """Held-out prompts into `eval`, in every set: at most `max_eval` rows, those of the lowest split positions.
+    """Move held-out prompts to `eval` in every set: at most `max_eval` rows, those with the lowest split
+    positions.
 
-    They are written in the order of their positions, so that the first n are a sample over all sources.
+    They are written in the order of their positions, so that the first n rows are a sample of all sources.
     """
     seed = config.data.split_seed
     keys: dict[str, list[str]] = {name: [item.key for item in items] for name, items in made.items() if items}

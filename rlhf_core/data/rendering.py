@@ -1,4 +1,6 @@
-"""One conversation through a tokenizer's chat template: a program that somebody else wrote, in transformers' sandbox."""
+"""Renders a conversation with a tokenizer's chat template, which is untrusted code, in the sandbox of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from rlhf_core.config.redact import printable
 from rlhf_core.data.limits import memory_limit
 
 _TEMPLATE_BYTES = 2**29
-"""What rendering one conversation may allocate."""
+"""Memory limit for rendering one conversation."""
 DATE = datetime(2024, 7, 26)
-"""What templates take for today (`strftime_now`): the date that Llama 3.2's own has where it knows none."""
+"""The date that `strftime_now` returns in templates. It is the default date of Llama 3.2's template."""
 
 
 class TemplateError(ValueError):
-    """The template raised; the message says what and where."""
+    """The template raised an exception. The message describes the exception and its location."""
 
 
 def render(
     tokenizer: Any, messages: list[dict[str, str]], generate: bool, marks: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, with the generation prompt on request, and with `marks` the spans of its {% generation %} blocks.
+    """Return the rendered text, and with `marks` the spans of its {% generation %} blocks.
 
-    Raises TemplateError, or TimeoutError within `time_limit`.
+    `generate` adds the generation prompt. Raises TemplateError, or TimeoutError within `time_limit`.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -40,23 +42,25 @@ def render(
             )
     except TimeoutError:
         raise
-    except Exception as error:  # a template is a program: it can raise anything
+    except Exception as error:  # a template is a program and can raise any exception
         raise TemplateError(_reason(error)) from error
     return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 
 def uses_power(template: str) -> bool:
-    """Whether `**` is in it: one such operation can take hours in C code, where no time limit reaches it."""
+    """Return whether the template uses `**`. One such operation can take hours in C code, where time limits have
+    no effect.
+    """
     import jinja2
 
     try:
         return any(kind == "operator" and word == "**" for _, kind, word in jinja2.Environment().lex(template))
     except jinja2.TemplateSyntaxError:
-        return False  # rendering says what is wrong with it
+        return False  # rendering the template reports the error
 
 
 def _reason(error: Exception) -> str:
-    """What a template raised, and in which of its lines."""
+    """Return the exception of a template and the line in which it was raised."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     where = f" in its line {line}" if line else ""

@@ -1,10 +1,11 @@
-"""Reading rows from files, folders, `s3://` and the Hugging Face hub, and digests of what was read.
+"""Reads rows from files, folders, `s3://` and the Hugging Face hub, and computes digests of the sources.
 
-A malformed row comes out as `BadRow` with its line and reason; a file that is unusable as a whole raises one
+A malformed row is returned as `BadRow` with its line and reason. A file that is unusable as a whole raises one
 DataError. Byte-order marks, CRLF and blank lines are accepted.
 
-A stage's key holds the digest of each source. `Contents` has the digest of every file of a source; `read_rows` compares
-each file that it opens with it, so that a file that grows or is replaced meanwhile is an error.
+The key of a stage contains the digest of each source. `Contents` has the digest of every file of a source.
+`read_rows` compares each file that it opens with its digest. A file that grows or is replaced in the meantime
+causes an error.
 """
 
 from __future__ import annotations
@@ -68,26 +69,26 @@ def source_name(source: Source) -> str:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a source holds at one moment."""
+    """Digests of a source at one point in time."""
 
     digest: str
-    """sha256 over names and contents of its files; id, commit and split of a hub data set."""
+    """sha256 over names and contents of the source's files. For a hub data set: id, commit and split."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of each local file or object by its address, in the order of reading; empty for other kinds of sources."""
+    """sha256 of each local file or object by its address, in reading order. Empty for other kinds of sources."""
 
 
 def read_rows(source: Source, store: StoreConfig = _AWS, contents: Contents | None = None) -> Generator[Row | BadRow]:
-    """Every row of `source` in order, at most `source.limit`; `only_split` is applied.
+    """Yield every row of `source` in order, at most `source.limit`. `only_split` is applied.
 
-    `store`: the server of buckets, and for how long its failures are sat out. `contents`: what the files must still
-    be; None: what they are now. Raises DataError where a whole file is missing, unusable or changed, StoreUnavailable
-    where a bucket does not answer.
+    `store` has the settings for buckets, including the time for which failures are retried. `contents` are the
+    expected contents of the files; with None, they are not checked. Raises DataError if a file is missing,
+    unusable or changed, and StoreUnavailable if a bucket does not answer.
     """
     kind = kind_of(source.path)
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
     rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, store, contents)
-    with closing(rows):  # also where `limit` ends the reading: a changed file is then still found
+    with closing(rows):  # also if `limit` ends the reading, so that a changed file is still detected
         kept = (
             row
             for row in rows
@@ -97,7 +98,7 @@ def read_rows(source: Source, store: StoreConfig = _AWS, contents: Contents | No
 
 
 def source_contents(config: PipelineConfig) -> dict[str, Contents]:
-    """Contents of each data source, by its field: `data.sft[0]`. Missing files raise DataError."""
+    """Return the contents of each data source by its field, such as `data.sft[0]`. Missing files raise DataError."""
     contents: dict[str, Contents] = {}
     for name in _SETS:
         sources: tuple[Source, ...] = getattr(config.data, name)
@@ -115,7 +116,7 @@ def source_digests(config: PipelineConfig) -> dict[str, str]:
 
 
 def model_digests(config: PipelineConfig) -> dict[str, str]:
-    """The digests of the chat template and of the base model, where the configuration names them."""
+    """Return the digests of the chat template and the base model, if they are configured."""
     digests: dict[str, str] = {}
     if config.data.chat_template is not None:
         digests["data.chat_template"] = hashlib.sha256(read_chat_template(config.data.chat_template)).hexdigest()
@@ -125,7 +126,7 @@ def model_digests(config: PipelineConfig) -> dict[str, str]:
 
 
 def read_chat_template(path: str) -> bytes:
-    """The content of `data.chat_template`. Raises ModelError."""
+    """Return the content of `data.chat_template`. Raises ModelError."""
     try:
         return read_bounded(path, MAX_TEMPLATE_BYTES)
     except FileNotFoundError as error:
@@ -135,8 +136,10 @@ def read_chat_template(path: str) -> bytes:
 
 
 def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config: PipelineConfig) -> None:
-    """DataError for each source, template or model whose digest is not what it was before; names that `before` lacks are
-    not compared."""
+    """Raise DataError for each source, template or model whose digest differs from `before`.
+
+    Names that are not in `before` are not compared.
+    """
     places = {f"data.{name}[{i}]": s.path for name in _SETS for i, s in enumerate(getattr(config.data, name))}
     places |= {"data.chat_template": config.data.chat_template, "model": config.model.path}
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
@@ -289,7 +292,9 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
 
 
 def _read_files(path: str, kind: Kind, store: StoreConfig, contents: Contents | None) -> Generator[Row | BadRow]:
-    """The rows of each file, which must be one file from its first to its last row: that of `contents`, if given."""
+    """Yield the rows of each file. The file must not change while it is read, and must match `contents` if it is
+    given.
+    """
     digests = contents.files if contents is not None else dict.fromkeys(_list_files(path, kind, store))
     for file, expected in digests.items():
         with _open(file, kind, store) as stream, _unwritten(file, stream):
@@ -300,7 +305,7 @@ def _read_files(path: str, kind: Kind, store: StoreConfig, contents: Contents | 
 
 @contextmanager
 def _unwritten(file: str, stream: IO[bytes]) -> Generator[None]:
-    """Raises DataError if the open file was written to in between, whatever else went wrong because of it."""
+    """Raise DataError if the open file was modified in the meantime, even if this caused another exception."""
     descriptor = os.dup(stream.fileno())  # the parsers close the stream
     try:
         before = os.fstat(descriptor)

@@ -1,13 +1,13 @@
-"""The demo task: short descriptions of animals, in a small generated language whose true reward is known.
+"""The task of the demo: short descriptions of animals in a small generated language with a known true reward.
 
-A prompt asks for an adjective, a subject and a place ("Tell me about a small fox in the garden."). A response is a
-few sentences of the grammar `PATTERNS`. Demonstrations are of mixed quality: some are kind and to the point, others
-are rude, about another animal, repeat themselves or break the grammar. In a third of the pairs one response answers
-another prompt: a reward model that does not read the prompt cannot order them. `gold_reward` is the truth that
-simulated annotators see through noise (Bradley-Terry), as in Gao et al. 2022, "Scaling Laws for Reward Model
-Overoptimization".
+A prompt asks for an adjective, a subject and a place ("Tell me about a small fox in the garden."). A response
+consists of a few sentences of the grammar `PATTERNS`. Demonstrations have different quality: some are kind and
+relevant, others are rude, describe another animal, repeat themselves or violate the grammar. In a third of the
+pairs, one response answers another prompt, so that a reward model cannot order them without reading the prompt.
+`gold_reward` is the true reward. Simulated annotators observe it with noise (Bradley-Terry), as in Gao et al.
+2022, "Scaling Laws for Reward Model Overoptimization".
 
-Nothing heavy is imported here: rewards and evaluation use `gold_reward` in every process.
+This module imports no large libraries, because rewards and evaluation use `gold_reward` in every process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ VERSION = 2
 """Raise it when the same seed gives other rows or another reward: it is part of the `data` stage's key."""
 
 SUBJECTS = ("fox", "cat", "dog", "bear", "duck", "frog")
-"""Few enough that a tiny model learns within the demo's time to take the subject from the prompt."""
+"""The number of subjects is small, so that a tiny model learns within the demo to take the subject from the
+prompt.
+"""
 ADJECTIVES = ("small", "big", "young", "brown", "white", "black", "quiet", "fast", "round", "tall")
 PLACES = (
     "in the garden", "by the river", "on the hill", "in the forest", "by the lake", "on the farm",
@@ -69,7 +71,7 @@ _RAW_STD = 1.62
 _TIE = 0.25
 """Annotators skip pairs whose gold rewards are closer than this."""
 _OTHER_TOPIC = 1 / 3
-"""Share of the pairs in which one response, drawn at random, is written for another prompt, with the same quality."""
+"""Share of the pairs in which one randomly chosen response is written for another prompt with the same quality."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,10 @@ def _break(rng: random.Random, sentence: str) -> str:
 def _draw_pair(
     rng: random.Random, prompt: str, topic: Topic, prompts: Sequence[str], temperature: float
 ) -> dict[str, Any]:
-    """Two draws that differ in quality or in the prompt they answer, labelled by an annotator:
-    P(first) = sigmoid(gold difference / temperature)."""
+    """Draw two responses that differ in quality or in their prompt, and let an annotator label them.
+
+    P(first is chosen) = sigmoid(gold difference / temperature).
+    """
     while True:
         low = rng.random() * 0.4
         high = low + 0.55 + rng.random() * (0.45 - low)

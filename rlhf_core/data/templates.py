@@ -70,12 +70,14 @@ class Encoder:
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
         self._skeletons: dict[tuple[tuple[str, ...], bool], list[int]] = {}
         self._header = ""
-        """What the generation prompt has within the template's {% generation %} marks: no text of the assistant's."""
+        """The part of the generation prompt that is inside the {% generation %} block and is not text of the
+        assistant.
+        """
         self._bos: int | None = _bos_added(tokenizer)
         self._marks = bool(_GENERATION.search(tokenizer.chat_template or "")) if template == "chat" else False
         self._last_prompt: tuple[tuple[Message, ...], list[int]] = ((), [])
         self._mark_ids = self._control_ids
-        """Special tokens, and other added ones that the template itself writes."""
+        """Special tokens, and other added tokens that the template itself writes."""
         if template == "chat":
             self._check_template()
 
@@ -106,7 +108,7 @@ class Encoder:
 
     @property
     def response_prefix(self) -> str:
-        """The blank that the chat template puts before an answer, as part of the response; empty if it does not."""
+        """The blank that the chat template puts before an answer as part of the response, or an empty string."""
         if self.template == "plain":
             return ""
         _, ids = self.response([Message("user", _NEUTRAL)], _NEUTRAL)
@@ -152,10 +154,10 @@ class Encoder:
         return tokens
 
     def _require_skeleton(self, ids: Sequence[int], messages: Sequence[Message], generate: bool) -> None:
-        """EncodeError unless the marks among `ids` are those of the template alone.
+        """Raise EncodeError if `ids` contains special tokens or role markers that do not come from the template.
 
-        A template that deletes characters or puts its own around a text can make a special token of what is none, and
-        marks that are not declared special are recognised in any text.
+        A template that deletes characters or adds text can turn normal text into a special token. Markers that
+        are not declared special are recognised in any text.
         """
         roles = tuple(message.role for message in messages)
         if (roles, generate) not in self._skeletons:
@@ -209,7 +211,7 @@ class Encoder:
                 if start <= a < end:
                     mask[index] = 1
                     if tokens.ids[index] == self.eos_id:
-                        break  # what follows within the marks, such as a line feed, nobody generates
+                        break  # text after EOS inside the block, such as a line feed, is never generated
         for index in range(1, len(mask)):
             # A template whose marks leave EOS out would otherwise never teach the policy to stop.
             if mask[index - 1] and not mask[index] and tokens.ids[index] == self.eos_id != tokens.ids[index - 1]:
@@ -365,13 +367,13 @@ class Encoder:
             raise ModelError(f"the chat template of {self.name} does not render the assistant's message; {fix}")
 
     def _try_template(self, messages: list[dict[str, str]]) -> None:
-        """Everything that the check renders; what is wrong with it is told when it is rendered again."""
+        """Render everything that the check renders. Errors are ignored here and reported by the second rendering."""
         with suppress(EncodeError):
             self._render(messages[:1], generate=True)
             self._render(messages, generate=False, marks=self._marks)
 
     def _learn_marks(self, prompt: str, messages: list[dict[str, str]]) -> None:
-        """Which tokens are the template's own marks, and what of the generation prompt lies within {% generation %}."""
+        """Find the markers of the template, and the part of the generation prompt inside {% generation %}."""
         added = {token for token in self.tokenizer.added_tokens_decoder if token != self.tokenizer.unk_token_id}
         self._mark_ids = self._control_ids | (added & set(self._tokenize(prompt, {}).ids))
         if self._marks:
@@ -381,7 +383,7 @@ class Encoder:
 
 
 def _letters(text: str) -> str:
-    """For comparing texts through tokenizers that change case and blanks."""
+    """Normalize text for comparison, because some tokenizers change case and blanks."""
     return "".join(text.casefold().split())
 
 

@@ -57,10 +57,10 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
 
 def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
-    """ModelError if the tokenizer (as `tokenizer.json` has it) could make a long text of a short one: such a rule, or
-    several in a row, fills any memory.
+    """Raise ModelError if the tokenizer could turn a short text into a very long one and use all memory.
 
-    Known tokenizers replace a character by one or a few, or put one before each text.
+    `settings` is the content of `tokenizer.json`. The rules are considered together. Known tokenizers replace a
+    character by one or a few characters, or add one before each text.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         factor = 1.0
@@ -79,7 +79,7 @@ def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
 
 
 def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Every rule of a normalizer, pre-tokenizer or decoder, those within sequences too."""
+    """Yield every rule of a normalizer, pre-tokenizer or decoder, including those within sequences."""
     if isinstance(part, Mapping):
         yield part
         for key in ("normalizers", "pretokenizers", "decoders"):

@@ -1,7 +1,7 @@
-"""Measures with exchanged prompts: how much of a score depends on the prompt.
+"""Measures with exchanged prompts, which show how much a score depends on the prompt.
 
-Every item is scored against the prompt of another one. A policy or a reward model that reads its prompts does worse
-there; one that does not, or a bug that hands responses to the wrong prompts, shows no difference.
+Every item is scored against the prompt of another item. If a policy or a reward model uses its prompts, the
+result is lower. If it does not, or if a bug assigns responses to the wrong prompts, there is no difference.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from rlhf_core.types import PairExample, RewardInput
 
 
 def exchange(prompts: Sequence[str]) -> list[int] | None:
-    """(n,) for each item the index of the item whose prompt it gets: a permutation, the same on every call.
+    """Return for each item the index of the item whose prompt it gets, (n,): a permutation, the same on every
+    call.
 
-    No item gets a prompt equal to its own. None where that is impossible: one prompt is that of more than half of them.
+    No item gets a prompt equal to its own. Returns None if that is impossible, because more than half of the
+    items have the same prompt.
     """
     count = len(prompts)
     if count < 2:
@@ -27,7 +29,8 @@ def exchange(prompts: Sequence[str]) -> list[int] | None:
     largest = Counter(prompts).most_common(1)[0][1]
     if 2 * largest > count:
         return None
-    # Equal prompts side by side, otherwise in no order: neighbours in the alphabet would ask for similar things.
+    # Equal prompts are adjacent, and the order is otherwise arbitrary. In alphabetical order, neighbours would
+    # be similar.
     order = sorted(range(count), key=lambda i: (hashlib.sha256(prompts[i].encode()).digest(), i))
     partner = [0] * count
     for place, item in enumerate(order):
@@ -36,7 +39,7 @@ def exchange(prompts: Sequence[str]) -> list[int] | None:
 
 
 def exchange_pairs(pairs: Sequence[PairExample]) -> list[PairExample] | None:
-    """The pairs, each with the prompt of another; None where `exchange` has no answer."""
+    """Return the pairs with exchanged prompts, or None if `exchange` returns None."""
     partner = exchange([pair.prompt for pair in pairs])
     if partner is None:
         return None
@@ -49,8 +52,9 @@ def exchange_pairs(pairs: Sequence[PairExample]) -> list[PairExample] | None:
 def exchanged_gold(
     responses: Mapping[str, Sequence[RewardInput]], interval: Intervals
 ) -> dict[str, dict[str, float]] | None:
-    """Each model's mean gold reward where every response is judged as an answer to the prompt of another, with its
-    interval; None where `exchange` has no answer."""
+    """Return the mean gold reward of each model with exchanged prompts and its interval. None if `exchange`
+    returns None.
+    """
     pair: ByModel = {}
     for model, samples in responses.items():
         partner = exchange([sample.prompt for sample in samples])

@@ -13,7 +13,7 @@ from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
 from rlhf_core.watch import doing, idle
 
 _ADAPTER = 1
-"""Its number in the engine."""
+"""Number of the adapter in the engine."""
 
 
 def responses_of(

@@ -1,9 +1,9 @@
-"""The policy against the present champion: both answer the same prompts, which neither was trained on, and the judge of
-the evaluation decides.
+"""Match of the policy against the current champion.
 
-Numbers recorded by two evaluations compare only where both had the same measure; a match needs no such luck. Where the
-judge is the reward model it is the candidate's own, which the candidate was trained on; therefore the champion's reward
-model judges the same answers too.
+Both answer the same prompts, which neither was trained on, and the judge of the evaluation compares the
+answers. Recorded evaluations are comparable only if both used the same measure; a match does not have this
+restriction. If the judge is a reward model, it is the one that the candidate was trained with. The champion's
+reward model therefore judges the same answers as well.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _NotPlayed(Exception):
 
 @dataclass(frozen=True)
 class Played:
-    """A match, from the candidate's side."""
+    """Result of a match from the candidate's point of view."""
 
     judge: str
     """The measure that decided."""
     home: Comparison
-    """By the judge of the candidate's evaluation."""
+    """Comparison by the judge of the candidate's evaluation."""
     away: Comparison | None
-    """By the champion's reward model, where the candidate's judges at home; None where it is not in this store."""
+    """Comparison by the champion's reward model, if `home` used the candidate's. None if it is not in this store."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Champion:
     template: str
     """`data.template` of its run."""
     reward: Path | None
-    """Its reward model, where that judges; None where there is none in this store."""
+    """The champion's reward model, if a reward model is the judge. None if it is not in this store."""
 
 
 def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Played | None:

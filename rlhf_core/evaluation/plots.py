@@ -16,7 +16,7 @@ _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
 MEASURE_LABELS = {"gold": "gold reward (true reward)", "reward_model": "reward-model score (normalised)", "rules": "weighted sum of rule rewards"}  # fmt: skip
 _DPI = 130
 GOLD = "rewards/gold/mean"
-"""True reward by step, where a source of type gold is among the rewards (weight 0: a monitor)."""
+"""True reward by step, if the rewards include a source of type gold (with weight 0, as a monitor)."""
 
 
 def training_curves(history: History) -> Any:
@@ -85,8 +85,10 @@ def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[flo
 
 
 def reward_against_kl(history: History) -> Any:
-    """What each nat of KL bought: score against KL, one point per step, coloured by step; where the true reward is known by
-    step, both against the square root of KL (Gao et al. 2022)."""
+    """Plot score against KL with one point per step, coloured by step.
+
+    If the true reward is known by step, both are plotted against the square root of KL (Gao et al. 2022).
+    """
     figure, (axes,) = _figure(9.4, 4.2)
     if history.has(GOLD):
         distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))

@@ -1,8 +1,8 @@
-"""Which files are the policy that is judged.
+"""Selects the files of the policy that is evaluated.
 
-A merge of weights and adapter that is loaded in bfloat16 is rounded to bfloat16: the weights of the base model lie on its
-grid, so each change below half a step of it is lost. Outside float32 the policy is therefore the base model with the
-adapter beside it, as in its rollouts (`PPOConfig.syncs_adapter`).
+If a merge of weights and adapter is loaded in bfloat16, it is rounded, and changes that are smaller than half
+of a weight's rounding step are lost. Outside float32, the policy therefore consists of the base model and a
+separate adapter, as in its rollouts (`PPOConfig.syncs_adapter`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ from rlhf_core.errors import CorruptArtifact
 
 @dataclass(frozen=True)
 class PolicyFiles:
-    """A policy as it is loaded."""
+    """Files from which a policy is loaded."""
 
     model: Path
-    """Hugging Face folder."""
+    """Model folder in Hugging Face layout."""
     adapter: Path | None = None
-    """Folder of an adapter on top of it, in PEFT's layout; None: the model alone."""
+    """Folder of an adapter in PEFT's layout, or None for the model alone."""
 
 
 def policy_files(ppo: PPOConfig, artifact: Path, sft: Callable[[], Path]) -> PolicyFiles:
-    """Of the artifact of stage `ppo` that was made with the settings `ppo`. `sft`: gives the SFT artifact it started from,
-    which is asked for only where it is needed."""
+    """Return the files of a `ppo` artifact that was created with the settings `ppo`.
+
+    `sft` returns the SFT artifact that the policy started from. It is only called if it is needed.
+    """
     if ppo.syncs_adapter and (artifact / "adapter").is_dir():
         return PolicyFiles(sft() / "model", artifact / "adapter")
     return PolicyFiles(artifact / "policy")
 
 
 def made_with(ppo: Mapping[str, Any]) -> PPOConfig:
-    """What `policy_files` reads, from the section `ppo` in the configuration of an artifact; the other fields have defaults,
-    since another version may have had other rules for them. Raises CorruptArtifact."""
+    """Return the settings that `policy_files` uses, from the section `ppo` of an artifact's configuration.
+
+    Other fields get their defaults, because another version may have had different rules for them. Raises
+    CorruptArtifact.
+    """
     kinds: dict[str, type[Section]] = {
         "lora": LoraConfig,
         "weight_sync": WeightSyncConfig,
@@ -60,5 +65,5 @@ def made_with(ppo: Mapping[str, Any]) -> PPOConfig:
 
 
 def adapter_rank(folder: Path) -> int:
-    """The rank of the adapter in `folder`."""
+    """Return the rank of the adapter in `folder`."""
     return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])

@@ -1,12 +1,13 @@
-"""Whether the files that a PPO run with an adapter leaves are the policy that it trained.
+"""Compares the files of a PPO run with an adapter with the policy that it trained.
 
-logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
-logprob_update   mean |log p(trained files) - log p(SFT model)|: how far training moved the log-probabilities
-loss             mean |log p(trained files) - log p(judged files)| / update
-merge_loss       the same for `policy/`, the merge, where it is rounded to the precision of training
+    logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
+    logprob_update   mean |log p(trained files) - log p(SFT model)|: the change of the log-probabilities by training
+    loss             mean |log p(trained files) - log p(evaluated files)| / update
+    merge_loss       the same for `policy/`, the merge, if it is rounded to the precision of training
 
-Trained files: the SFT model and the adapter, which no rounding has touched. Judged files: see `policy_files`. All but the
-first are of models that this process loads, with the same batches: rounding of sums does not count as a loss.
+Trained files are the SFT model and the adapter, which are not rounded. Evaluated files are described in
+`policy_files`. All measures except the first use models that this process loads, with the same batches, so that
+rounding of sums does not count as a loss.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from rlhf_core.types import PromptAndResponse
 log = logging.getLogger(__name__)
 
 SEQUENCES = 64
-"""Responses on which it is measured."""
+"""Number of responses for the measurement."""
 
 _ROUNDING = 1e-5
-"""Gaps below this are of float32 sums in another order."""
+"""Smaller gaps are caused by the order of float32 sums."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the trained weights, still in the training processes, said of some responses."""
+    """Responses with the log-probabilities of the trained weights in the training processes."""
 
     sequences: Sequence[PromptAndResponse]
     logprobs: Sequence[FloatArray]
@@ -47,9 +48,9 @@ class Trained:
 def measure_published(
     config: PipelineConfig, trained: Trained, ppo: Path, sft: Path, *, pad_id: int, device: str
 ) -> dict[str, float]:
-    """The measures of the module's docstring, as `published/...`.
+    """Compute the measures in the module's docstring, named `published/...`.
 
-    What `loss` may be is asked by `stages.gates`. Raises GateFailed if the files are not those of the training process,
+    `stages.gates` checks the limit of `loss`. Raises GateFailed if the files do not match the training process,
     or if no response has a token. Empty responses are left out.
     """
     lora = config.ppo.lora
@@ -66,7 +67,7 @@ def measure_published(
         return logprobs(config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device)
 
     in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]
-    # A quantized adapter belongs to rounded weights, which only the training process has.
+    # A quantized adapter belongs to rounded weights, which only exist in the training process.
     exact = in_process if lora.quantize is not None else of(PolicyFiles(sft / "model", ppo / "adapter"))
     update = mean_gap(exact, of(PolicyFiles(sft / "model")))
     merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"))), update)
@@ -98,5 +99,5 @@ def _share(gap: float, update: float) -> float:
 
 
 def mean_gap(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Mean absolute difference over all tokens."""
+    """Return the mean absolute difference over all tokens."""
     return float((torch.cat(list(left)).double() - torch.cat(list(right)).double()).abs().mean())

@@ -121,7 +121,7 @@ def _gain(pair: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
 
 
 def _signed(change: Mapping[str, float], digits: int = 3) -> str:
-    """The mean difference with its interval."""
+    """Return the mean difference with its interval."""
     return f"{change['mean']:+.{digits}f} ({change['low']:+.{digits}f} to {change['high']:+.{digits}f})"
 
 
@@ -198,7 +198,7 @@ def _judge(evaluation: Mapping[str, Any]) -> str:
 
 
 def _source_table(by_source: Mapping[str, Mapping[str, Any]]) -> str:
-    """Each measure on the prompts of each data source."""
+    """Return a table of each measure by data source."""
     if not by_source:
         return ""
     rows = "".join(

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
-    """The sources of `ppo.rewards` that need no reward model. A gold reward that is only watched is not among them:
-    evaluation measures the gold reward anyway."""
+    """Return the sources of `ppo.rewards` that need no reward model.
+
+    A gold reward with weight 0 is not included, because evaluation measures the gold reward anyway.
+    """
     return tuple(
         source
         for source in config.ppo.rewards
@@ -61,8 +63,12 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
 
 
 def judge_digests(config: PipelineConfig, *, gold_known: bool) -> dict[str, str]:
-    """What `gold` and `rules` are, where this run has them: numbers of different ones do not compare. A reward model has the
-    digest of its artifact. What answers behind a remote reward's address is not in it."""
+    """Return the digests of `gold` and `rules`, if this run has them. Only numbers with equal digests are
+    comparable.
+
+    The digest of a reward model is that of its artifact. The service behind a remote reward's address is not
+    included.
+    """
     found = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
     if sources := rule_sources(config):
         text = json.dumps([source.model_dump(mode="json") for source in sources], sort_keys=True)
@@ -71,7 +77,9 @@ def judge_digests(config: PipelineConfig, *, gold_known: bool) -> dict[str, str]
 
 
 def trained_on(config: PipelineConfig, measure: str) -> bool:
-    """Whether the policy's reward contains `measure`: a win by it is then no independent evidence."""
+    """Return whether the policy's reward contains `measure`. If so, a win by this measure is not independent
+    evidence.
+    """
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
     used = [source for source in config.ppo.rewards if source.weight]
     if kind is not None:
@@ -100,8 +108,11 @@ def score(
 def score_rules(
     sources: tuple[AnyReward, ...], samples: Sequence[RewardInput], reward_code: Mapping[str, str] | None = None
 ) -> RewardBatch:
-    """All sources on all samples at once, so that batch normalisation treats both models' responses alike.
-    `reward_code`: see `RewardComposer`."""
+    """Score all samples with all sources at once, so that batch normalisation treats the responses of both models
+    alike.
+
+    `reward_code` is described in `RewardComposer`.
+    """
     with RewardComposer(sources, reward_code) as composer:
         return composer.score(samples, None)
 
@@ -171,7 +182,9 @@ def logprobs(
     pad_id: int,
     device: str,
 ) -> list[Tensor]:
-    """Log-probabilities of each response's tokens, (T,) each, in the precision in which the policy is trained."""
+    """Return the log-probabilities of each response's tokens, (T,) each, in the precision of the policy's
+    training.
+    """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scoring import sequence_logprobs, whole_list

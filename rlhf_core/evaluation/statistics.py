@@ -1,6 +1,7 @@
-"""Means with bootstrap intervals, win rates and their exact test, and small text statistics. numpy only.
+"""Means with bootstrap intervals, win rates with their exact test, and text statistics. Uses numpy only.
 
-Intervals are percentile bootstraps over prompts (Efron 1979): seeded, so the same values give the same interval.
+Intervals are percentile bootstraps over prompts (Efron 1979). They are seeded, so the same values give the same
+interval.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
 
 
 def win_rate(preferences: Sequence[float], *, resamples: int, confidence: float, seed: int) -> Interval:
-    """Mean of `preferences` (n,) in [0, 1] and its interval.
+    """Return the mean of `preferences` (n,) in [0, 1] and its interval.
 
-    A bootstrap of equal values has no width, whatever their number: there it is Wilson's score interval (1927), for which
-    two wins of two are [0.34, 1].
+    A bootstrap of equal values has width 0 for any number of values. In this case Wilson's score interval
+    (1927) is used, which is [0.34, 1] for two wins out of two.
     """
     if len(preferences) and min(preferences) == max(preferences):
         return wilson(preferences[0], len(preferences), confidence)
@@ -70,7 +71,7 @@ def win_rate(preferences: Sequence[float], *, resamples: int, confidence: float,
 
 
 def wilson(share: float, count: int, confidence: float) -> Interval:
-    """Wilson's score interval of a `share` of `count` trials."""
+    """Return Wilson's score interval for a `share` of `count` trials."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     scale = 1 + z * z / count
     centre = (share + z * z / (2 * count)) / scale
@@ -80,7 +81,7 @@ def wilson(share: float, count: int, confidence: float) -> Interval:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """How many prompts were won, lost and tied."""
+    """Numbers of prompts that were won, lost and tied."""
 
     wins: int
     losses: int
@@ -97,8 +98,11 @@ class Verdicts:
 
     @property
     def p_value(self) -> float:
-        """Exact one-sided sign test (Dixon and Mood 1946): how probable at least so many wins are where each prompt that is
-        no tie is won or lost with probability one half. 1 where all are ties."""
+        """Exact one-sided sign test (Dixon and Mood 1946).
+
+        The probability of at least this number of wins if each prompt without a tie is won with probability
+        0.5. It is 1 if all prompts are ties.
+        """
         decided = self.wins + self.losses
         return sum(math.comb(decided, k) for k in range(self.wins, decided + 1)) / (1 << decided)
 
@@ -111,11 +115,11 @@ def preference(a: float, b: float, tolerance: float) -> float:
 
 
 def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
-    """Distinct / all n-grams of white-space separated words (Li et al. 2016) of each group of texts, in [0, 1].
+    """Return the ratio of distinct to all n-grams of words (Li et al. 2016) for each group of texts, in [0, 1].
 
-    The share falls with the number of n-grams, and so with the length of the texts. Therefore each group counts as many
-    as the smallest has: it is the mean over windows of that size (as MATTR does it, Covington and McFall 2010). 0 where a
-    group has none.
+    The ratio decreases with the number of n-grams and therefore with the length of the texts. All groups
+    therefore use the number of n-grams of the smallest group: the result is the mean over windows of that size,
+    as in MATTR (Covington and McFall 2010). It is 0 if a group has no n-grams.
     """
     grams = {name: _n_grams(texts, n) for name, texts in groups.items()}
     size = min(map(len, grams.values()))
@@ -133,7 +137,7 @@ def _n_grams(texts: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def _mean_distinct(grams: Sequence[tuple[str, ...]], size: int) -> float:
-    """Over windows one after the other; the last one ends at the end and may overlap."""
+    """Return the mean over consecutive windows. The last window ends at the end and may overlap."""
     starts = list(range(0, len(grams) - size + 1, size))
     if starts[-1] + size < len(grams):
         starts.append(len(grams) - size)

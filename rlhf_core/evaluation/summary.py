@@ -31,7 +31,7 @@ class Measured:
     """(n,) data source of each prompt."""
 
     def at(self, places: Sequence[int]) -> Measured:
-        """The values of some prompts."""
+        """Return the values of some prompts."""
 
         def kept(pairs: Mapping[str, ByModel]) -> dict[str, ByModel]:
             return {
@@ -90,7 +90,7 @@ class Intervals:
         return bootstrap_mean(values, **self.settings(name))
 
     def pair(self, name: str, pair: ByModel) -> dict[str, dict[str, float]]:
-        """Of each model, and of `difference`: policy minus SFT model, prompt by prompt."""
+        """Return the mean of each model and of `difference`, policy minus SFT model by prompt."""
         difference = [ppo - sft for sft, ppo in zip(pair["sft"], pair["ppo"], strict=True)]
         columns = pair | {"difference": difference}
         return {model: self.mean(name, values).to_json() for model, values in columns.items()}
@@ -118,7 +118,7 @@ def evaluation_json(
 def _numbers(
     responses: Mapping[str, list[RewardInput]], measured: Measured, preferences: Sequence[float], interval: Intervals
 ) -> dict[str, Any]:
-    """The measures of some prompts."""
+    """Return the measures of some prompts."""
     lengths = {model: [float(len(s.response_ids)) for s in samples] for model, samples in responses.items()}
     kl = interval.mean("kl", measured.kl)
     measures = {name: interval.pair(name, pair) for name, pair in measured.measures.items()}
@@ -138,7 +138,7 @@ def _numbers(
 def _by_source(
     responses: Mapping[str, list[RewardInput]], measured: Measured, preferences: Sequence[float], interval: Intervals
 ) -> dict[str, dict[str, Any]]:
-    """`_numbers` of each data source's prompts; empty where all are of one."""
+    """Return `_numbers` for the prompts of each data source. Empty if there is only one source."""
     names = sorted(set(measured.sources))
     if len(names) < 2:
         return {}
@@ -156,7 +156,7 @@ def _distinct(responses: Mapping[str, list[RewardInput]]) -> dict[str, dict[str,
 
 
 def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """As metrics; those of a data source under `by_source/{name}/`."""
+    """Return the evaluation as metrics. Metrics of a data source are named `by_source/{name}/...`."""
     flat = _flat(evaluation) | {name: evaluation[name] for name in ("inconsistent", "unscored")}
     for model in ("sft", "ppo"):
         flat |= {f"distinct_{n}/{model}": value for n, value in evaluation["distinct"][model].items()}

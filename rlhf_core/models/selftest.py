@@ -103,7 +103,7 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
     embedded, hidden = _with_embeddings(lm, batch)
     for start, end in spans:
         cotangent = torch.zeros_like(hidden)
-        # The values are arbitrary but must not all be equal, because their sum would be 0 after a norm.
+        # Arbitrary values. With equal values, the gradient would be 0 after a normalisation layer.
         cotangent[start:end] = torch.linspace(-1, 1, cotangent[start:end].numel(), device=lm.device).view_as(
             cotangent[start:end]
         )

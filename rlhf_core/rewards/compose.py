@@ -1,12 +1,14 @@
-"""Reward sources composed into one score per response.
+"""Combines reward sources into one score per response.
 
     score = sum over sources of weight * (raw value, or its batch-normalised form)
 
-The reward model's raw values are clipped before that (`ppo.score_clip`); no other source is: a rule says itself how far
-it goes. A source of weight 0 is only measured: it neither changes a score nor takes one away by failing.
+The raw values of the reward model are clipped first (`ppo.score_clip`). Other sources are not clipped, because
+rules define their own limits. A source of weight 0 is only measured. It does not change scores, and its
+failures do not remove scores.
 
-Batch normalisation: (x - mean) / (std + 1e-8) over the batch, population std; exactly 0 where all values are equal.
-A response that a source could not score, and that its `on_error` masks, has NaN there and as its score.
+Batch normalisation is (x - mean) / (std + 1e-8) over the batch with population std, and exactly 0 if all values
+are equal. If a source cannot score a response and its `on_error` masks the failure, the value of the source and
+the score are NaN.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ EPS = 1e-8
 def reward_inputs(
     decode: Callable[[Sequence[int]], str], prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]
 ) -> list[RewardInput]:
-    """What the sources see of each response (n,). `decode`: ids to text without special tokens and the template's blank,
-    the same in training and evaluation (`Decoder.response`)."""
+    """Return the input of the reward sources for each response, (n,).
+
+    `decode` converts ids to text without special tokens and without the template's blank. It is the same in
+    training and evaluation (`Decoder.response`).
+    """
     return [
         RewardInput(
             prompt_id=prompt.prompt_id,
@@ -55,7 +60,7 @@ class RewardBatch:
     """Scores of one batch of `n` responses, in the order given."""
 
     total: list[float]
-    """(n,) weighted sum, before penalties and KL; NaN where a source of weight other than 0 has no value."""
+    """(n,) weighted sum, before penalties and KL. NaN if a source with nonzero weight has no value."""
     by_source: dict[str, list[float]]
     """(n,) raw values of each source by its name, before normalisation and weight; NaN where it masks a failure."""
 
@@ -85,8 +90,11 @@ class RewardComposer:
         *,
         score_clip: float | None = None,
     ) -> None:
-        """`digests`: sha256 of the Python files of sources by their name, see `PythonFunction`. `score_clip`: the reward
-        model's scores are clipped to +- this."""
+        """Create the sources.
+
+        `digests` has the sha256 of the Python files of sources by their name (see `PythonFunction`). The reward
+        model's scores are clipped to +- `score_clip`.
+        """
         self._sources = sources
         self._score_clip = score_clip
         self._external: dict[str, PythonFunction | RemoteService] = {}
@@ -147,7 +155,7 @@ class RewardComposer:
 
 
 def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of the Python files of `ppo.rewards` by the sources' names, from those by field (`Services.sources`)."""
+    """Convert sha256 digests of Python files from names by field (`Services.sources`) to names of sources."""
     fields = {f"ppo.rewards.{index}": source_name(source) for index, source in enumerate(sources)}
     return {fields[field]: digest for field, digest in digests.items() if field in fields}
 
@@ -160,8 +168,11 @@ def weighted_sum(
     *,
     normalized: bool = True,
 ) -> list[float]:
-    """(n,) weighted sum of the values of `count` responses. `score_clip`: see `RewardComposer`. `normalized`: False
-    leaves batch normalisation out, after which every batch has mean 0."""
+    """Return the (n,) weighted sum of the values of `count` responses.
+
+    `score_clip` is described in `RewardComposer`. `normalized=False` disables batch normalisation, which gives
+    every batch the mean 0.
+    """
     total = [0.0] * count
     for source in sources:
         if source.weight == 0.0:
@@ -178,7 +189,9 @@ def weighted_sum(
 def clipped_share(
     sources: Sequence[AnyReward], by_source: Mapping[str, Sequence[float]], score_clip: float | None
 ) -> float | None:
-    """Share, 0 to 1, of the reward model's scores that `score_clip` changes; None where there is nothing to clip."""
+    """Return the share of the reward model's scores that `score_clip` changes, 0 to 1. None if there is nothing to
+    clip.
+    """
     if score_clip is None:
         return None
     scores = [

@@ -1,11 +1,12 @@
-"""Connections of `rlhf serve-reward` that hold a place without asking for anything.
+"""Closes connections of `rlhf serve-reward` that send no request.
 
     connected or idle --request line and headers--> served --answer--> idle
             |
-            +-- after HEADER_SECONDS, or when places run short the oldest one first --> closed
+            +-- after HEADER_SECONDS, or the oldest one if too few places are free --> closed
 
-The server takes a bounded number of connections, and a token is only seen once a request's headers are complete. So a
-connection that does not send them is closed, by time and whenever others wait for its place.
+The server accepts a limited number of connections and can check the token only after the headers of a request
+are complete. A connection that does not send them is closed after a time limit, or earlier if other connections
+need its place.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
-"""Between the connection, or the last answer, and the end of a request's headers."""
+"""Time limit from the connection or the last answer until the headers of a request are complete."""
 _SPARE = 16
-"""Places that are kept free of connections without a request."""
+"""Number of places that are kept free of connections without a request."""
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with a limit on the time until a request's headers are complete."""
+    """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request."""
 
     _waiting_since: float | None = None
-    """When it began to wait for headers; None while a request is served."""
+    """Time at which the connection began to wait for headers. None while a request is served."""
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -45,7 +46,7 @@ class GuardedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._serves:  # also where the request's body goes on after a refusal
+        if not self._serves:  # also if the request's body continues after a refusal
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -54,7 +55,7 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether no request of this connection is being served."""
+        """Whether the connection waits for a request."""
         return self._waiting_since is not None
 
     @property
@@ -74,4 +75,4 @@ class GuardedProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._served()
-        self.transport.abort()  # not `close`: whoever does not read either would keep the place
+        self.transport.abort()  # not `close`, because a client that does not read would keep the place

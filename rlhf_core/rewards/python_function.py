@@ -1,11 +1,13 @@
-"""A user's reward function in a process of its own, so that it can be slow, crash or hang without taking PPO along.
+"""Runs a user's reward function in a separate process, so that slow, crashing or hanging functions do not affect
+PPO.
 
     with PythonFunction(source) as function:      starts the process and loads the function
-        outcome = function(samples)               values, and why some are missing, after the retries (see `failures`)
+        outcome = function(samples)               values, and reasons for missing ones, after the retries (see `failures`)
 
-The function's module is read once, here: every process of it gets those bytes, so that an edit during the run changes
-nothing. Modules that it imports are read by each process. A batch that takes over `timeout` seconds, or in which the process dies, kills the process and its children; each
-further try starts a fresh one. Batches go one at a time: the object belongs to one thread.
+The module of the function is read once, and all its processes use this content. Later edits during the run have
+no effect. Modules that it imports are read by each process. If a batch exceeds `timeout` seconds or the process
+dies, the process and its children are killed, and each retry starts a new process. Batches are processed one at
+a time, and the object must be used by one thread only.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class PythonFunction:
     """
 
     def __init__(self, source: PythonReward, digest: str | None = None) -> None:
-        """`digest`: sha256 of the module's source that this run is known by; other source raises `InputError`."""
+        """`digest` is the sha256 of the module's source at the beginning of the run. Other source raises
+        `InputError`.
+        """
         self._source = source
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -119,7 +123,7 @@ class PythonFunction:
             raise ConfigError(f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}")
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Sends `request`, returns the reply to it; on any failure the process is killed and `Failure` raised."""
+        """Send `request` and return the reply. On any failure, the process is killed and `Failure` is raised."""
         assert self._channel is not None
         deadline = time.monotonic() + seconds
         number = secrets.token_hex(8)

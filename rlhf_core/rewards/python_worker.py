@@ -1,12 +1,12 @@
-"""The process that runs a user's reward function; started by `python_function.PythonFunction`, never imported by it.
+"""The process that runs a user's reward function. `python_function.PythonFunction` starts it and never imports it.
 
     parent --{"id": "...", "code": "..." or null}\\n--> worker --{"id": "...", "ready": true} or {..., "refused": "..."}\\n--> parent
     parent --{"id": "...", "samples": [...]}\\n--> worker --{"id": "...", "values": [...]} or {..., "error": "..."}\\n--> parent
 
-One JSON object per line over an inherited socket, so what the function prints goes to the log and cannot spoil a reply;
-a reply repeats the random `id` of its request. `code` is the module's source as the run read it first (base64): what is
-in the file by now does not count. The first reply says that the function could be loaded, or why not.
-It ends when the parent closes the socket or is gone.
+Messages are JSON objects, one per line, over an inherited socket. Output of the function goes to the log and
+cannot interfere with replies. A reply contains the random `id` of its request. `code` is the source of the
+module as the run first read it (base64); the current content of the file is not used. The first reply states
+whether the function could be loaded. The process ends when the parent closes the socket or ends.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _PARENT_CHECK = 1.0
 
 
 def load_function(function: str, file: str | None, code: bytes | None = None) -> Callable[[list[RewardInput]], Any]:
-    """The callable named `package.module:function`, or that function of `file`. `code`: source to run in place of what is
-    in the file. Raises whatever importing it raises."""
+    """Return the callable named `package.module:function`, or the function of that name in `file`.
+
+    If `code` is given, this source is executed instead of the file. Raises any exception of the import.
+    """
     module_name, _, name = function.partition(":")
     if file is None and code is None:
         module = importlib.import_module(module_name)
@@ -118,7 +120,7 @@ def main(argv: list[str]) -> None:
     descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)
-    os.set_inheritable(descriptor, False)  # no channel for what the function starts
+    os.set_inheritable(descriptor, False)  # processes that the function starts must not inherit the socket
     with socket.socket(fileno=descriptor) as channel:
         serve(channel, function, file)
 

@@ -1,12 +1,12 @@
-"""`rlhf serve-reward`: a reward model over HTTP, by the protocol in `remote`.
+"""`rlhf serve-reward`: serves a reward model over HTTP with the protocol in `remote`.
 
-    POST /score --> size, token --> encode --> waiting requests --> one forward pass for as many as fit --> answers
+    POST /score --> size, token --> encode --> waiting requests --> one forward pass for several requests --> answers
     GET /health
 
-A request waits for the one forward pass that holds it. Encoding and scoring take turns: while a chat template runs, the
-memory of the whole process is limited. Without a token it listens on loopback only, and refuses requests of web pages from
-elsewhere. What is wrong with an item is its own `null` and reason; what is wrong with a request is its status: 400, 401,
-403, 408, 413, 415, 500, 503.
+A request waits for the forward pass that contains it. Encoding and scoring never run at the same time, because
+the memory of the whole process is limited while a chat template is rendered. Without a token, the server
+listens on loopback only and refuses requests of web pages from other origins. An invalid item gets `null` and a
+reason. An invalid request gets a status: 400, 401, 403, 408, 413, 415, 500 or 503.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_ITEMS = 10_000
-"""Of one request; its answer has one entry for each, and a reason for each that has no score."""
+"""Maximum number of items of a request. The answer has one entry for each, and a reason for each item without a
+score.
+"""
 _BODY_SECONDS = 30.0
 _CONNECTIONS = 256
 
@@ -61,7 +63,7 @@ class MicroBatches:
     """Joins waiting requests into forward passes of at most `micro_batch_tokens` tokens, in the order they came."""
 
     def __init__(self, scorer: Scores, turns: asyncio.Lock | None = None) -> None:
-        """`turns`: held during each forward pass."""
+        """`turns` is held during each forward pass."""
         self._scorer = scorer
         self._turns = turns or asyncio.Lock()
         self._waiting: deque[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = deque()
@@ -149,7 +151,7 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
     app = make_app(scorer, token)
     return uvicorn.Server(
         uvicorn.Config(
-            OwnAddressOnly(app) if token is None else app,  # no page knows the token
+            OwnAddressOnly(app) if token is None else app,  # with a token, web pages cannot send valid requests
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -223,6 +225,6 @@ def _encode(scorer: Scores, items: Sequence[Any]) -> list[PromptAndResponse | st
         try:
             encoded.append(scorer.encode(item))
         except ItemError as error:
-            # The reason may quote what no JSON can carry.
+            # The reason may contain text that cannot be encoded as JSON.
             encoded.append(str(error).encode(errors="replace").decode())
     return encoded

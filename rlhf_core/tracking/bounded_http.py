@@ -1,7 +1,7 @@
-"""HTTP for MLflow's client whose every request ends: within a time, and with an answer of bounded size.
+"""HTTP requests for MLflow's client with a limit on their total time and on the size of the answer.
 
-requests bounds the silence between two reads. A server that sends a byte now and then, headers without an end, or
-`Retry-After: 3600` holds a request for ever all the same, and one whose body does not end takes all memory.
+The library requests only limits the time between two reads. A server could block a request forever by sending
+one byte at a time, endless headers, or `Retry-After: 3600`. An endless body could use all memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 ANSWER_BYTES = 64 * 2**20
-"""The largest answer: 200 versions of a model with all their tags are below 1 MB."""
+"""Maximum size of an answer. 200 versions of a model with all their tags have less than 1 MB."""
 UPLOAD_BYTES_PER_SECOND = 100_000
-"""What a line must carry at least while a file is sent."""
+"""Minimum transfer rate for uploads."""
 _DEFAULT_SECONDS = 10.0
 _CHUNK = 2**16
 
@@ -31,8 +31,11 @@ _here = threading.local()
 
 
 class BoundedAdapter(HTTPAdapter):
-    """For `Session.mount`. A request takes at most the timeout of one try for each of its tries, and the time that its
-    body needs; `Retry-After` is not waited for. Raises requests' Timeout, or RequestException for too large an answer."""
+    """Adapter for `Session.mount` that limits the total time of a request and the size of its answer.
+
+    The time limit is the timeout of one attempt times the number of attempts, plus the time for the request's
+    body. `Retry-After` is ignored. Raises Timeout of requests, or RequestException if the answer is too large.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +53,7 @@ class BoundedAdapter(HTTPAdapter):
     def send(
         self, request: PreparedRequest, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Response:
-        # A redirect that is followed is a part of the call that was redirected.
+        # A redirect belongs to the call that was redirected.
         now = time.monotonic()
         target, began = getattr(_here, "redirect", ("", now))
         spent = now - began if request.url == target else 0.0
@@ -60,7 +63,7 @@ class BoundedAdapter(HTTPAdapter):
             if response.is_redirect:
                 _here.redirect = (urljoin(str(request.url), response.headers["location"]), now - spent)
             if not stream:
-                # What `Response.content` would read, without bounds, later.
+                # Otherwise `Response.content` would read the body later and without limits.
                 response._content = _read(response)
                 response._content_consumed = True
         return response
@@ -72,10 +75,12 @@ class BoundedAdapter(HTTPAdapter):
 
 
 class _Call:
-    """One request with all its tries. When its time is up its connections are shut down, which ends any read of them."""
+    """A request with all its attempts. When its time is over, its connections are shut down, which ends any
+    pending read.
+    """
 
     def __init__(self, seconds: float, spent: float = 0.0) -> None:
-        """`spent`: of its `seconds`, by the requests that led to it."""
+        """`spent` is the part of `seconds` that the preceding requests of a redirect have used."""
         self._seconds = seconds
         self._timer = threading.Timer(max(0.0, seconds - spent), self._end)
         self._timer.daemon = True
@@ -95,7 +100,7 @@ class _Call:
             raise Timeout(f"no whole answer within {self._seconds:.0f} s") from error
 
     def use(self, connection: HTTPConnection) -> None:
-        """Have `connection` shut down when the time is up. Raises _Overdue if it is."""
+        """Register `connection` to be shut down when the time is over. Raises _Overdue if it is over already."""
         with self._lock:
             if self._over:
                 raise _Overdue
@@ -105,13 +110,13 @@ class _Call:
         with self._lock:
             self._over = True
             for connection in self._connections:
-                # Past the TLS layer, which is not made for two threads.
+                # Bypass the TLS layer, which does not support concurrent threads.
                 with suppress(OSError, TypeError):
                     socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
 
 class _Overdue(Exception):
-    """Not an OSError, after which urllib3 would try again."""
+    """Not an OSError, because urllib3 would retry after an OSError."""
 
 
 def _read(response: Response) -> bytes:

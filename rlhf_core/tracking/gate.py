@@ -1,12 +1,13 @@
-"""Whether a candidate becomes champion.
+"""Decides whether a candidate becomes champion.
 
-Each rule is a test at a level, never a comparison of two means. A registry tests again with every retraining, so the
-levels get smaller: the k-th test against one champion has the level
+Each rule is a statistical test at a fixed level, and never only a comparison of two means. Each retraining adds
+a test, so the levels decrease. The k-th test against the same champion has the level
 
     alpha / (k (k + 1))        k = 1, 2, ...; their sum is alpha
 
-By that all candidates that are no better than the champion replace it with a probability of at most `alpha` together,
-however many there are (a union bound: it holds for tests on the same prompts too).
+If no candidate is better than the champion, the probability that any of them replaces it is therefore at most
+`alpha`, for any number of candidates. This follows from the union bound and also holds for tests on the same
+prompts.
 """
 
 from __future__ import annotations
@@ -24,43 +25,43 @@ from rlhf_core.evaluation.statistics import Verdicts
 
 @dataclass(frozen=True)
 class Gate:
-    """What is asked of a champion (section `register`)."""
+    """Requirements for a champion (section `register`)."""
 
     min_win_rate: float
     min_prompts: int = 50
     alpha: float = 0.05
 
     def level(self, number: int) -> float:
-        """Of the test with this number, from 1."""
+        """Return the level of the test with this number, starting at 1."""
         return self.alpha / (number * (number + 1))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the gate knows of a policy."""
+    """The evaluation results of a policy that the gate uses."""
 
     win_rate: float
-    """Against its SFT model, 0 to 1."""
+    """Win rate against its SFT model, 0 to 1."""
     wins: int = 0
     losses: int = 0
     ties: int = 0
     judge: str | None = None
-    """Who decided the wins; None in records of older code."""
+    """The judge of the wins; None in records of older versions."""
     judge_digest: str | None = None
-    """Which judge of that name."""
+    """Digest of the judge."""
     sft_digest: str | None = None
-    """The SFT model that it was compared with."""
+    """Digest of the SFT model that the policy was compared with."""
     gold_reward: float | None = None
-    """Mean true reward; None where the task has none."""
+    """Mean true reward; None if the task has none."""
     gold_error: float | None = None
-    """Its standard error."""
+    """Standard error of the mean true reward."""
     gold_digest: str | None = None
-    """Which true reward."""
+    """Digest of the true reward."""
     reward_model: float | None = None
-    """Mean score of the reward model; None where there is none."""
+    """Mean score of the reward model; None if there is none."""
     reward_model_error: float | None = None
     reward_model_digest: str | None = None
-    """Which reward model: scores of different ones do not compare."""
+    """Digest of the reward model. Scores of different reward models are not comparable."""
 
     @property
     def verdicts(self) -> Verdicts:
@@ -70,7 +71,7 @@ class Evaluation:
     def of(
         cls, content: Mapping[str, Any], reward_model_digest: str | None, sft_digest: str | None = None
     ) -> Evaluation:
-        """From `evaluation.json`. Raises RLHFError if it has no win rate or no verdicts."""
+        """Create the record from `evaluation.json`. Raises RLHFError if it has no win rate or no verdicts."""
         win_rate, verdicts = _mean(content.get("win_rate")), content.get("verdicts")
         if win_rate is None or not isinstance(verdicts, Mapping):
             raise RLHFError(
@@ -98,12 +99,12 @@ class Evaluation:
         )
 
     def to_json(self) -> str:
-        """For a tag; `from_json` reads it back."""
+        """Return the record as text for a tag. `from_json` reads it."""
         return json.dumps(self.__dict__)
 
     @classmethod
     def from_json(cls, text: str) -> Evaluation | None:
-        """None if `text` is not such a record: the version was not registered by this pipeline."""
+        """Read the record, or return None if `text` is not a record. Then another program registered the version."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -112,19 +113,21 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Match:
-    """The candidate against the champion on the same prompts."""
+    """Result of a match between candidate and champion on the same prompts."""
 
     win_rate: float
-    """Of the candidate, 0 to 1."""
+    """Win rate of the candidate, 0 to 1."""
     low: float
     high: float
-    """Its confidence interval."""
+    """Confidence interval of the win rate."""
     prompts: int
     wins: int = 0
     losses: int = 0
     judge: str = ""
     away_win_rate: float | None = None
-    """Of the candidate by the champion's own reward model; None where that does not judge or is not in the store."""
+    """Win rate of the candidate, judged by the champion's reward model. None if that model is not a judge or is
+    missing.
+    """
 
     @property
     def verdicts(self) -> Verdicts:
@@ -133,24 +136,26 @@ class Match:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the candidate becomes champion."""
+    """The decision whether the candidate becomes champion."""
 
     champion: bool
     rule: str
-    """Which comparison decided."""
+    """The comparison that decided."""
     reason: str
     """One sentence with the numbers."""
     tested: bool = False
-    """Whether it was a test, which counts for the level of the next one."""
+    """Whether a test was made, which reduces the level of the next test."""
 
 
 def decide(
     candidate: Evaluation, champion: Evaluation | None, match: Match | None = None, *, gate: Gate, number: int = 1
 ) -> Decision:
-    """Good enough against its own SFT model, and better than the present champion: in a match, or without one by the first
-    record that both have of the same judge: true reward, score of the same reward model, win rate over the same SFT model.
+    """Decide whether the candidate becomes champion.
 
-    `number`: of the test against this champion, from 1.
+    The candidate must be good enough compared with its own SFT model, and better than the current champion. The
+    champion is compared in a match. Without a match, the first measure with the same judge in both records is
+    used: true reward, score of the same reward model, or win rate against the same SFT model. `number` is the
+    number of the test against this champion, starting at 1.
     """
     if candidate.win_rate < gate.min_win_rate:
         text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
@@ -226,7 +231,7 @@ _Measured = tuple[float | None, float | None]
 
 
 def _difference(rule: str, candidate: _Measured, champion: _Measured, gate: Gate, number: int) -> Decision | None:
-    """One-sided z-test of two means on different prompts; None where one has no error, or both have none to speak of."""
+    """One-sided z-test of two means on different prompts. None if a standard error is missing or both are 0."""
     (ours, our_error), (theirs, their_error) = candidate, champion
     if ours is None or theirs is None or our_error is None or their_error is None:
         return None
@@ -239,7 +244,7 @@ def _difference(rule: str, candidate: _Measured, champion: _Measured, gate: Gate
 
 
 def _win_rate_error(record: Evaluation) -> float:
-    """Binomial, with half a win and half a loss added so that it is never 0."""
+    """Binomial standard error with half a win and half a loss added, so that it is never 0."""
     count = record.verdicts.prompts + 1
     share = (record.wins + 0.5 * record.ties + 0.5) / count
     return math.sqrt(share * (1 - share) / count)
@@ -250,7 +255,7 @@ def _name(record: Evaluation) -> str:
 
 
 def _measure(content: Mapping[str, Any], name: str, confidence: float) -> _Measured:
-    """Mean of the policy, and the standard error that its interval tells."""
+    """Return the mean of the policy and the standard error derived from its interval."""
     interval = (content.get(name) or {}).get("ppo")
     mean = _mean(interval)
     if mean is None or not isinstance(interval, Mapping) or not {"low", "high"} <= set(interval):

@@ -35,10 +35,10 @@ _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _NAME = re.compile(r"[^\w\-./: ]")
 _MODEL_NAME = re.compile(r"[/:.%\"']")
-"""Not allowed in the name of a logged model."""
+"""Characters that are not allowed in the name of a logged model."""
 _VERSIONS = "mlflow.modelVersions"
 _DATASET_NAME, _DATASET_DIGEST = 500, 36
-"""Longest of a data set."""
+"""Maximum length of the name of a data set."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class RunState:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What a run reads: where it is and which, no data."""
+    """Name, digest and location of a data set that a run reads, without its data."""
 
     name: str
     digest: str
-    """The first 36 characters count."""
+    """MLflow uses the first 36 characters."""
     source_type: str
-    """As MLflow calls its own sources: local, s3, hugging_face, code."""
+    """A source type of MLflow: local, s3, hugging_face or code."""
     source: Mapping[str, Any]
-    """Where it is, as MLflow's source of that type describes it."""
+    """The location, in the format of MLflow's source type."""
     profile: Mapping[str, float] = field(default_factory=dict)
-    """Counts."""
+    """Numbers of rows."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Mlflow:
 
         from rlhf_core.tracking.bounded_http import BoundedAdapter
 
-        # MLflow offers no other way to its sessions; the tests of bounded_http fail where this stops working.
+        # MLflow has no public interface for this. The tests of bounded_http fail if it stops working.
         request_utils.TCPKeepAliveHTTPAdapter = BoundedAdapter
         if database := sqlite_path(self.uri):
             ensure_database(database)
@@ -175,12 +175,15 @@ class Mlflow:
         self._client.update_run(run_id, status="RUNNING")
 
     def terminate(self, run_id: str, status: str, *, keep_end: bool = False) -> None:
-        """`status`: FINISHED, FAILED or KILLED. `keep_end`: a run that ended before it was reopened keeps that time."""
+        """End a run with `status` FINISHED, FAILED or KILLED.
+
+        With `keep_end`, a run that was reopened keeps its earlier end time.
+        """
         end = self._client.get_run(run_id).info.end_time if keep_end else None
         self._client.set_terminated(run_id, status, end_time=end)
 
     def tags(self, run_id: str) -> dict[str, str]:
-        """All tags of a run."""
+        """Return all tags of a run."""
         return dict(self._client.get_run(run_id).data.tags)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
@@ -190,7 +193,7 @@ class Mlflow:
         self._client.log_batch(run_id, tags=[RunTag(name, _short(value, 5000)) for name, value in tags.items()])
 
     def remove_tags(self, run_id: str, prefix: str) -> None:
-        """All tags whose names start with `prefix`."""
+        """Remove all tags whose names start with `prefix`."""
         for name in self.tags(run_id):
             if name.startswith(prefix):
                 self._client.delete_tag(run_id, name)
@@ -224,8 +227,10 @@ class Mlflow:
             self.set_tags(run_id, {tag: json.dumps([*known, *new])})
 
     def log_datasets(self, run_id: str, datasets: Iterable[DataSet], context: str) -> None:
-        """Data sets as inputs of the run: addresses and digests, no data. Logging one twice adds nothing. `context`: what
-        for, such as `training`."""
+        """Log data sets as inputs of the run: addresses and digests, without data.
+
+        Logging a data set twice has no effect. `context` describes the use, for example `training`.
+        """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         tags = [InputTag("mlflow.data.context", context)]
@@ -247,8 +252,10 @@ class Mlflow:
     def log_model(
         self, name: str, *, key: tuple[str, str], run_id: str, tags: Mapping[str, str], description: str
     ) -> str:
-        """The logged model with the tag `key`, found or made as an output of the run: MLflow keeps its record and not its
-        files. Returns its id."""
+        """Find or create the logged model with the tag `key` as an output of the run, and return its id.
+
+        MLflow stores its metadata but not its files.
+        """
         from mlflow.entities import LoggedModelOutput
 
         key_name, key_value = key
@@ -267,15 +274,17 @@ class Mlflow:
                 model_type="policy",
             )
         model_id = _identity(model.model_id, "model")
-        # A kill may have left out each of these, and MLflow does not take an output twice.
+        # These steps may be missing after a kill. MLflow does not accept the same output twice.
         self._client.finalize_logged_model(model_id, "READY")
         if model_id not in [output.model_id for output in (run.outputs.model_outputs if run.outputs else ())]:
             self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
         return model_id
 
     def log_model_metrics(self, run_id: str, model_id: str, metrics: Mapping[str, float]) -> None:
-        """What the run measured of the logged model, on the data set that is its input. The model becomes an input of the
-        run; the same twice adds nothing."""
+        """Log metrics of the logged model, measured by the run on its input data set.
+
+        The model becomes an input of the run. Logging the same metrics twice has no effect.
+        """
         from mlflow.entities import LoggedModelInput, Metric
 
         run = self._client.get_run(run_id)
@@ -287,7 +296,7 @@ class Mlflow:
         self._client.log_batch(run_id, metrics=points)
 
     def link_version(self, model_id: str, name: str, version: str) -> None:
-        """Tell the logged model which version of a registered model it is, as MLflow's own `register_model` does."""
+        """Store the version of a registered model in the logged model, as MLflow's `register_model` does."""
         known = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
         entry = {"name": name, "version": int(version)}
         if not any((e["name"], str(e["version"])) == (name, version) for e in known):
@@ -364,7 +373,9 @@ def clean_name(name: str) -> str:
 
 
 def _identity(value: Any, what: str) -> str:
-    """`value` as text. Raises UnusableAnswer if it is empty: whatever answers `{}` to all is no MLflow."""
+    """Return `value` as text. Raises UnusableAnswer if it is empty, because the server is then not an MLflow
+    server.
+    """
     if not value:
         raise UnusableAnswer(f"the answer names no {what}; check the address")
     return str(value)

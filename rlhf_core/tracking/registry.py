@@ -1,7 +1,8 @@
-"""The model registry: a version per policy, alias `candidate` on the newest, `champion` on the best one evaluated.
+"""The model registry: one version per policy, alias `candidate` for the newest and `champion` for the best
+evaluated one.
 
-Whether a candidate becomes champion is decided by `tracking.gate`, from a match against the present one or else from
-recorded evaluations. The match itself is played elsewhere.
+`tracking.gate` decides whether a candidate becomes champion, based on a match against the current champion or
+on recorded evaluations. The match itself runs in another module.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Candidate:
     """Lineage."""
     evaluation: Evaluation
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Headline numbers of its evaluation."""
+    """Main metrics of its evaluation."""
     evaluation_run_id: str | None = None
     """MLflow run that measured them."""
 
@@ -142,12 +143,14 @@ class _Outcome(NamedTuple):
             if kept["champion"]:
                 return cls(decision, kept["met"], match)
         except (KeyError, TypeError):
-            pass  # tags of another program, or edited by hand
+            pass  # the tags were written by another program or edited by hand
         return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
 
 
 def _tested_against(tags: Mapping[str, str], champion: ModelVersion | None) -> bool:
-    """Whether the version with `tags` was tested against this champion, or as the first one."""
+    """Return whether the version with `tags` was tested against this champion, or as the first champion if it is
+    None.
+    """
     outcome = _outcome(tags)
     if "met" not in outcome or outcome["met"] != (champion.version if champion else None):
         return False
@@ -155,7 +158,9 @@ def _tested_against(tags: Mapping[str, str], champion: ModelVersion | None) -> b
 
 
 def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
-    """What `_Outcome.tags` wrote; empty where there is nothing, or something else: anyone can edit tags."""
+    """Return the outcome written by `_Outcome.tags`. Empty if it is missing or invalid, because tags can be
+    edited.
+    """
     try:
         kept = json.loads(tags.get(_OUTCOME, "{}"))
     except (ValueError, RecursionError):
@@ -212,9 +217,9 @@ def _description(candidate: Candidate) -> str:
 
 
 def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -> None:
-    """Record the candidate as an output of the run that trained it, with its version and what its evaluation measured.
+    """Record the candidate as an output of the run that trained it, with its version and its evaluation metrics.
 
-    Does without where MLflow does not take it: a server older than MLflow 3 knows no logged models.
+    If MLflow does not support logged models (before MLflow 3), only a warning is logged.
     """
     if not candidate.run_id or not mlflow.has_run(candidate.run_id):
         return

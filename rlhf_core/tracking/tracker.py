@@ -42,9 +42,9 @@ _PAUSE_SECONDS = 2.0
 PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
 
 _DESCRIPTION = "mlflow.note.content"
-"""MLflow shows this tag, as Markdown, as the description of a run."""
+"""MLflow shows this tag as the description of a run, rendered as Markdown."""
 _REUSED = "\n\n**Reused:** "
-"""Begins the last paragraph of the description of a run that was typed again."""
+"""Beginning of the last paragraph in the description of a run that was repeated."""
 
 
 def open_tracking(config: PipelineConfig) -> Tracking:
@@ -106,11 +106,13 @@ class Tracking:
         inputs: Mapping[str, ArtifactRef] | None = None,
         pipeline: tuple[str, str] | None = None,
     ) -> StageRun:
-        """The run of one stage under `parent_id`, found by its stage key or created. Works when the tracker is down.
+        """Find the run of a stage under `parent_id` by its stage key, or create it. Also works if the tracker is
+        not available.
 
-        `attempt`: of the stage key; what earlier ones could not send is sent with this one's. `inputs`: artifacts the
-        stage reads; the data artifact is logged as the run's data set. `pipeline`: its key and name, by which the parent
-        is found or made where `parent_id` is not known because the tracker did not answer earlier.
+        `attempt` is the attempt for this stage key. Data that earlier attempts could not send is sent together
+        with the data of this one. `inputs` are the artifacts that the stage reads; the data artifact is logged
+        as the data set of the run. `pipeline` is the key and the name of the pipeline. They are used to find or
+        create the parent run if `parent_id` is unknown because the tracker did not answer earlier.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
@@ -174,13 +176,16 @@ class Tracking:
         self._try(log_all)
 
     def log_datasets(self, run_id: str | None, datasets: Iterable[DataSet]) -> None:
-        """What a pipeline reads from outside, as inputs of its run."""
+        """Log the external data of a pipeline as inputs of its run."""
         if run_id is not None:
             self._try(lambda: self.mlflow.log_datasets(run_id, datasets, "training"))
 
     def describe(self, run_id: str | None, text: str, reused: str = "") -> None:
-        """Set a run's description. `reused`: a sentence; a description that the run has is then kept, and the sentence
-        put at its end, in the place of the one before."""
+        """Set the description of a run.
+
+        If `reused` is given, an existing description is kept, and this sentence is added at its end. It
+        replaces the sentence of an earlier reuse.
+        """
         if run_id is None:
             return
 
@@ -192,7 +197,7 @@ class Tracking:
         self._try(set_text)
 
     def finish(self, run_id: str | None, status: Status, *, reused: bool = False) -> None:
-        """End a run. `reused`: nothing was made, so it keeps the time at which it ended before."""
+        """End a run. With `reused`, the run keeps its earlier end time, because no stage ran."""
         if status == "KILLED":
             hurry()
         if run_id is not None:
@@ -216,7 +221,7 @@ class Tracking:
             self._try(lambda: self.mlflow.set_tags(run_id, tags))
 
     def remove_tags(self, run_id: str | None, prefix: str) -> None:
-        """Remove what an earlier attempt said and this one does not."""
+        """Remove tags of an earlier attempt."""
         if run_id is not None:
             self._try(lambda: self.mlflow.remove_tags(run_id, prefix))
 
@@ -242,7 +247,7 @@ class Tracking:
             state = self.mlflow.create_run(name, text)
         else:
             self.mlflow.reopen(state.run_id)
-            # Who made it first, and what was written about it since, stays.
+            # Tags of the original run and later additions are kept.
             self.mlflow.set_tags(
                 state.run_id, {tag: value for tag, value in text.items() if tag not in (_DESCRIPTION, "mlflow.user")}
             )
@@ -292,16 +297,16 @@ def _page(experiment: str, run_id: str | None) -> str:
 
 
 def _artifact(data: ArtifactRef) -> DataSet:
-    """The data artifact as MLflow knows data sets, with its counts of rows."""
+    """Return the data artifact as an MLflow data set with its numbers of rows."""
     kind = "s3" if data.uri.startswith("s3://") else "local"
     counts = {name.removeprefix("data/"): value for name, value in data.metrics.items()}
     return DataSet(f"data-{data.key}", data.digest, kind, {"uri": data.uri}, counts)
 
 
 def origin_tags(source: str, git: str = "") -> dict[str, str]:
-    """MLflow's own tags of who ran what: the user, `source` (a file), and `git`, a commit that may end in `-dirty`."""
+    """Return MLflow's tags for the user, the `source` file and the `git` commit, which may end in `-dirty`."""
     tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
-    with suppress(OSError, KeyError, ImportError):  # a container's user may have no name
+    with suppress(OSError, KeyError, ImportError):  # the user of a container may have no name
         tags["mlflow.user"] = getpass.getuser()
     if git:
         tags["mlflow.source.git.commit"] = git.removesuffix("-dirty")
@@ -314,7 +319,7 @@ def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:
 
 
 def _shown(uri: str) -> str:
-    """Without user, query and fragment, any of which may be a secret; a file's path as it is."""
+    """Return the address without user, query and fragment, which may be secret. The path of a file is not changed."""
     if uri.startswith("sqlite:"):
         return uri
     parts = urlsplit(uri)

@@ -1,4 +1,4 @@
-"""What is said of an MLflow server that does not do what it is asked."""
+"""Descriptions of MLflow errors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from rlhf_core.config.redact import is_secret, printable, scrubbed
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one short line without credentials."""
+    """Return the reason of an error in one short line without credentials."""
     text = printable(" ".join(scrubbed(str(error)).split()))[:160]
     return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
 
 
 def trouble(error: BaseException) -> str:
-    """Which trouble MLflow is in, and how to end it if the user can: what follows "MLflow at ADDRESS" in a message."""
+    """Return a description of MLflow's problem and a fix if the user can apply one.
+
+    It follows "MLflow at ADDRESS" in a message.
+    """
     status = getattr(error, "get_http_status_code", lambda: 0)()
     code = getattr(error, "error_code", "")
     if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
@@ -24,4 +27,4 @@ def trouble(error: BaseException) -> str:
 
 
 class UnusableAnswer(Exception):
-    """A success by its status, without what was asked for."""
+    """The response has a success status but does not contain the requested data."""
