@@ -96,7 +96,8 @@ class _Call:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._timer.cancel()
         _here.call = None
-        if self._over:
+        # Ctrl-C and SIGTERM are no `Exception`: they must reach the top, also if they come when the time is up.
+        if self._over and (kind is None or issubclass(kind, Exception)):
             raise Timeout(f"no whole answer within {self._seconds:.0f} s") from error
 
     def use(self, connection: HTTPConnection) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import socket
 import threading
 import time
@@ -16,7 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from requests.exceptions import Timeout
 
+from flows.cli import Stopped
 from rlhf_core.tracking import bounded_http
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.tracker import Tracking
@@ -99,6 +102,20 @@ def test_a_call_ends_in_the_time_of_its_tries_whatever_trickles_in(what: str, se
     with pytest.raises(Exception, match=r"(?i)no whole answer within 1 s|timed out"):
         mlflow.ping()
     assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (Stopped, Stopped), (OSError, Timeout), (None, Timeout)],
+)
+def test_an_interrupt_when_the_time_is_up_is_not_replaced_by_a_timeout(
+    raised: type[BaseException] | None, seen: type[BaseException]
+) -> None:
+    call = bounded_http._Call(60.0)
+    with pytest.raises(seen), call:
+        call._end()
+        if raised is not None:
+            raise raised(signal.SIGTERM)
 
 
 def test_redirects_that_lead_on_and_on_slowly_are_one_call(server: Callable[[Serve], str]) -> None:
