@@ -224,8 +224,10 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
 
     `shape` is the content of config.json.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
         content, problem = _read_json(index)
         named = content.get("weight_map")
         if problem or not isinstance(named, dict):
@@ -247,11 +249,8 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
             )
         files = [file for file in files if file.exists()]
     else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files and not index.is_file():
-        other = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)), None)
-        has = f"only {other}, whose loading can run code" if other else "no weights"
-        yield ModelError(f"model.path: {folder} has {has}; give *.safetensors")
+        files = []
+        yield _no_weights(folder)
     numbers: set[int] = set()
     for file in files:
         header, problem = safetensors_header(file)
@@ -269,6 +268,19 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
             f"model.path: {folder}: config.json says num_hidden_layers {layers}, but the weights have {max(numbers) + 1}; take "
             "weights and config.json from the same model"
         )
+
+
+def _no_weights(folder: Path) -> ModelError:
+    """What a folder has that holds neither `model.safetensors` nor an index of shards."""
+    named = sorted(file.name for file in folder.glob("*.safetensors"))
+    if named:
+        return ModelError(
+            f"model.path: {folder} has {named[0]}, but neither model.safetensors nor model.safetensors.index.json, so its "
+            "weights would not be loaded; rename the file, or fetch the index of the shards"
+        )
+    other = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)), None)
+    has = f"only {other}, whose loading can run code" if other else "no weights"
+    return ModelError(f"model.path: {folder} has {has}; give model.safetensors, or shards with their index")
 
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,6})\.")
@@ -348,19 +360,14 @@ def writable(folder: Path) -> str | None:
     return None if os.access(here, os.W_OK | os.X_OK) else f"{here} is not writable for this user"
 
 
-def loaded_tensors(folder: Path) -> dict[str, Any]:
-    """Return the header entries as `tensors` does, but only for files that transformers loads.
-
-    These are the files of the index, or `model.safetensors` if there is no index.
-    """
-    content, problem = _read_json(folder / "model.safetensors.index.json")
-    named = content.get("weight_map")
-    names = {str(name) for name in named.values()} if isinstance(named, dict) else set()
-    files = [folder / name for name in sorted(names if problem is None else {"model.safetensors"})]
-    return {name: entry for file in files for name, entry in safetensors_header(file)[0].items()}
-
-
 def tensors(folder: Path) -> dict[str, Any]:
-    """Header entries of a local model's tensors, by name; none of files that are damaged."""
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else ()
+    """Header entries by name of the tensors that transformers loads; none of files that are damaged.
+
+    The files are `model.safetensors`, or those of the index where there is no such file.
+    """
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file():
+        named = _read_json(folder / "model.safetensors.index.json")[0].get("weight_map")
+        names = {str(name) for name in named.values()} if isinstance(named, dict) else set()
+        files = [folder / name for name in sorted(names)]
     return {name: entry for file in files for name, entry in safetensors_header(file)[0].items()}

@@ -6,6 +6,7 @@ them in the tag `rlhf.warnings`. Invalid settings are refused by the configurati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rlhf_core.config.pipeline import PipelineConfig
@@ -25,6 +26,11 @@ def doubts(config: PipelineConfig) -> Iterator[str]:
     if config.data.eval_fraction > 0.5:
         yield (
             f"data.eval_fraction is {config.data.eval_fraction:g}: more prompts are held out than trained on; 0.1 is usual"
+        )
+    if config.evaluate.prompts < config.register_.min_prompts:
+        yield (
+            f"evaluate.prompts: {config.evaluate.prompts} is below register.min_prompts ({config.register_.min_prompts}): no "
+            "candidate can become champion; raise it, or lower register.min_prompts"
         )
     if config.evaluation_temperature != ppo.temperature:
         yield (
@@ -56,10 +62,10 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
             yield f"ppo.kl.horizon: {kl.horizon} has no effect without ppo.kl.target; set the target, or leave it out"
         return
     steps = ppo.steps - ppo.warmup_steps
-    most = (1 + 0.2 * ppo.rollout_batch_size / ppo.kl_horizon) ** steps
-    if most < 2:
+    log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
+    if log_most < math.log(2):
         yield (
-            f"ppo.kl.horizon: {ppo.kl_horizon} responses are so many that the coefficient changes by a factor of {most:.2f} at "
+            f"ppo.kl.horizon: {ppo.kl_horizon} responses are so many that the coefficient changes by a factor of {math.exp(log_most):.2f} at "
             f"most in {steps} steps of {ppo.rollout_batch_size} responses: it cannot follow ppo.kl.target; leave it out "
             f"({20 * ppo.rollout_batch_size}), or leave the target out"
         )

@@ -38,9 +38,9 @@ class GuardsConfig(Section):
     loops: GuardAction = Field(
         "warn", description="Responses repeat a piece of text, of whatever length, over and over"
     )
-    loops_share: Fraction = Field(0.2, description="Raised at this share of responses or more")
+    loops_share: PositiveFloat = Field(0.2, description="Raised at this share of responses or more")
     score_length: GuardAction = Field("warn", description="The score follows the length of the response")
-    score_length_correlation: Fraction = Field(
+    score_length_correlation: PositiveFloat = Field(
         0.9, description="Raised at this Pearson correlation over the batch or more"
     )
     blind_critic: GuardAction = Field("warn", description="The critic explains nothing of the returns")
@@ -56,6 +56,12 @@ class GuardsConfig(Section):
             if (ratio := getattr(self, name)) <= 1:
                 raise ValueError(
                     f"ppo.guards.{name} must be above 1, or an unchanged policy would raise the guard; got {ratio:g}; leave it "
+                    f"out ({type(self).model_fields[name].default:g})"
+                )
+        for name in ("eos_loss_ratio", "entropy_collapse_ratio"):
+            if (ratio := getattr(self, name)) >= 1:
+                raise ValueError(
+                    f"ppo.guards.{name} must be below 1, or an unchanged policy would raise the guard; got {ratio:g}; leave it "
                     f"out ({type(self).model_fields[name].default:g})"
                 )
         return self

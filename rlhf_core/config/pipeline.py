@@ -137,7 +137,7 @@ class EvaluateConfig(Section):
         None, description="Sampling temperature of both models; None: that of ppo.temperature"
     )
     bootstrap: PositiveInt = Field(2000, description="Resamples for the confidence intervals")
-    confidence: Fraction = Field(0.95, description="Level of the intervals")
+    confidence: PositiveFloat = Field(0.95, description="Level of the intervals")
     judge: Literal["auto", "gold", "reward_model", "rules"] = Field(
         "auto",
         description="Who decides a win: the true reward where there is one, else the reward model, else the rules",
@@ -155,7 +155,7 @@ class RegisterConfig(Section):
     min_prompts: NonNegativeInt = Field(
         50, description="No alias `champion` is given by a match or evaluation of fewer prompts"
     )
-    alpha: Fraction = Field(
+    alpha: PositiveFloat = Field(
         0.05,
         description="Probability at most, over all candidates that are no better than a champion together, that one of them takes its place; the k-th test has the level alpha / (k (k + 1))",
     )

@@ -70,7 +70,13 @@ RANGES: dict[str, Range] = {
     "ppo.dynamic_filtering.max_rounds": Range(1, 100, "each round samples a whole batch again"),
     "evaluate.temperature": _TEMPERATURE,
     "evaluate.bootstrap": Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
+    "evaluate.confidence": Range(0.5, 0.999, "no interval has the level 1, and below 0.5 it tells nothing"),
     "evaluate.samples": Range(1, 10_000, "rows of one table"),
+    "register.alpha": Range(
+        1e-6, 0.5, "the probability of a wrong champion: at 0 there is none, above 0.5 chance decides"
+    ),
+    "ppo.guards.loops_share": Range(0.001, 1, "a share of the responses"),
+    "ppo.guards.score_length_correlation": Range(0.01, 1, "a correlation that any batch reaches says nothing"),
     **{f"{stage}.deepspeed.ranks": _RANKS for stage in ("sft", "reward")},
     **{f"ppo.{role}_deepspeed.ranks": _RANKS for role in ("policy", "critic")},
     **{f"{stage}.batch_size": _BATCH for stage in ("sft", "reward", "ppo.ptx")},

@@ -374,7 +374,13 @@ class Encoder:
 
     def _learn_marks(self, prompt: str, messages: list[dict[str, str]]) -> None:
         """Find the markers of the template, and the part of the generation prompt inside {% generation %}."""
-        added = {token for token in self.tokenizer.added_tokens_decoder if token != self.tokenizer.unk_token_id}
+        # Some tokenizers add plain text too, Gemma's a line feed: it is a mark neither there nor in a message's words.
+        plain = set(self._tokenize(messages[0]["content"], {}).ids) | {self.tokenizer.unk_token_id}
+        added = {
+            token
+            for token, entry in self.tokenizer.added_tokens_decoder.items()
+            if token not in plain and str(entry).strip()
+        }
         self._mark_ids = self._control_ids | (added & set(self._tokenize(prompt, {}).ids))
         if self._marks:
             text, spans = self._render(messages[:2], generate=False, marks=True)

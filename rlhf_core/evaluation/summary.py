@@ -24,7 +24,7 @@ class Measured:
     measures: Mapping[str, ByModel]
     """`gold`, `reward_model`, `rules` (the weighted sum), where they exist."""
     rules: Mapping[str, ByModel]
-    """Raw value of each rule source."""
+    """Raw value of each rule source; NaN where it failed and masks that."""
     kl: list[float]
     """(n,) nats per response of the policy."""
     sources: list[str]
@@ -47,10 +47,12 @@ class Measured:
 def scored(
     responses: Mapping[str, list[RewardInput]], measured: Measured
 ) -> tuple[dict[str, list[RewardInput]], Measured]:
-    """The prompts on which every measure has a value for both models; one that a reward source masks is NaN."""
-    columns = [
-        values for pairs in (measured.measures, measured.rules) for pair in pairs.values() for values in pair.values()
-    ]
+    """The prompts on which every measure has a value for both models.
+
+    A source with a weight that masks a failure makes the weighted sum NaN. A source of weight 0 is only watched: its
+    failures leave no prompt out.
+    """
+    columns = [values for pair in measured.measures.values() for values in pair.values()]
     whole = [i for i in range(len(measured.kl)) if not any(math.isnan(values[i]) for values in columns)]
     return _chosen(responses, whole), measured.at(whole)
 
@@ -64,7 +66,7 @@ def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> t
 
     def of(model: str) -> list[Answer]:
         return [
-            Answer(sample, {name: pair[model][i] for name, pair in columns.items()})
+            Answer(sample, {name: pair[model][i] for name, pair in columns.items() if not math.isnan(pair[model][i])})
             for i, sample in enumerate(responses[model])
         ]
 
@@ -126,13 +128,23 @@ def _numbers(
         "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
-        "rules": {name: interval.pair(f"rule/{name}", pair) for name, pair in measured.rules.items()},
+        "rules": {name: interval.pair(f"rule/{name}", pair) for name, pair in _known(measured.rules).items()},
         "kl": kl.mean,
         "kl_interval": kl.to_json(),
         "lengths": interval.pair("length", lengths),
         "eos_rate": {model: sum(s.finished for s in samples) / len(samples) for model, samples in responses.items()},
         "prompts": len(responses["sft"]),
     }
+
+
+def _known(rules: Mapping[str, ByModel]) -> dict[str, ByModel]:
+    """The prompts on which each source has a value for both models; no entry for a source that has none."""
+    found: dict[str, ByModel] = {}
+    for name, pair in rules.items():
+        both = [(a, b) for a, b in zip(pair["sft"], pair["ppo"], strict=True) if not math.isnan(a + b)]
+        if both:
+            found[name] = {"sft": [a for a, _ in both], "ppo": [b for _, b in both]}
+    return found
 
 
 def _by_source(

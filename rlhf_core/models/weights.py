@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.checkfiles import loaded_tensors
+from rlhf_core.config.checkfiles import tensors
 from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
 
@@ -91,7 +91,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
         config = model_config(folder, attention=attention)
         if getattr(config, "quantization_config", None) is not None:
             return
-        entries = loaded_tensors(folder)
+        entries = tensors(folder)
         if not entries:
             return  # the caller handles a folder without weights
         empty = {
@@ -180,10 +180,13 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
     """
     if getattr(model, "hf_quantizer", None) is not None or not Path(folder).is_dir():
         return
-    kinds = {name: str(entry.get("dtype")) for name, entry in loaded_tensors(Path(folder)).items()}
-    wrong = [
-        f"{name} ({kinds[name]})" for name, _ in model.named_parameters() if kinds.get(name, "F32") not in FLOATING
-    ]
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    wrong = []
+    for name, entry in tensors(Path(folder)).items():
+        # Experts are stored one by one under names that the model, which holds them in one tensor, does not have.
+        trained = name in parameters or (name.endswith(".weight") and name not in buffers)
+        if trained and entry["dtype"] not in FLOATING:
+            wrong.append(f"{name} ({entry['dtype']})")
     if wrong:
         raise ModelError(
             f"model.path: {folder}: {_some(wrong)}: weights must be {', '.join(FLOATING)}; a quantized model cannot be "

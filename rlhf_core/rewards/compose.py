@@ -141,7 +141,8 @@ class RewardComposer:
     ) -> list[float]:
         name = source_name(source)
         if isinstance(source, ExternalReward):
-            return settle(name, source.on_error, self._external[name](batch), batch)
+            on_error = source.on_error if source.weight else "mask"  # what is only watched ends no run
+            return settle(name, on_error, self._external[name](batch), batch)
         if not isinstance(source, ModelReward):
             values = [evaluate_rule(source, sample) for sample in batch]
         elif model_scores is None:

@@ -20,6 +20,7 @@ from rlhf_core.evaluation.match import play
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
+from rlhf_core.tracking.mlflow_client import clean_name
 from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
@@ -121,4 +122,4 @@ def _tags(
     }
     if lineage.parent_run_id is not None:
         tags["rlhf.parent_run_id"] = lineage.parent_run_id
-    return {name.replace("/", "."): value for name, value in tags.items()}
+    return {clean_name(name.replace("/", ".")): value for name, value in tags.items()}

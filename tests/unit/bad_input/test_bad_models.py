@@ -50,7 +50,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "no tokenizer": ({"tokenizer__json": None}, ("has no tokenizer", "copy it")),
     "a broken tokenizer": ({"tokenizer__json": b"{,}"}, ("tokenizer.json is not readable JSON",)),
-    "no weights": ({"model__safetensors": None}, ("no weights", "*.safetensors")),
+    "no weights": ({"model__safetensors": None}, ("no weights", "give model.safetensors")),
     "pickled weights": ({"model__safetensors": None, "pytorch_model__bin": b"x"}, ("pytorch_model.bin", "can run code")),
     "an empty shard": ({"model__safetensors": b""}, ("is not safetensors",)),
     "a pointer file": ({"model__safetensors": LFS}, ("Git LFS pointer",)),
@@ -90,6 +90,9 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a shape that is a number": ({"model__safetensors": header({"a": TENSOR | {"shape": 2}}, 8)}, ("is not safetensors",)),
     "weights cut short": ({"model__safetensors": safetensors(a=[8])[:-1]}, ("cut short or damaged",)),
     "weights too long": ({"model__safetensors": safetensors(a=[8]) + b"x"}, ("cut short or damaged",)),
+    "weights under another name": (
+        {"model__safetensors": None, "weights__safetensors": safetensors(a=[8])}, ("has weights.safetensors", "rename the file"),
+    ),
     "a missing shard": (
         {**index(a="s1.safetensors", b="s2.safetensors"), "s1__safetensors": safetensors(a=[2])},
         ("lacks s2.safetensors", "1 of 2"),

@@ -86,11 +86,16 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
     [
         ({"evaluate": {"temperature": 0.5}}, ("evaluate.temperature is 0.5", "ppo.temperature=1")),
         ({"data": {"eval_fraction": 0.6}}, ("data.eval_fraction is 0.6", "0.1 is usual")),
+        ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
     ],
 )
 def test_plan_and_run_show_the_doubts_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
     (warning,) = doubts(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
     assert all(word in warning for word in words), warning
+
+
+def test_a_run_of_many_steps_can_be_checked() -> None:
+    assert said({"kl": TARGET, "steps": 80_000}) == []
 
 
 def test_rules_may_score_responses_of_any_length() -> None:

@@ -187,6 +187,28 @@ def test_each_measure_is_reported_by_source(scripted: Any, services: Services) -
     assert result.metrics["by_source/org/b/kl"] == 3.0 and result.metrics["by_source/a.jsonl/prompts"] == 3
 
 
+@pytest.mark.parametrize("known", [0, 2])
+def test_a_watched_source_that_fails_leaves_no_prompt_out(
+    scripted: Any, services: Services, tmp_path: Path, known: int
+) -> None:
+    """It has values for the first `known` prompts, or for none."""
+    file = tmp_path / "watched.py"
+    file.write_text(
+        "def f(samples):\n"
+        f"    return [float(s.prompt in {PROMPTS[:known]!r}) if s.prompt in {PROMPTS[:known]!r} else float('nan') "
+        "for s in samples]\n"
+    )
+    watched = {"type": "python", "function": "watched:f", "file": str(file), "weight": 0, "retries": 0}
+    evaluate.run(config_of([*RULES, watched | {"name": "watched"}]), services)
+    found = read(services)
+    assert found["prompts"] == 6 and found["unscored"] == 0 and found["verdicts"]["wins"] == 6
+    assert set(found["rules"]) == {"length", "well_formed"} | ({"watched"} if known else set())
+    if known:
+        assert found["rules"]["watched"]["ppo"]["mean"] == 1.0
+    rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
+    assert ["rule/watched" in row["scores"]["ppo"] for row in rows] == [i < known for i in range(4)]
+
+
 def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, services: Services) -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 500}))
     sft = [float(i) for i in range(40)]

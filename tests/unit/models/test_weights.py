@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf_core.config.checkfiles import tensors
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, save_adapter
@@ -186,3 +187,32 @@ def test_the_configured_attention_is_used_whatever_the_file_asks_for(
     configure(save_tiny_llama(tmp_path), **{name: value})
     assert load(tmp_path, **LOADING).lm.config._attn_implementation == "rlhf_sdpa"
     assert load(tmp_path, **LOADING | {"attention": "eager"}).lm.config._attn_implementation == "eager"
+
+
+def test_integers_of_experts_that_the_model_fuses_are_refused(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    check_headers(tmp_path, attention="sdpa")
+
+    def edit(weights: Weights) -> None:
+        (name, *_) = [name for name in weights if "experts.0" in name]
+        weights[name] = weights[name].to(torch.int8)
+
+    change(tmp_path, edit)
+    with pytest.raises(ModelError, match=r"experts\.0\..* \(I8\)"):
+        check_headers(tmp_path, attention="sdpa")
+    with pytest.raises(ModelError, match=r"experts\.0\..* \(I8\)"):
+        load_policy(tmp_path, **LOADING)
+
+
+def test_the_files_that_are_checked_are_those_that_are_loaded(tmp_path: Path) -> None:
+    """transformers reads model.safetensors where there is one, whatever the index says."""
+    save_tiny_llama(tmp_path)
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert len(tensors(tmp_path)) == len(load_file(tmp_path / "model.safetensors"))
+    check_headers(tmp_path, attention="sdpa")
+    load_policy(tmp_path, **LOADING)

@@ -139,6 +139,15 @@ def test_without_masking_it_is_an_error_that_names_source_prompt_and_index(tmp_p
         composer.score(batch("a", "bad"), None)
 
 
+def test_a_source_that_is_only_watched_ends_no_run_and_masks_nothing(tmp_path: Path) -> None:
+    watched = python(tmp_path, on_error="abort", weight=0.0)
+    with RewardComposer((SHORT, watched)) as composer:
+        scored = composer.score(batch("a", "bad"), None)
+    with RewardComposer((SHORT,)) as composer:
+        assert scored.total == composer.score(batch("a", "bad"), None).total
+    assert math.isnan(scored.by_source["python"][1])
+
+
 def test_the_metrics_of_a_source_are_over_the_values_it_has() -> None:
     nan = math.nan
     scored = RewardBatch([0.0] * 4, {"a": [1.0, nan, 3.0, nan], "b": [nan] * 4})
