@@ -7,9 +7,10 @@ on recorded evaluations. The match itself runs in another module.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -86,18 +87,25 @@ def register(
         _log_model(mlflow, model, version.version, candidate)
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
-        others = [known.tags for known in mlflow.versions(model) if known.version != version.version]
     while champion is None or champion.version != version.version:
-        number = 1 + sum(_tested_against(tags, champion) for tags in others)
-        decision, match = _judge(candidate, champion, gate, number, play)
-        outcome = _Outcome(decision, champion.version if champion else None, match)
+        match = _played(candidate, champion, gate, play)
+        with _asked(mlflow, model):
+            # After the match, which can take long: other versions may have been tested in the meantime.
+            known = {each.version: each.tags for each in mlflow.versions(model)}
+        met, evidence = champion.version if champion else None, _evidence(candidate, match)
+        tests = _tests(known.get(version.version, {}))
+        number = _number(tests, known.values(), met, evidence)
+        decision = _judge(candidate, champion, match, gate, number)
+        if decision.tested:
+            tests.setdefault(_key(met), {})[evidence] = number
+        outcome = _Outcome(decision, met, match)
         with _asked(mlflow, model):
             now = mlflow.by_alias(model, CHAMPION)
             if (now and now.version) != outcome.met:
                 champion = now
                 continue
             # Before the alias: whoever is killed in between finds it.
-            mlflow.tag_version(model, version.version, outcome.tags())
+            mlflow.tag_version(model, version.version, outcome.tags(tests))
             failpoint("register.decided")
             if decision.champion:
                 mlflow.set_alias(model, CHAMPION, version.version)
@@ -111,6 +119,10 @@ def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
     return any(known.tags.get(WEIGHTS) == weights_sha256 for known in mlflow.versions(model))
 
 
+_Tests = dict[str, dict[str, int]]
+"""All tests of a version: `_key` of the champion, then `_evidence`, and the number of the test."""
+
+
 class _Outcome(NamedTuple):
     """What the gate said, as a version's tags keep it."""
 
@@ -119,7 +131,7 @@ class _Outcome(NamedTuple):
     """Version that was champion then."""
     match: Match | None
 
-    def tags(self) -> dict[str, str]:
+    def tags(self, tests: _Tests) -> dict[str, str]:
         return {
             "rlhf.gate": self.decision.rule,
             "rlhf.gate_reason": self.decision.reason,
@@ -129,6 +141,7 @@ class _Outcome(NamedTuple):
                     "met": self.met,
                     "match": asdict(self.match) if self.match else None,
                     "tested": self.decision.tested,
+                    "tests": tests,
                 }
             ),
         }
@@ -147,14 +160,43 @@ class _Outcome(NamedTuple):
         return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
 
 
-def _tested_against(tags: Mapping[str, str], champion: ModelVersion | None) -> bool:
-    """Return whether the version with `tags` was tested against this champion, or as the first champion if it is
-    None.
+def _key(met: str | None) -> str:
+    """Return the key in `_Tests` for a champion with this version. Keys of JSON objects are strings."""
+    return met or ""
+
+
+def _evidence(candidate: Candidate, match: Match | None) -> str:
+    """Return a digest of the numbers that a test uses."""
+    text = json.dumps([candidate.evaluation.to_json(), asdict(match) if match else None])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _number(own: _Tests, known: Iterable[Mapping[str, str]], met: str | None, evidence: str) -> int:
+    """Return the number of the test against the champion `met`. `known`: the tags of all versions.
+
+    A test with the same numbers is the same test: a process that was killed after it recorded the test decides the
+    same again. With other numbers, also a version that was tested before is tested at a level of its own.
     """
+    key = _key(met)
+    if (same := own.get(key, {}).get(evidence)) is not None:
+        return same
+    return 1 + sum(len(_tests(tags).get(key, {})) for tags in known)
+
+
+def _tests(tags: Mapping[str, str]) -> _Tests:
+    """Return all tests of the version with `tags`. What cannot be read counts as no test."""
     outcome = _outcome(tags)
-    if "met" not in outcome or outcome["met"] != (champion.version if champion else None):
-        return False
-    return bool(outcome.get("tested", outcome.get("match")))
+    met, tests = outcome.get("met"), outcome.get("tests")
+    if isinstance(tests, dict):
+        return {
+            champion: {evidence: number for evidence, number in entries.items() if type(number) is int and number > 0}
+            for champion, entries in tests.items()
+            if isinstance(entries, dict)
+        }
+    # Older code recorded the last test only.
+    if "met" in outcome and (met is None or isinstance(met, str)) and outcome.get("tested", outcome.get("match")):
+        return {_key(met): {"": 1}}
+    return {}
 
 
 def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
@@ -168,21 +210,30 @@ def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
     return kept if isinstance(kept, dict) else {}
 
 
-def _judge(
+def _played(
     candidate: Candidate,
     champion: ModelVersion | None,
     gate: Gate,
-    number: int,
     play: Callable[[Mapping[str, str]], Match | None],
-) -> tuple[Decision, Match | None]:
-    record = Evaluation.from_json(champion.tags.get(_EVALUATION, "")) if champion is not None else None
+) -> Match | None:
+    """Return the match against the champion, or None if the decision does not depend on one."""
+    if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
+        return None
+    return play(champion.tags)
+
+
+def _judge(
+    candidate: Candidate, champion: ModelVersion | None, match: Match | None, gate: Gate, number: int
+) -> Decision:
+    record = _record(champion) if champion is not None else None
     if champion is not None and record is None:
         text = f"the champion, version {champion.version}, has no recorded evaluation"
-        return Decision(False, "unknown", text), None
-    match = None
-    if champion is not None and candidate.evaluation.win_rate >= gate.min_win_rate:
-        match = play(champion.tags)
-    return decide(candidate.evaluation, record, match, gate=gate, number=number), match
+        return Decision(False, "unknown", text)
+    return decide(candidate.evaluation, record, match, gate=gate, number=number)
+
+
+def _record(version: ModelVersion) -> Evaluation | None:
+    return Evaluation.from_json(version.tags.get(_EVALUATION, ""))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
 from rlhf_core.stages import register as register_stage
+from rlhf_core.tracking import registry
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
 from rlhf_core.tracking.registry import Candidate, register
@@ -96,7 +97,89 @@ def test_each_further_test_against_the_same_champion_needs_more(mlflow: Mlflow) 
     assert aliases(mlflow, "m9")["champion"] == "11"
 
 
-@pytest.mark.parametrize("tag", ["no JSON", "[1]", "{}", '{"tested": true}', '{"met": [], "match": 3}', "[" * 5000])
+def test_a_policy_that_is_tested_again_with_other_numbers_spends_a_level_of_its_own(mlflow: Mlflow) -> None:
+    def enter(digest: str, wins: int, win_rate: float = 0.8) -> str:
+        candidate_ = candidate(digest, 1.0, win_rate)
+        return register(mlflow, "m11", candidate_, gate=GATE, play=lambda tags: won(wins)).decision.reason
+
+    # Not even the first champion is made by evaluating one policy until it passes.
+    assert "test 1 at level" in enter("a", 0, 0.55)
+    assert "test 2 at level" in enter("a", 0, 0.56)
+    assert "test 1 at level" in enter("a", 0, 0.55), "the same numbers are the same test"
+    assert "test 3 at level" in enter("a", 0)
+    assert "test 1 at level" in enter("b", 50)
+    assert "test 2 at level" in enter("b", 51)
+    assert "test 3 at level" in enter("b", 51, 0.81)
+    assert "test 2 at level" in enter("b", 51)
+    assert "test 4 at level" in enter("c", 50)
+    assert "test 5 at level" in enter("b", 52)
+    # A champion that comes back by hand has been tested against as often as before.
+    mlflow.set_alias("m11", "champion", "3")
+    assert "test 1 at level" in enter("b", 53)
+    mlflow.set_alias("m11", "champion", "1")
+    assert "test 6 at level" in enter("c", 54)
+
+
+def test_who_was_tested_during_the_match_counts(mlflow: Mlflow) -> None:
+    def enter(digest: str, gold: float, wins: int | None) -> Any:
+        match = won(wins) if wins is not None else None
+        return register(mlflow, "m12", candidate(digest, gold, note=digest), gate=GATE, play=lambda tags: match)
+
+    def play(tags: Any) -> Match:
+        enter("other of " + tags["note"], 1.0, 50)
+        if tags["note"] == "a":
+            enter("b", 9.0, None)
+        return won(50)
+
+    enter("a", 1.0, None)
+    done = register(mlflow, "m12", candidate("c", 1.0), gate=GATE, play=play)
+    assert (mlflow.by_alias("m12", "champion").tags["note"], done.match) == ("b", won(50))  # type: ignore[union-attr]
+    assert "test 2 at level" in done.decision.reason
+
+
+def test_a_kill_between_decision_and_alias_leaves_the_decision_as_it_is(
+    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def enter(digest: str, wins: int) -> Any:
+        return register(mlflow, "m13", candidate(digest, 1.0), gate=GATE, play=lambda tags: won(wins))
+
+    def killed(point: str) -> None:
+        if point == "register.decided":
+            raise KeyboardInterrupt
+
+    enter("a", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "failpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            enter("b", 61)
+    done = enter("b", 61)  # p = 0.018: at the level of a second test, 0.0083, it would not pass
+    assert done.decision.champion and "test 1 at level" in done.decision.reason
+
+
+@pytest.mark.parametrize("tested", [{"match": {"prompts": 100}}, {"match": None, "tested": True}])
+def test_a_test_that_older_code_recorded_counts(mlflow: Mlflow, tested: dict[str, Any]) -> None:
+    model = f"old {len(tested)}"
+    for digest in "ab":
+        register(mlflow, model, candidate(digest, 1.0), gate=GATE, play=lambda tags: won(50))
+    mlflow.tag_version(model, "2", {"rlhf.outcome": json.dumps({"champion": False, "met": "1", **tested})})
+    done = register(mlflow, model, candidate("c", 1.0), gate=GATE, play=lambda tags: won(50))
+    assert "test 2 at level" in done.decision.reason
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "no JSON",
+        "[1]",
+        "{}",
+        '{"tested": true}',
+        '{"met": [], "match": 3}',
+        "[" * 5000,
+        '{"tests": 3}',
+        '{"tests": {"1": 3}}',
+        '{"tests": {"1": {"e": "1"}}}',
+    ],
+)
 def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: str) -> None:
     model = f"edited {abs(hash(tag))}"
     for digest in "ab":
