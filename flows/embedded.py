@@ -59,6 +59,8 @@ class EmbeddedPrefect:
         if self._complete.exists() and _is_database(folder / "prefect.db"):
             self._lock.release()
         else:
+            # First: if this process is killed during the migrations, the next one must not accept half a database.
+            self._complete.unlink(missing_ok=True)
             for left in folder.glob("prefect.db*"):
                 left.unlink()
         self._port = free_port()

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from flows.embedded import EmbeddedPrefect
 from flows.local_http import answers, credentials, post
 from rlhf_core.processes import ProcessId
 from tests.chaos.harness import CONFIG, TRACE, read_passes
@@ -82,6 +83,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_a_database_that_is_none_was_made_anew(server: Server) -> None:
     assert (server.home / "prefect" / "prefect.db").read_bytes().startswith(b"SQLite format 3")
+
+
+def test_a_database_that_a_kill_leaves_half_made_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "prefect"
+    folder.mkdir()
+    (folder / "prefect.db").write_bytes(b"garbage " * 1000)
+    (folder / "complete").touch()
+    monkeypatch.setattr(EmbeddedPrefect, "_start", killed)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(KeyboardInterrupt):
+        EmbeddedPrefect(tmp_path)
+    assert not (folder / "prefect.db").exists()
+    assert not (folder / "complete").exists()
 
 
 ATTACK = """
