@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ from flows.team import mlflow_address, prefect_address, prefect_answers
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.processes import ProcessId, carriers, stop, wait_gone
 
-_PROGRAMS = ("flows.supervisor", "flows.application", "mlflow", "prefect", "rlhf_core.stages")
-"""Words in the command lines of the processes that `up` starts."""
+_MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.stages", "rlhf_core.tracking.database")
+"""Modules of this project that `up` and its flow runs start with `python -m`."""
+_PACKAGES = ("mlflow", "prefect")
+"""Their modules are started with `python -m` too, and their scripts have the same names."""
+_APPLICATIONS = ("flows.application:", "mlflow.server.")
+"""Web applications of Prefect and MLflow. Their servers run as `python -m uvicorn APPLICATION`."""
 _HOW_TO_RUN = "prefect deployment run rlhf/full-pipeline --param ppo_steps=5"
 
 
@@ -173,17 +178,47 @@ def supervisor_of(home: Path) -> ProcessId | None:
 def _ours(home: Path) -> list[ProcessId]:
     """Return the processes that `up` started for `home`.
 
-    Shells and other programs that a flow run started also have the variable, so the command line is checked as
-    well.
+    Shells and other programs that a flow run started also have the variable, so the program is checked as well.
     """
     marked = [process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()]
-    return [process for process in marked if any(name in _command(process) for name in _PROGRAMS)]
+    return [process for process in marked if _is_ours(_command(process))]
 
 
-def _command(process: ProcessId) -> str:
+def _is_ours(command: Sequence[str]) -> bool:
+    """Return whether this is the command line of a program that `up` starts.
+
+    Only the program counts. The name of a file or a folder in its arguments can be any word.
+    """
+    if not command:
+        return False
+    program = Path(command[0]).name
+    if not program.startswith("python"):
+        return program in _PACKAGES
+    module, script = _python_program(command)
+    if module == "uvicorn":
+        return any(word.startswith(_APPLICATIONS) for word in command)
+    return module in _MODULES or module.partition(".")[0] in _PACKAGES or Path(script).name in _PACKAGES
+
+
+def _python_program(command: Sequence[str]) -> tuple[str, str]:
+    """Return the module or the script that this command line of Python runs, and "" for the other one."""
+    words = iter(command[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, ""), ""
+        if word in ("-W", "-X"):
+            next(words, "")  # the value of this option
+        elif word == "-c":
+            return "", ""
+        elif not word.startswith("-"):
+            return "", word
+    return "", ""
+
+
+def _command(process: ProcessId) -> list[str]:
     with suppress(psutil.Error):
-        return " ".join(psutil.Process(process.pid).cmdline())
-    return ""
+        return psutil.Process(process.pid).cmdline()
+    return []
 
 
 def _sweep(home: Path) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from flows import cli, managed, supervisor
+from flows import cli, managed, servers, supervisor
 from flows.display import Lines
 from flows.environment import stage_environment
 from flows.files import rotate_logs, write_json
@@ -279,14 +279,23 @@ def test_a_worker_is_judged_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Iterator[ProcessId]:
     """A process that carries what the supervisor of `tmp_path` carries, and does nothing."""
-    with _carrier("flows.supervisor", tmp_path) as process:
+    with _carrier(["-P", "-m", "flows.supervisor"], tmp_path) as process:
         yield process
 
 
+_SLEEP = "import time; print(flush=True); time.sleep(60)"
+
+
 @contextmanager
-def _carrier(name: str, home: Path) -> Iterator[ProcessId]:
-    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", name]
-    environment = {**os.environ, MARK: str(home)}
+def _carrier(arguments: list[str], home: Path) -> Iterator[ProcessId]:
+    """Python with these arguments. The modules that it finds do nothing."""
+    for name in ("flows/supervisor.py", "prefect/__main__.py"):
+        file = home / "modules" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(_SLEEP)
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, MARK: str(home), "PYTHONPATH": str(home / "modules")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -325,9 +334,52 @@ def test_a_state_file_that_names_a_foreign_process_has_nothing_signalled(tmp_pat
 
 
 def test_a_program_that_a_flow_run_opened_is_not_stopped_by_down(tmp_path: Path) -> None:
-    with _carrier("a shell", tmp_path) as shell, _carrier("prefect worker", tmp_path) as worker:
+    shell, worker = ["-c", _SLEEP, "/srv/mlflow/prefect.log"], ["-P", "-m", "prefect", "worker", "start"]
+    with _carrier(shell, tmp_path) as opened, _carrier(worker, tmp_path) as started:
         assert down(tmp_path) == f"stopped the servers of {tmp_path}"
-        assert shell.alive() and not worker.alive()
+        assert opened.alive() and not started.alive()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "/x/.venv/bin/python -P -m flows.supervisor /x/.rlhf",
+        "/x/.venv/bin/python -P -m uvicorn --factory flows.application:create_app --log-level warning --port 4200",
+        "/x/.venv/bin/python -P -m mlflow server --host 127.0.0.1 --port 5000",
+        "/x/.venv/bin/python -m uvicorn --log-config /x/mlflow/c.yaml --workers 1 mlflow.server.fastapi_app:app",
+        "/x/.venv/bin/python -P -m prefect worker start --pool rlhf --type process",
+        "python3.11 -X dev -W error -m prefect.engine",
+        "/x/.venv/bin/python -m prefect.flow_engine flows/rlhf.py:rlhf",
+        "/x/.venv/bin/python /x/.venv/bin/prefect worker start",
+        "/x/.venv/bin/python -P -m flows.isolated --no-prompt deploy --all",
+        "/x/.venv/bin/python -P -m rlhf_core.tracking.database /x/mlflow.db",
+        "/x/.venv/bin/python -P -m rlhf_core.stages spec.json",
+    ],
+)
+def test_what_up_starts_is_known_by_its_program(command: str) -> None:
+    assert servers._is_ours(command.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "python",
+        "tail -f /x/.rlhf/servers/mlflow.log",
+        "vim prefect.toml",
+        "bash --rcfile /srv/mlflow",
+        "grep -m mlflow",
+        "python -c pass -m prefect",
+        "python -m pytest tests/prefect",
+        "python notes.py -m mlflow",
+        "python prefect.py",
+        "python -m uvicorn my:app --log-config /srv/mlflow.server.json",
+        "python -m prefecture",
+        "python -m flows.cli status",
+    ],
+)
+def test_a_program_with_such_a_word_in_its_arguments_is_foreign(command: str) -> None:
+    assert not servers._is_ours(command.split())
 
 
 STATES: list[Any] = [
