@@ -125,7 +125,7 @@ class Pipeline:
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         sources = self._sources_of(stage)
         key = stage_key(self.config, stage, digests, sources)
-        told = self._sources_of("ppo") if stage == "evaluate" else sources
+        told = self._sources_of("ppo") if stage in ("evaluate", "register") else sources
         return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, told)
 
     def _sources_of(self, stage: StageName) -> dict[str, str]:

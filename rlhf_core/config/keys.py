@@ -102,7 +102,7 @@ def stage_key(
         "schema": SCHEMA[stage],
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: _strip(dump[name]) for name in _SECTIONS[stage]},
+        "config": {name: result_settings(dump[name]) for name in _SECTIONS[stage]},
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
@@ -156,7 +156,9 @@ def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict
         "experiment": config.experiment,
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: _strip(part) for name, part in dump.items() if name not in ("run", "store", "tracking")},
+        "config": {
+            name: result_settings(part) for name, part in dump.items() if name not in ("run", "store", "tracking")
+        },
         "sources": dict(sorted(source_digests.items())),
     }
 
@@ -166,13 +168,14 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
     return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
 
 
-def _strip(tree: Any) -> Any:
+def result_settings(tree: Any) -> Any:
+    """Settings (dumped as JSON) without those that change no result, and without paths of what is digested by content."""
     if isinstance(tree, dict):
         return {
-            name: value if name in _NAMED_BY_USERS else _strip(value)
+            name: value if name in _NAMED_BY_USERS else result_settings(value)
             for name, value in tree.items()
             if name not in _NOT_RESULTS | _BY_CONTENT
         }
     if isinstance(tree, list):
-        return [_strip(value) for value in tree]
+        return [result_settings(value) for value in tree]
     return tree

@@ -277,6 +277,11 @@ class PPOConfig(Section):
         return possible and (self.engine.dtype, self.policy_deepspeed.dtype) != ("float32", "float32")
 
     @property
+    def served_dtype(self) -> str:
+        """The lower precision of training and engines, to which weights are rounded on their way to the engines."""
+        return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
+
+    @property
     def by_group(self) -> bool:
         """True if advantages compare the samples of one prompt."""
         return self.algorithm not in ("ppo", "reinforce_pp")

@@ -24,6 +24,7 @@ from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, Services, StageName
@@ -150,8 +151,12 @@ def _play(
     except Exception as error:  # it may be larger, older, of another kind: the candidate was just served the same way
         raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
+    code = code_digests(config.ppo.rewards, services.sources)
+
     def judged(reward: Path | None) -> Comparison:
-        scores = scoring.score(judge, config, reward, [*ours, *theirs], pad_id=decoder.pad, device=device)
+        scores = scoring.score(
+            judge, config, reward, [*ours, *theirs], pad_id=decoder.pad, device=device, reward_code=code
+        )
         pairs = [
             (Answer(a, {judge: x}), Answer(b, {judge: y}))
             for a, b, x, y in zip(ours, theirs, scores[: len(ours)], scores[len(ours) :], strict=True)

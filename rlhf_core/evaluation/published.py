@@ -3,7 +3,7 @@
     logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
     logprob_update   mean |log p(trained files) - log p(SFT model)|: the change of the log-probabilities by training
     loss             mean |log p(trained files) - log p(evaluated files)| / update
-    merge_loss       the same for `policy/`, the merge, if it is rounded to the precision of training
+    merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of training and engines
 
 Trained files are the SFT model and the adapter, which are not rounded. Evaluated files are described in
 `policy_files`. All measures except the first use models that this process loads, with the same batches, so that
@@ -63,21 +63,27 @@ def measure_published(
         )
     sequences = [trained.sequences[row] for row in rows]
 
-    def of(files: PolicyFiles) -> list[Tensor]:
-        return logprobs(config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device)
+    def of(files: PolicyFiles, dtype: str) -> list[Tensor]:
+        return logprobs(config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device, dtype=dtype)
 
+    dtype = config.ppo.policy_deepspeed.dtype
     in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]
-    # A quantized adapter belongs to rounded weights, which only exist in the training process.
-    exact = in_process if lora.quantize is not None else of(PolicyFiles(sft / "model", ppo / "adapter"))
-    update = mean_gap(exact, of(PolicyFiles(sft / "model")))
-    merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"))), update)
+    if lora.quantize is not None:
+        # A quantized adapter belongs to rounded weights, which only exist in the training process.
+        served, loaded, exact = dtype, in_process, in_process
+    else:
+        files, served = PolicyFiles(sft / "model", ppo / "adapter"), config.ppo.served_dtype
+        loaded = of(files, dtype)
+        exact = loaded if served == dtype else of(files, served)
+    update = mean_gap(exact, of(PolicyFiles(sft / "model"), served))
+    merged = _share(mean_gap(exact, of(PolicyFiles(ppo / "policy"), served)), update)
     found = {
-        "published/logprob_gap": mean_gap(in_process, exact),
+        "published/logprob_gap": mean_gap(in_process, loaded),
         "published/logprob_update": update,
         "published/loss": merged if policy_files(config.ppo, ppo, lambda: sft).adapter is None else 0.0,
         "published/merge_loss": merged,
     }
-    dtype, tolerance = config.ppo.policy_deepspeed.dtype, config.ppo.weight_sync.canary_tolerance
+    tolerance = config.ppo.weight_sync.canary_tolerance
     allowed = tolerance if dtype == "float32" else max(tolerance, 0.05)
     if not found["published/logprob_gap"] <= allowed:
         raise GateFailed(
@@ -89,7 +95,7 @@ def measure_published(
             "policy/ (the merged model, in float32) loses %.0f %% of what training changed where it is loaded in %s; serve the "
             "SFT model with adapter/, or policy/ in float32",
             100 * merged,
-            dtype,
+            served,
         )
     return found
 

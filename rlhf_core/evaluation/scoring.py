@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import result_settings
 from rlhf_core.config.rewards import AnyReward, GoldReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 from rlhf_core.watch import doing, idle
@@ -62,17 +63,21 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
     )
 
 
-def judge_digests(config: PipelineConfig, *, gold_known: bool) -> dict[str, str]:
+def judge_digests(config: PipelineConfig, *, gold_known: bool, reward_code: Mapping[str, str]) -> dict[str, str]:
     """Return the digests of `gold` and `rules`, if this run has them. Only numbers with equal digests are
     comparable.
 
-    The digest of a reward model is that of its artifact. The service behind a remote reward's address is not
-    included.
+    The digest of `rules` covers the settings that change a value and the code of Python rewards (`reward_code`, see
+    `RewardComposer`), but not the service behind a remote reward's address. The digest of a reward model is that of its
+    artifact.
     """
     found = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
     if sources := rule_sources(config):
-        text = json.dumps([source.model_dump(mode="json") for source in sources], sort_keys=True)
-        found["rules"] = hashlib.sha256(text.encode()).hexdigest()
+        rules = [
+            {"settings": result_settings(source.model_dump(mode="json")), "code": reward_code.get(source_name(source))}
+            for source in sources
+        ]
+        found["rules"] = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
     return found
 
 
@@ -95,12 +100,16 @@ def score(
     *,
     pad_id: int,
     device: str,
+    reward_code: Mapping[str, str] | None = None,
 ) -> list[float]:
-    """(n,) values of one of `choose_measure`'s measures. `reward`: folder of the reward model, where it is asked."""
+    """(n,) values of one of `choose_measure`'s measures.
+
+    `reward`: folder of the reward model, where it is asked. `reward_code`: see `RewardComposer`.
+    """
     if measure == "gold":
         return score_gold(samples)
     if measure == "rules":
-        return list(score_rules(rule_sources(config), samples).total)
+        return list(score_rules(rule_sources(config), samples, reward_code).total)
     assert reward is not None
     return score_reward_model(config, reward, samples, pad_id=pad_id, device=device)
 
@@ -181,19 +190,20 @@ def logprobs(
     *,
     pad_id: int,
     device: str,
+    dtype: str | None = None,
 ) -> list[Tensor]:
-    """Return the log-probabilities of each response's tokens, (T,) each, in the precision of the policy's
-    training.
+    """Return the log-probabilities of each response's tokens, (T,) each.
+
+    `dtype` is the precision of the model, or None for that of the policy's training.
     """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scoring import sequence_logprobs, whole_list
 
-    dtype = config.ppo.policy_deepspeed.dtype
     doing("load a policy", config.run.timeouts.start)
     model = load_policy(
         files.model,
-        dtype=dtype,
+        dtype=dtype or config.ppo.policy_deepspeed.dtype,
         attention=config.model.attention,
         device=device,
         pack=config.ppo.pack,

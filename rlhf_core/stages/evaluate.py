@@ -64,7 +64,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     interval = Intervals(config)
     comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
-    evaluation["judge_digests"] = scoring.judge_digests(config, gold_known=gold_known)
+    evaluation["judge_digests"] = scoring.judge_digests(
+        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, services.sources)
+    )
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
     evaluation["unscored"] = len(prompts) - len(measured.kl)

@@ -21,7 +21,7 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
         cause, fix = why_merged(config.ppo.lora)
         raise GateFailed(
-            f"ppo: merged ({cause}) and rounded to {config.ppo.policy_deepspeed.dtype}, the policy lacks {loss:.0%} of what "
+            f"ppo: merged ({cause}) and rounded to {config.ppo.served_dtype}, the policy lacks {loss:.0%} of what "
             f"training changed, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or raise the limit: the run "
             "then continues from its last checkpoint"
         )

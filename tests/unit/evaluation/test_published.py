@@ -21,6 +21,7 @@ from rlhf_core.errors import GateFailed, ModelError
 from rlhf_core.evaluation import published
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.published import Trained, measure_published
+from rlhf_core.evaluation.scoring import logprobs
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, whole_list
@@ -90,6 +91,16 @@ def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> Non
         check_gate(config_of(lora={"r": 1024}), "ppo", {"published/loss": 0.2})
     raised = config_of(weight_sync={"lora": "merged"}, published_loss_limit=1.0)
     assert check(raised, artifacts)["published/loss"] > 0.3
+
+
+def test_a_merge_that_only_the_engines_round_counts_as_a_loss(artifacts: Any) -> None:
+    ppo, sft, trained = artifacts
+    mixed = config_of(weight_sync={"lora": "merged"}, policy_deepspeed={"dtype": "float32"})
+    assert mixed.ppo.served_dtype == "bfloat16"
+    exact = logprobs(mixed, PolicyFiles(sft / "model", ppo / "adapter"), trained.sequences, 1.0, pad_id=0, device="cpu")
+    in_float32 = Trained(trained.sequences, [values.numpy() for values in exact])
+    found = measure_published(mixed, in_float32, ppo, sft, pad_id=0, device="cpu")
+    assert found["published/logprob_gap"] < 1e-5 and found["published/loss"] > 0.3
 
 
 def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(artifacts: Any) -> None:
