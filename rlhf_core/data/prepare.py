@@ -30,7 +30,15 @@ from rlhf_core.data.collect import (
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.decoding import write_response_prefix
 from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
-from rlhf_core.data.sources import model_digests, read_chat_template, require_unchanged, source_contents
+from rlhf_core.data.sources import (
+    model_digests,
+    model_state,
+    read_chat_template,
+    require_same_state,
+    require_unchanged,
+    source_contents,
+    template_digests,
+)
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
@@ -65,7 +73,7 @@ def prepare(
     `key_digests` are the digests of the sources in the stage's key, or None outside of a pipeline. Raises
     DataError or ModelError with the source, the rule and a fix, also if a source does not match its digest.
     """
-    contents = source_contents(config)
+    contents, state = source_contents(config), model_state(config)
     digests = {name: found.digest for name, found in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
     counts = {name: Counts() for name in SETS}
@@ -105,8 +113,9 @@ def prepare(
     write_response_prefix(out, encoder.response_prefix)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
-    # The tokenizer and the template were read between these two checks.
-    require_unchanged(model_digests(config), digests, config)
+    # The tokenizer and the template were read between these checks and the digests.
+    require_unchanged(template_digests(config), digests, config)
+    require_same_state(state, config)
     card = build_card(config, digests, counts, splits, tokenizer)
     if near := card["overlap"]["near"]:
         log.warning(

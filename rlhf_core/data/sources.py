@@ -117,12 +117,17 @@ def source_digests(config: PipelineConfig) -> dict[str, str]:
 
 def model_digests(config: PipelineConfig) -> dict[str, str]:
     """Return the digests of the chat template and the base model, if they are configured."""
-    digests: dict[str, str] = {}
-    if config.data.chat_template is not None:
-        digests["data.chat_template"] = hashlib.sha256(read_chat_template(config.data.chat_template)).hexdigest()
+    digests = template_digests(config)
     if config.model.path is not None:
         digests["model"] = _model_digest(config.model.path, config.model.revision)
     return digests
+
+
+def template_digests(config: PipelineConfig) -> dict[str, str]:
+    """Return the digest of the chat template, if it is configured."""
+    if config.data.chat_template is None:
+        return {}
+    return {"data.chat_template": hashlib.sha256(read_chat_template(config.data.chat_template)).hexdigest()}
 
 
 def read_chat_template(path: str) -> bytes:
@@ -175,19 +180,45 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
 
+ModelState = tuple[tuple[str, int, int, int], ...]
+
+
+def model_state(config: PipelineConfig) -> ModelState:
+    """Return name, inode, size and modification time of each file of a local base model; empty for others.
+
+    Two equal states mean that no file was written or replaced between them. Unlike the digest this reads no file.
+    """
+    path = config.model.path
+    if path is None or not is_local_model(path):
+        return ()
+    states = ((file.relative_to(path).as_posix(), file.stat()) for file in _model_files(Path(path)))
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
+
+
+def require_same_state(before: ModelState, config: PipelineConfig) -> None:
+    """Raise DataError if a file of the base model was written since `before`, which `model_state` returned."""
+    if model_state(config) != before:
+        raise DataError(f"model: {config.model.path} {_CHANGED.format('its digest was taken')}")
+
+
 def _model_digest(path: str, revision: str | None) -> str:
     if not is_local_model(path):
         return f"hub:{path}@{resolve_revision(path, 'model', revision)}"
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
-    files = sorted(
+    parts = [
+        f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}" for file in _model_files(folder)
+    ]
+    return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted(
         file
         for file in folder.rglob("*")
         if file.is_file() and not any(p.startswith(".") for p in file.relative_to(folder).parts)
     )
-    parts = [f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}" for file in files]
-    return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
 
 def _relative(file: str, root: str) -> str:

@@ -66,7 +66,7 @@ def measure_published(
     def of(files: PolicyFiles, dtype: str) -> list[Tensor]:
         return logprobs(config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device, dtype=dtype)
 
-    dtype = config.ppo.policy_deepspeed.dtype
+    dtype: str = config.ppo.policy_deepspeed.dtype
     in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]
     if lora.quantize is not None:
         # A quantized adapter belongs to rounded weights, which only exist in the training process.

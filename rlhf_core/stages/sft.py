@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import Services, StageResult
 
+if TYPE_CHECKING:
+    from rlhf_core.data.sources import ModelState
+
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and sample some answers for reading."""
     from rlhf_core.data.hub import fetch_model
+    from rlhf_core.data.sources import model_digests, model_state, require_unchanged
     from rlhf_core.data.tokenizer import is_local_model
     from rlhf_core.training.launch import resolve_device, run_ranks
 
@@ -22,6 +26,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     if config.model.path is not None and not is_local_model(config.model.path):
         # A download takes what it takes; ranks that load have `run.timeouts.start`.
         fetch_model(config.model.path, config.model.revision)
+    # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each other.
+    state = model_state(config)
+    require_unchanged(model_digests(config), services.sources, config)
     metrics = run_ranks(
         _train,
         config.sft.deepspeed.ranks,
@@ -30,6 +37,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         services.inputs["data"],
         services.work,
         services.out,
+        state,
         rank_zero=services,
         timeouts=config.run.timeouts,
         watch=services.watch,
@@ -46,14 +54,20 @@ def base_model(config: PipelineConfig, data: Path) -> tuple[Path | str, str | No
 
 
 def _train(
-    rank: Any, config: PipelineConfig, data: Path, work: Path, out: Path, services: Services | None
+    rank: Any,
+    config: PipelineConfig,
+    data: Path,
+    work: Path,
+    out: Path,
+    state: ModelState,
+    services: Services | None,
 ) -> dict[str, float]:
     import torch
     from transformers import GenerationConfig
 
     from rlhf_core.data.dataset import load_sft
     from rlhf_core.data.decoding import load_decoder
-    from rlhf_core.data.sources import model_digests, require_unchanged
+    from rlhf_core.data.sources import require_same_state
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.training.engine import TrainingEngine
@@ -74,7 +88,7 @@ def _train(
         head_dtype=config.model.head_dtype,
     )
     if services is not None:
-        require_unchanged(model_digests(config), services.sources, config)
+        require_same_state(state, config)
     sft = sft.model_copy(update={"pack": agreed(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})

@@ -14,7 +14,7 @@ import pytest
 from transformers import GenerationConfig
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import source_digests
+from rlhf_core.data.sources import model_state, source_digests
 from rlhf_core.errors import DataError
 from rlhf_core.models.policy import Policy
 from rlhf_core.stages import sft
@@ -28,16 +28,19 @@ def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"first")
     config = PipelineConfig.model_validate({"model": {"path": str(model)}}, strict=False)
-    key = source_digests(config)
+    key, state = source_digests(config), model_state(config)
     services: Any = SimpleNamespace(sources={"model": key["model"]})
     rank: Any = SimpleNamespace(torch_device="cpu")
 
     def load_policy(*_: Any, **__: Any) -> None:
-        (model / "model.safetensors").write_bytes(b"other")
+        (model / "model.safetensors").write_bytes(b"the second")
 
     monkeypatch.setattr("rlhf_core.models.policy.load_policy", load_policy)
+    with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
+        sft._train(rank, config, tmp_path, tmp_path, tmp_path, state, services)
+    monkeypatch.setattr("rlhf_core.training.launch.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
-        sft._train(rank, config, tmp_path, tmp_path, tmp_path, services)
+        sft.run(config, services)
 
 
 class Engine:
@@ -68,7 +71,7 @@ def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
     monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1))
     config = PipelineConfig.model_validate({"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False)
     rank: Any = SimpleNamespace(torch_device="cpu")
-    sft._train(rank, config, tmp_path, tmp_path, tmp_path / "out", None)
+    sft._train(rank, config, tmp_path, tmp_path, tmp_path / "out", (), None)
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
     assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)
