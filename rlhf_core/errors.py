@@ -39,9 +39,9 @@ EXIT_FAULT = 3
 
 @contextmanager
 def checking(what: str) -> Iterator[None]:
-    """Around checks of what the user gave: any exception but ours becomes a ConfigError about `what`, exit code 2.
+    """Convert unexpected exceptions in checks of user input to a ConfigError about `what`, with exit code 2.
 
-    Nothing has begun yet that "type the same command again" could continue.
+    At this point nothing has started that the same command could continue.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Reading a file that somebody else wrote: it must be a regular file of a bounded size before it is opened.
+"""Safe reading of untrusted files: only regular files of limited size are opened.
 
-Opening a FIFO waits for a writer for ever, and reading a device such as /dev/zero never ends. Both can stand under the
-name of a configuration, a data file or a model's file.
+Opening a FIFO can wait for a writer forever, and reading a device such as /dev/zero never ends. Both can have
+the name of a configuration, a data file or a model file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ _KINDS = (
 
 
 class UnfitFile(OSError):
-    """Not a regular file, or too large. The message starts with the path and says what it is instead."""
+    """The path is not a regular file, or the file is too large. The message starts with the path and describes the
+    problem.
+    """
 
 
 def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
-    """`path` opened for reading bytes; never waits.
+    """Open `path` for reading bytes. This function never waits.
 
-    Raises FileNotFoundError for a path that does not exist or a link whose target does not; UnfitFile for what is not a
-    regular file or has more than `limit` bytes; OSError otherwise (no permission).
+    Raises FileNotFoundError if the path or the target of a link does not exist, UnfitFile if it is not a
+    regular file or has more than `limit` bytes, and OSError for other errors such as missing permissions.
     """
     problem = unfit(path, limit)
     if problem is not None:
         raise problem
-    # O_NONBLOCK: the file may have been replaced by a FIFO since it was looked at.
+    # O_NONBLOCK, because the file may have been replaced by a FIFO after the check.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     problem = _problem(path, os.fstat(descriptor), limit)
     if problem is not None:
@@ -45,23 +47,23 @@ def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
 
 
 def read_bounded(path: Path | str, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises as `open_regular` does."""
+    """Return the content of a regular file of at most `limit` bytes. Raises the same exceptions as `open_regular`."""
     with open_regular(path, limit) as stream:
         content = stream.read(limit + 1)
-    if len(content) > limit:  # it grew while it was read
+    if len(content) > limit:  # the file grew while it was read
         raise UnfitFile(f"{path} has more than {_size(limit)}, the limit for such a file")
     return content
 
 
 def unfit(path: Path | str, limit: int | None = None) -> OSError | None:
-    """Why `open_regular` would refuse `path`, or None. Opens nothing."""
+    """Return the reason for which `open_regular` would refuse `path`, or None. The file is not opened."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
         if os.path.islink(path):
             return FileNotFoundError(f"{path} is a link to {os.readlink(path)[:200]}, which does not exist")
         return FileNotFoundError(f"{path} does not exist")
-    except ValueError as error:  # a NUL in the path
+    except ValueError as error:  # the path contains a NUL character
         return UnfitFile(f"{str(path)!r} is not a path ({error})")
     except OSError as error:
         if error.errno == errno.ELOOP:

@@ -41,7 +41,7 @@ class ProcessId:
 
     def alive(self) -> bool:
         """Whether it is running still; a zombie is not."""
-        # A pid out of a damaged file may be no pid at all.
+        # A pid from a damaged file may be invalid.
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 1.0

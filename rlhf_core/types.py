@@ -160,14 +160,16 @@ class Checkpoints(Protocol):
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
     ) -> None:
-        """Commit a local folder as the checkpoint of `step`; it exists whole or not at all. Consumes `folder`.
+        """Commit a local folder atomically as the checkpoint of `step`. The folder is consumed.
 
-        `score`: higher is better; the best checkpoints stay longer. `known`: scores of earlier checkpoints, by step, that
-        became known after those were saved.
+        `score`: higher is better, and the best checkpoints are kept longer. `known` has the scores of earlier
+        checkpoints by step that became known after those checkpoints were saved.
         """
 
     def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        """Address of the checkpoint with the highest score; None where none has one. `known`: as in `save`."""
+        """Return the address of the checkpoint with the highest score, or None if none has a score. `known` is as
+        in `save`.
+        """
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,11 @@ class Services:
     journal: Path | None = None
     """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests, in the stage's key or an input's, of what it reads from outside: compare them with what is read.
-    Empty outside a pipeline."""
+    """Digests of the external inputs of the stage, from its key or the key of an input. Empty outside of a
+    pipeline.
+
+    They must be compared with the files that are read.
+    """
 
     def name_of(self, stage: StageName) -> str:
         """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""

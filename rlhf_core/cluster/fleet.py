@@ -86,7 +86,7 @@ class Fleet:
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: Engines
         self.packs = True
-        """Whether rows are packed: every loaded model supports it, and the configuration does not say otherwise."""
+        """Whether rows are packed: every loaded model supports it and the configuration allows it."""
 
     def __enter__(self) -> Fleet:
         self._watch = self._given_watch or Watch().__enter__()
@@ -124,9 +124,10 @@ class Fleet:
         # Ray would replace a worker's environment by its own guess of thread counts.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's monitor serves metrics to everybody on the network; with a port that is none it only notes that it cannot.
+        # Ray's monitor serves metrics to the whole network. With an invalid port it only logs that it cannot.
         os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-        # Else Ray puts the working folder first where its workers look for modules, and a `queue.py` there is run.
+        # Otherwise Ray puts the working folder first on its workers' search path, and would import a `queue.py`
+        # from there.
         job = JobConfig(_client_job=True)
         if not self._local:
             ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)

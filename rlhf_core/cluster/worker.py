@@ -41,23 +41,23 @@ class ModelWorker(Actor):
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
         self._listener: socket.socket | None = None
-        """Of rank 0."""
+        """Address of rank 0."""
 
     @called()
     def address(self, local: bool) -> str:
-        """Of this host; loopback if all of Ray is on it."""
+        """Address of this host, or loopback if all of Ray runs on it."""
         return _own_address(local)
 
     @called()
     def listen(self, local: bool) -> tuple[str, int]:
-        """(address, port) where rank 0 of the group listens from now on."""
+        """Start listening as rank 0 of the group, and return (address, port)."""
         self._listener = socket.create_server((_own_address(local), 0))
         address, port = self._listener.getsockname()
         return address, port
 
     @called("start")
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
-        """Join the group and load the models. Returns whether all of them bear packed rows."""
+        """Join the group and load the models. Return whether all of them support packed rows."""
         import torch
 
         # Ray shows each actor its own GPU only, as number 0.
@@ -71,7 +71,7 @@ class ModelWorker(Actor):
 
     @called()
     def choose_layout(self, pack: bool) -> None:
-        """Packed or padded rows, the same for all groups: before the first pass."""
+        """Set packed or padded rows before the first pass. All groups use the same layout."""
         ppo = self._config.ppo.model_copy(update={"pack": pack})
         self._config = self._config.model_copy(update={"ppo": ppo})
 
@@ -184,7 +184,7 @@ class ModelWorker(Actor):
     def update_critic(
         self, samples: list[TrainSample], steps: list[OptimizerStep], clip_values: bool
     ) -> dict[str, float]:
-        """The same for the critic. `clip_values`: False in its warm-up."""
+        """Update the critic in the same way. `clip_values` is False during its warm-up."""
         from rlhf_core.training.ppo import update_critic
 
         failpoint("critic.update")
@@ -229,9 +229,11 @@ class ModelWorker(Actor):
 
     @called()
     def save_model(self, role: Role, folder: str, average: bool) -> None:
-        """Hugging Face layout; `average`: of the weights' moving average. A collective.
+        """Save the model in Hugging Face layout. This is a collective operation.
 
-        With an adapter in float32: a merge rounded to bfloat16 would be another policy."""
+        `average` saves the moving average of the weights. A model with an adapter is saved in float32, because
+        a merge that is rounded to bfloat16 would be a different policy.
+        """
         import torch
 
         engine = self._models[role]

@@ -88,7 +88,9 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
 
 
 def why_merged(lora: LoraConfig) -> tuple[str, str]:
-    """(setting, fix): why the engines are sent merged weights and not the adapter, and what changes that."""
+    """Return (setting, fix) if the engines receive merged weights instead of the adapter: the cause and how to
+    change it.
+    """
     if lora.quantize is not None:
         return f"ppo.lora.quantize: {lora.quantize}", "leave it out"
     if lora.r > MAX_ENGINE_RANK:

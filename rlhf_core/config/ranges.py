@@ -1,7 +1,8 @@
-"""Ranges that make sense, beyond what the types of fields allow: a number outside is a slip of the keyboard or an attack,
-and would end in exhausted memory, an endless loop or a late error.
+"""Allowed ranges of numbers, in addition to the limits of the fields' types.
 
-The types bound every number by 10^9. This table is narrower where such a number would do harm.
+The types limit every number to 10^9. This table has narrower limits where such a number would exhaust the
+memory, cause an endless loop or an error late in the run. Numbers outside these ranges are typing errors or
+attacks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rlhf_core.config.schema import Keys
 
 
 class Range(NamedTuple):
-    """The least and the largest value that make sense, and why."""
+    """The smallest and largest allowed value, and the reason."""
 
     low: float
     high: float
@@ -93,18 +94,18 @@ RANGES: dict[str, Range] = {
     "ppo.rewards.*.concurrency": Range(1, 1024, "connections to one service"),
     "ppo.rewards.*.items_per_request": Range(1, 65536, "a request has at most 16 MiB"),
 }
-"""By field; `*` is an index."""
+"""Ranges by field. `*` is an index."""
 
 
 def out_of_range(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """Path and sentence of each number in `tree` that its type allows and this table does not."""
+    """Yield path and message for each number in `tree` that its type allows but this table does not."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from out_of_range(value, (*path, key))
     elif isinstance(tree, int | float) and not isinstance(tree, bool):
         field = ".".join(map(str, path))
         found = RANGES.get(".".join("*" if isinstance(key, int) else key for key in path))
-        # What the type refuses (0, negative, above 10^9, NaN) is told by its own rule.
+        # Values that the type refuses (0, negative, above 10^9, NaN) are reported by the rule of the type.
         if found is not None and 0 < tree <= 1e9 and not found.low <= tree <= found.high:
             fix = f"use {number(found.low)} or more" if tree < found.low else f"use at most {number(found.high)}"
             yield (
@@ -115,5 +116,5 @@ def out_of_range(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, str]]:
 
 
 def number(value: float) -> str:
-    """A bound in words of the configuration: 1000000, not 1e+06."""
+    """Return a limit as it is written in a configuration: 1000000, not 1e+06."""
     return str(int(value)) if float(value).is_integer() and value < 1e12 else f"{value:g}"

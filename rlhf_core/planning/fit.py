@@ -68,11 +68,14 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verd
 
 
 def check_memory(config: PipelineConfig) -> None:
-    """For the preflight: raises ConfigError if this machine's GPUs are known and too small, or its memory where there are
-    none. Asks nobody: a model whose shape is not on this machine is not judged."""
+    """Raise ConfigError in the preflight if the GPUs of this machine, or its memory without GPUs, are too small.
+
+    No network requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing is
+    checked.
+    """
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
     if hardware is None or os.environ.get("RAY_ADDRESS"):
-        return  # unknown GPUs, or a Ray cluster elsewhere
+        return  # unknown GPUs, or a Ray cluster on other machines
     try:
         shape = shape_of(config, local=True)
     except ModelError:
@@ -80,7 +83,8 @@ def check_memory(config: PipelineConfig) -> None:
     verdict = judge(config, shape, hardware)
     if not verdict.fits:
         changes = None
-        # All processes of a CPU share its memory: if not even one copy of the weights fits in 16 bits, no setting helps.
+        # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no
+        # setting helps.
         if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
             changes = advise(config, lambda changed: judge(changed, shape, hardware))
         other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"

@@ -96,7 +96,7 @@ class Model:
     """A float32 moving average of the weights is kept beside them."""
     device: str = "cuda"
     head: str = "model"
-    """`float32`: logits are not rounded to the model's precision."""
+    """With `float32`, logits are not rounded to the precision of the model."""
 
     @property
     def size(self) -> int:
@@ -213,7 +213,7 @@ class Model:
         loss = Bytes(activations=kept, logits=2 * logits, buffers=chunks + sums / 2)
         if self.stage == 1:
             loss = loss + reducing
-        rounded = logits / 2 if self._logit != self.size else 0.0  # their gradients in 16 bits
+        rounded = logits / 2 if self._logit != self.size else 0.0  # gradients of the logits in 16 bits
         weights = new * shape.vocabulary + sums
         head = Bytes(activations=kept, logits=logits + rounded, buffers=weights + self._head_copies) + reducing
         last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
@@ -260,12 +260,12 @@ class Model:
 
     @property
     def _logit(self) -> int:
-        """Bytes of one."""
+        """Bytes of one logit."""
         return 4 if self.head == "float32" else self.size
 
     @property
     def _head_copies(self) -> float:
-        """Of a 16-bit head whose logits are float32: on the CPU its weight in float32, too."""
+        """Bytes of the copies of a 16-bit head with float32 logits: on the CPU, a float32 copy of its weight."""
         if self.scores or self._logit == self.size or self.device != "cpu":
             return 0.0
         return 4.0 * self.shape.hidden * self.shape.vocabulary
@@ -299,8 +299,11 @@ class EngineMemory:
 
 
 def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device, head: str = "model") -> EngineMemory:
-    """vLLM takes its share of the device; what weights and the largest forward pass leave is KV cache. `head`: as in
-    `Model`."""
+    """Return the memory of an engine. vLLM uses its share of the device for weights, the largest forward pass and
+    KV cache.
+
+    `head` is as in `Model`.
+    """
     size = 4 if engine.dtype == "float32" else 2
     parallel = engine.tensor_parallel
     weights = shape.parameters * size / parallel

@@ -16,7 +16,7 @@ from rlhf_core.watch import doing
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
 CPU_TOKENS_PER_STEP = 4096
-"""Tokens of one scheduler step of an engine on the CPU, where no sequence is longer: vLLM's own default there."""
+"""Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there."""
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 
 
@@ -35,9 +35,13 @@ class Engine:
         adapter_rank: int | None = None,
         head_dtype: str = "model",
     ) -> None:
-        """`model`: Hugging Face folder, whose `eos_token_id` ends a response. `device`: "cpu" or "cuda".
-        `weight_transfer`: "gloo", "nccl" or "ipc" if its weights will be updated. `adapter_rank`: if these are an
-        adapter's, of this rank, on the weights of `model`. `head_dtype`: "float32" for logits that are not rounded."""
+        """Start an engine.
+
+        `model` is a Hugging Face folder, whose `eos_token_id` ends a response. `device` is "cpu" or "cuda".
+        `weight_transfer` is "gloo", "nccl" or "ipc" if the weights will be updated. `adapter_rank` is set if
+        the updated weights are those of an adapter of this rank on `model`. `head_dtype="float32"` returns
+        logits that are not rounded.
+        """
         _set_environment(engine, device)
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -139,7 +143,7 @@ class Engine:
         return rollouts
 
     def load_adapter(self, number: int, folder: Path) -> None:
-        """Serve the adapter in `folder` (PEFT's layout) as `number`."""
+        """Serve the adapter in `folder` (PEFT's layout) under this number."""
         from vllm.lora.request import LoRARequest
 
         self.llm.llm_engine.add_lora(LoRARequest(f"policy-{number}", number, str(folder)))
@@ -159,8 +163,9 @@ class Engine:
 def _device_options(engine: EngineConfig, device: str, max_model_len: int) -> dict[str, Any]:
     if device == "cuda":
         return {"gpu_memory_utilization": engine.gpu_memory_utilization}
-    # A prompt cut over two scheduler steps makes vLLM rewind its seeded generator, which a CPU generator cannot do. Whole
-    # sequences always fit the budget, also one that was preempted and is computed again.
+    # If a prompt is split over two scheduler steps, vLLM rewinds its seeded generator, which a CPU generator
+    # does not support. With this budget, whole sequences always fit, including preempted sequences that are
+    # computed again.
     budget = max(CPU_TOKENS_PER_STEP, max_model_len, engine.max_num_seqs)
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
 

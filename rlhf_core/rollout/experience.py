@@ -24,7 +24,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.types import Rollout
 
 _LOOP_TOKENS = 16
-"""A shorter response, or a shorter loop, may well be meant."""
+"""Shorter responses and shorter loops are not counted as repetition."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Experience:
     kl_B: torch.Tensor
     """Token sum of k1 per response, in nats."""
     scores_B: torch.Tensor
-    """As composed, penalties included, before the KL; NaN where there is none."""
+    """Composed scores with penalties, before the KL. NaN if a response has no score."""
     metrics: dict[str, float]
 
 
@@ -65,8 +65,10 @@ def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPO
 
 
 def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
-    """Groups (of consecutive samples of one prompt) whose scores do not differ, so that nothing is learned from them;
-    scores that are NaN do not count."""
+    """Return the groups (consecutive samples of one prompt) with equal scores, from which nothing is learned.
+
+    NaN scores are ignored.
+    """
     groups = scores_B.reshape(-1, ppo.samples_per_prompt)
     low = torch.where(groups.isnan(), torch.inf, groups).amin(1)
     high = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
@@ -147,8 +149,11 @@ def _of_responses(lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: t
 
 
 def repeats(response_ids: Sequence[int]) -> bool:
-    """Whether a response of 16 tokens or more has only one or two different ones, or a loop: some piece of it, of
-    whatever length, stands there three times or more in a row and fills at least 16 tokens and a quarter of it."""
+    """Return whether a response of 16 tokens or more has at most two different tokens or contains a loop.
+
+    A loop is a piece of any length that occurs three or more times in a row and covers at least 16 tokens and a
+    quarter of the response.
+    """
     length = len(response_ids)
     if length < _LOOP_TOKENS:
         return False
@@ -157,7 +162,7 @@ def repeats(response_ids: Sequence[int]) -> bool:
     ids_T = np.asarray(response_ids)
     for period in range(1, length // 3 + 1):
         needed = max(3 * period, _LOOP_TOKENS, math.ceil(length / 4)) - period
-        # A loop of this period is a run of tokens each equal to that one period before.
+        # In a loop of this period, each token is equal to the token one period before.
         differs = np.flatnonzero(ids_T[period:] != ids_T[:-period])
         edges = np.concatenate(([-1], differs, [length - period]))
         if np.diff(edges).max() - 1 >= needed:
@@ -166,7 +171,7 @@ def repeats(response_ids: Sequence[int]) -> bool:
 
 
 def _score_length(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:
-    """Pearson's correlation; 0 where scores or lengths do not vary."""
+    """Return Pearson's correlation, or 0 if scores or lengths are constant."""
     scores_B, lengths_B = scores_B.double(), lengths_B.double()
     scores_B, lengths_B = scores_B - scores_B.mean(), lengths_B - lengths_B.mean()
     scale = scores_B.norm() * lengths_B.norm()

@@ -17,7 +17,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     if config.model.path is not None and is_local_model(config.model.path):
         from rlhf_core.models.weights import check_headers
 
-        # Before the rows are read: the model itself is loaded by the next stage.
+        # The headers are checked before the rows are read. The next stage loads the model itself.
         check_headers(Path(config.model.path), attention=config.model.attention)
 
     def report(done: int, total: int) -> None:

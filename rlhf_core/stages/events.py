@@ -1,16 +1,16 @@
-"""What a stage's child process tells the flow: JSON lines over an inherited pipe.
+"""Messages of a stage's child process to the flow: JSON lines over an inherited pipe.
 
     {"event": "started", "attempt": 2, "mlflow_run_id": "..."}
-    {"event": "reused"}                                     another run has made it in the meantime
-    {"event": "resumed", "step": 30}                        it goes on from a checkpoint
-    {"event": "checkpoint", "step": 40}                     one is committed: from here another attempt would go on
+    {"event": "reused"}                                     another run has produced the artifact in the meantime
+    {"event": "resumed", "step": 30}                        continues from a checkpoint
+    {"event": "checkpoint", "step": 40}                     a checkpoint is committed, from which a retry would continue
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
-    {"event": "warning", "message": "...", "guard": "loops"}   what its log has as a warning or an error, for the user as
-                                                            well; `guard` where one of PPO's guards says it
-    {"event": "result", "artifact": {...}}         the last line of a child that succeeded
-    {"event": "error", "type": "...", "message": "..."}     the last line of one that failed on purpose
+    {"event": "warning", "message": "...", "guard": "loops"}   a warning or error of the log that is also shown to the
+                                                            user; `guard` if it comes from one of PPO's guards
+    {"event": "result", "artifact": {...}}         the last line of a successful child
+    {"event": "error", "type": "...", "message": "..."}     the last line of a child that reported a failure
 
-The reader must take a missing last line for a death, whatever the exit code says.
+If the last line is missing, the reader must assume that the child died, whatever its exit code.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
 
 
 _SOCKET_PATH = 107
-"""Characters of a Unix socket's path."""
+"""Maximum length of a Unix socket's path."""
 _RAY_SOCKET = len("/r-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _OTHER_SOCKET = len("/rlhf-12345678/01234567-0123-0123-0123-0123456789ab")
-"""Of engines: a UUID in the folder for temporary files."""
+"""Path of an engine's socket: a UUID in the folder for temporary files."""
 
 
 def _take_scratch() -> tuple[str, str]:
@@ -87,7 +87,7 @@ def _take_scratch() -> tuple[str, str]:
 
 
 def _short(folder: str, rest: int) -> str:
-    """`folder`, or the one that every system has where sockets in `folder` would have too long a path."""
+    """Return `folder`, or /tmp if the paths of sockets in `folder` would be too long."""
     if len(os.fsencode(os.path.abspath(folder))) + rest > _SOCKET_PATH:
         return "/tmp"
     os.makedirs(folder, exist_ok=True)
@@ -95,10 +95,11 @@ def _short(folder: str, rest: int) -> str:
 
 
 def _compiled(shared: str, own: str) -> str:
-    """Where what torch has compiled is kept for later stages, too: programs, which are loaded and run.
+    """Return the folder for code that torch has compiled, which is kept for later stages.
 
-    Its name is known, and the folder `shared` everybody's. So only one that is this user's alone is taken; else what is
-    compiled lies below the stage's folder `own`, and is gone with it.
+    This code is loaded and executed. The name of the folder is predictable, and all users can write to
+    `shared`. The folder is therefore only used if no other user can write to it. Otherwise compiled code is
+    stored below the stage's folder `own` and removed with it.
     """
     folder = os.path.join(shared, f"rlhf-compiled-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
@@ -110,7 +111,7 @@ def _compiled(shared: str, own: str) -> str:
 
 
 def is_own(folder: str) -> bool:
-    """Whether `folder` is one, no link to one, and nobody but this user can write to it or put another in its place."""
+    """Return whether `folder` is a real folder that no other user can write to or replace."""
     own, above = os.lstat(folder), os.stat(os.path.dirname(folder))
     return (
         stat.S_ISDIR(own.st_mode)

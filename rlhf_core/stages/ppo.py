@@ -51,7 +51,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     for folder in services.out.glob("policy*"):
         shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}
-    if trained is not None:  # now that the fleet's memory is free
+    if trained is not None:  # the fleet's memory is free now
         sft = services.inputs["sft"]
         published = measure_published(config, trained, services.out, sft, pad_id=decoder.pad, device=device)
         services.metrics.log_metrics(published, ppo.steps)
@@ -66,8 +66,11 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
 
 
 def _folders(config: PipelineConfig, services: Services) -> dict[Role, Path]:
-    """What each role starts from: the critic from the reward model where that gives the rewards; else its scale is another
-    than theirs, and it starts from the SFT model with a new head."""
+    """Return the model that each role starts from.
+
+    The critic starts from the reward model if that provides the rewards. Otherwise its scale would be wrong, so
+    the critic starts from the SFT model with a new head.
+    """
     sft = services.inputs["sft"] / "model"
     reward = services.inputs["reward"] / "model" if "reward" in services.inputs else sft
     critic = reward if config.ppo.uses_reward_model else sft

@@ -78,10 +78,11 @@ def _train(
     engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
     steps_done = engine.steps_done
     del model
-    engine.close()  # with an adapter, rank 0 goes on with the saved model
+    engine.close()  # with an adapter, rank 0 continues with the saved model
     if services is not None:
         if reward.lora is not None:
-            # Later stages load the merge, rounded to `dtype`: what is said of the model must be said of that one.
+            # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
+            # that model.
             trained = scores
             evaluation, scores = evaluate_saved(config, out / "model", held_out, pad_id, rank.torch_device)
             if exchanged is not None:

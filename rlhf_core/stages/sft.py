@@ -92,7 +92,8 @@ def _train(
     sft = sft.model_copy(update={"pack": agreed(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
-    # A base model's own sampling (top_p, repetition_penalty) would shape samples, and go on into the registered policy.
+    # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the
+    # registered policy.
     policy.lm.generation_config = GenerationConfig(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
     add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)

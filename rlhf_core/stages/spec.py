@@ -27,7 +27,7 @@ class StageSpec:
     pipeline_key: str = ""
     """Key of the whole pipeline, for lineage."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests in `key`, or in that of an input, of what the stage reads from outside."""
+    """Digests of the external inputs of the stage, in `key` or in the key of an input."""
 
     @property
     def home(self) -> Path:

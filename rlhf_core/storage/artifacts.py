@@ -119,10 +119,11 @@ class ArtifactStore:
         return ref
 
     def fetch(self, ref: ArtifactRef) -> Path:
-        """A local folder with the artifact's files, every one checked against its sha256, again only if one has
-        changed since. Read only.
+        """Return a read-only local folder with the artifact's files.
 
-        Raises CorruptArtifact, naming the file; the artifact is then set aside, so that the next run makes it again.
+        Every file is checked against its sha256. The check is repeated only if a file has changed. Raises
+        CorruptArtifact with the name of the file. The artifact is then moved aside, so that the next run
+        creates it again.
         """
         identity = (ref.kind, ref.key, ref.digest)
         if (known := self._verified.get(identity)) is not None and known[1] == _stamp(known[0]):
@@ -206,7 +207,7 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 def _stamp(folder: Path) -> _Stamp:
-    """Path, inode, size and time of change of every file: what a changed file cannot keep without intent."""
+    """Return path, inode, size and change time of every file. An accidental change always modifies these values."""
     found = [(path.relative_to(folder).as_posix(), path.lstat()) for path in sorted(folder.rglob("*"))]
     return tuple((name, state.st_ino, state.st_size, state.st_ctime_ns) for name, state in found)
 

@@ -158,11 +158,12 @@ class CheckpointStore:
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
     ) -> None:
-        """Commit a local folder as the checkpoint of `step`; consumes it. `score`: higher is better, for `keep_best`.
-        `known`: scores of checkpoints before this one, by step, which became known after those were saved.
+        """Commit a local folder as the checkpoint of `step`. The folder is consumed.
 
-        Raises Superseded if a later attempt holds the stage key, StoreError if the store fails, also for the save
-        before this one where uploads go on behind the training; the checkpoints before are untouched then.
+        `score`: higher is better, for `keep_best`. `known` has the scores of earlier checkpoints by step that
+        became known after those checkpoints were saved. Raises Superseded if a later attempt holds the stage
+        key, and StoreError if the store fails. With background uploads, a StoreError can also refer to the
+        previous save. Earlier checkpoints are not affected.
         """
         started = time.monotonic()
         if self._outbox is None:
@@ -194,7 +195,9 @@ class CheckpointStore:
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, time.monotonic() - started)
 
     def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        """Address of the checkpoint with the highest score; None where none has one. `known`: as in `save`."""
+        """Return the address of the checkpoint with the highest score, or None if none has a score. `known` is as
+        in `save`.
+        """
         scored = self._scored(self._steps(), known or {})
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
 
@@ -285,8 +288,10 @@ class CheckpointStore:
             log.info("checkpoints kept: steps %s; removed: %d", sorted({*newest, *best}), len(gone))
 
     def _scored(self, steps: list[int], known: Mapping[int, float]) -> list[tuple[float, int]]:
-        """(score, step) of those that have a manifest that can be read, and a score: their own, or one in a later
-        manifest or in `known`."""
+        """Return (score, step) of the checkpoints with a readable manifest and a score.
+
+        A score is stored in the checkpoint's own manifest, in a later manifest or in `known`.
+        """
         found: dict[int, float] = {}
         later: dict[int, float] = {}
         readable = set()

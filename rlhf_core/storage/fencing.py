@@ -36,7 +36,7 @@ WAIT_SECONDS = 60.0
 """A stage whose flow was killed may take 20 s to stop, and its guard some more."""
 _TRIES = 1000
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a record raises that is not as `claim` wrote it."""
+"""Exceptions raised when a record that was not written by `claim` is read."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
 
 
 def _how_to_end(holder: ProcessId) -> str:
-    """The command, unless that would end the whole machine or container."""
+    """Return the command that ends the holder, or nothing if it would end the whole machine or container."""
     run = _run_of(holder)
     return f" (kill {run})" if run > 1 else ""
 

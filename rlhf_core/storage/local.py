@@ -65,7 +65,7 @@ class LocalFiles:
             except UnfitFile:
                 if path.is_file():
                     raise
-                return b""  # a folder, pipe or device in the place of an object: it is damaged
+                return b""  # a folder, pipe or device instead of an object counts as damaged
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
         start, found = self._root / prefix, {}
@@ -105,7 +105,9 @@ class LocalFiles:
         return self._root / key
 
     def _set_folder_aside(self, key: str) -> None:
-        """Rename a folder that lies where an object is to be written or deleted: it is not ours, and it is in the way."""
+        """Rename a folder at the path of an object that will be written or deleted. The store never creates such
+        folders.
+        """
         path = self._root / key
         if path.is_dir() and not path.is_symlink():
             aside = path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}")

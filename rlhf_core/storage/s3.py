@@ -35,12 +35,12 @@ REQUEST_SECONDS = 300.0
 """For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than 0.25 MB/s is
 none."""
 LISTED = 100_000
-"""Objects below one folder: a stage's checkpoints are some hundred files."""
+"""Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 SETTLE_SECONDS = 0.5
 """How long writers of one key wait before they look who won, on servers without conditional puts."""
 
 _LEAST_SECONDS = 10.0
-"""For a call that moves little, also where patience is short: the first one sets the client up."""
+"""Minimum time limit for a small call, even with short patience, because the first call initializes the client."""
 _BYTES_PER_SECOND = 250_000
 _PART_BYTES = 16 * 2**20
 _AT_ONCE = 4
@@ -67,12 +67,13 @@ def filesystem(endpoint: str | None) -> Any:
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
         async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
             # A server that stops reading would hold a request for ever: the client bounds its silence only.
-            # Not by `wait_for`: in Python 3.11 it drops a cancellation from outside that comes together with the answer.
+            # `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same time as
+            # the answer.
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await super()._call_s3(*method, **arguments)
 
         async def _get_file(self, rpath: str, lpath: str, *, limit: int | None = None, **more: Any) -> None:
-            # Bytes that come one by one keep the client waiting for ever.
+            # A server that sends one byte at a time would otherwise block the client forever.
             clock = asyncio.get_running_loop().time
             async with asyncio.timeout(REQUEST_SECONDS) as end:
                 arriving = _arriving(limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds))
@@ -87,7 +88,7 @@ def filesystem(endpoint: str | None) -> Any:
                 yield entry
 
         async def small(self, path: str) -> bytes:
-            """The content of an object of at most SMALL_BYTES."""
+            """Return the content of an object of at most SMALL_BYTES."""
             bucket, key, _ = self.split_path(path)
             body = (await self._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
             content = bytearray()
@@ -120,7 +121,9 @@ def filesystem(endpoint: str | None) -> Any:
 
 
 def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
-    """For a download: tells `allow` the seconds that its size needs, and ends it if it is larger than `limit` bytes."""
+    """Callback for downloads. It calls `allow` with the seconds for the announced size, and stops downloads above
+    `limit`.
+    """
     from fsspec.callbacks import Callback
 
     class Arriving(Callback):  # type: ignore[misc]  # untyped
@@ -150,7 +153,7 @@ class S3Objects:
         self._endpoint = endpoint
         self._patience = patience
         self._seconds = max(patience, _LEAST_SECONDS)
-        """For one try of a call that moves little."""
+        """Time limit for one attempt of a small call."""
 
     @functools.cached_property
     def _fs(self) -> Any:
@@ -275,8 +278,10 @@ class S3Objects:
         self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
 
     def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        """Run a coroutine of the client, all of its requests and tries, within the time of one call that moves `size`
-        bytes. Raises TimeoutError."""
+        """Run a coroutine of the client with all its requests and retries within the time limit for `size` bytes.
+
+        Raises TimeoutError.
+        """
         from fsspec.asyn import sync
 
         seconds = self._seconds + size / _BYTES_PER_SECOND
@@ -332,7 +337,7 @@ def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
 
 
 class _TooMuch(OSError):
-    """More than any store of ours holds: this is none, or another's."""
+    """The amount of data exceeds that of any valid store."""
 
 
 @functools.cache

@@ -21,7 +21,7 @@ TEMPORARY = ".tmp-"
 """File names that begin so are unfinished writes: never listed, never allowed in a key."""
 
 SMALL_BYTES = 64 * 2**20
-"""The largest object that is read into memory: manifests are far smaller."""
+"""Size of the largest object that is read into memory. Manifests are much smaller."""
 
 _CHECK_PATIENCE = 2.0
 
@@ -83,9 +83,9 @@ class Store:
         self._backend.put_file(local, check_key(key), link=link)
 
     def get_file(self, key: str, local: Path, size: int | None = None) -> None:
-        """Copy an object to a local file, which appears whole. Raises FileNotFoundError if there is no such object.
+        """Copy an object to a local file atomically. Raises FileNotFoundError if there is no such object.
 
-        `size`: bytes that it should have; a bucket that sends more is not read to its end.
+        `size` is the expected number of bytes. If a bucket sends more, the download stops.
         """
         self._backend.get_file(check_key(key), local, size)
 
@@ -152,7 +152,7 @@ class Store:
         except FileNotFoundError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: no folder can be made there.") from error
         except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            # Of a library below, which met what it did not foresee: the same command would meet it again.
+            # Unexpected exceptions of a library. The same command would raise them again.
             raise ConfigError(
                 f"store.url={self.url!r} cannot be used: {type(error).__name__}: {scrubbed(str(error))[:200]}; correct "
                 "store.url or store.endpoint"

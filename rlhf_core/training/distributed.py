@@ -31,7 +31,9 @@ class Rank:
     timeout: float = 600.0
     """Seconds that a rank may stand still from then on; a collective gets a little more (`bound_collectives`)."""
     listener: socket.socket | None = None
-    """Rank 0's, if whoever chose `master_port` listens there already, so that no other process can take the port."""
+    """Listening socket of rank 0, if `master_port` is already in use by it, so that no other process can take the
+    port.
+    """
 
     @property
     def collective_seconds(self) -> float:
@@ -59,10 +61,10 @@ class Rank:
 
 
 def rendezvous(address: str, port: int, size: int, *, timeout: timedelta, listener: socket.socket | None = None) -> Any:
-    """The store where `size` processes meet.
+    """Return the store through which `size` processes connect.
 
-    listener: of the master, listening on `address` and `port`; the store takes it over. By itself torch would listen on
-    every interface. None: this process is not the master.
+    `listener` is the master's socket on `address` and `port`, which the store takes over. Without it, torch
+    would listen on every interface. None means that this process is not the master.
     """
     import torch.distributed as dist
 
@@ -74,7 +76,7 @@ def rendezvous(address: str, port: int, size: int, *, timeout: timedelta, listen
 
 def join(rank: Rank) -> None:
     """Initialise torch.distributed and DeepSpeed's view of it; gloo on the CPU, NCCL on GPUs."""
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there itself
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun already listens there
     listener = rank.listener
     if rank.rank == 0 and listener is None and not hosted:
         listener = socket.create_server((rank.master_addr, rank.master_port))

@@ -36,7 +36,7 @@ REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO reduces at a time, at most."""
 
 MOST_BFLOAT16_SUMS = 128
-"""Micro-batches of an optimizer step whose gradients bfloat16 adds up with an error of some percent at most."""
+"""Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few percent."""
 
 _TAG = "state"
 _COUNTERS = "rlhf_counters"
@@ -206,7 +206,7 @@ class TrainingEngine:
         return norm
 
     def _warn_of_sums(self, count: int) -> None:
-        """Once, of more micro-batches than bfloat16 can add up: 8 bits, and a sum's last bit grows with it."""
+        """Warn once if there are more micro-batches than bfloat16 can add up precisely. It has 8 significant bits."""
         if count <= MOST_BFLOAT16_SUMS or not self._rounded_sums:
             return
         self._rounded_sums = False
@@ -232,10 +232,12 @@ class TrainingEngine:
                 parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
 
     def weights(self, *, average: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the Hugging Face model, full tensor), one decoder layer gathered at a time; adapters are merged.
-        `average`: with the moving average of what is trained. `dtype`: see `merged`.
+        """Yield (name in the Hugging Face model, full tensor), gathering one decoder layer at a time. Adapters are
+        merged.
 
-        A collective under ZeRO-3: every rank iterates it to the end, in the same order. Tied parameters come once.
+        `average` uses the moving average of the trained weights. `dtype` is described in `merged`. Tied
+        parameters are returned once. Under ZeRO-3 this is a collective operation: every rank must iterate to
+        the end, in the same order.
         """
         for group in self._gather_groups():
             with self._gathered([parameter for _, parameter in group]):

@@ -1,4 +1,4 @@
-"""The layout of rows that all ranks use: packed where every rank's model bears it."""
+"""The layout of rows, which is the same on all ranks. Rows are packed if the models of all ranks support it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def agreed(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
-    """Whether all ranks pack: `model.packs` of each, as `models.selftest` found it. A collective. `field`: where `pack` is
-    configured, for the log."""
+    """Return whether all ranks pack. This is a collective operation.
+
+    The result is based on `model.packs` of each rank (see `models.selftest`). `field` is the configuration
+    field of `pack`, for the log.
+    """
     votes = torch.tensor(int(model.packs), device=rank.torch_device)
     dist.all_reduce(votes, dist.ReduceOp.MIN)
     packs = bool(votes.item())
@@ -26,7 +29,7 @@ def agreed(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
 
 
 def tell(packs: bool, models: str, field: str) -> None:
-    """Say which layout was chosen."""
+    """Log the selected layout."""
     if packs:
         log.info("%s: rows are packed; sequences of %s do not see each other", field, models)
     else:

@@ -112,8 +112,10 @@ def update_critic(
     *,
     clip_values: bool = True,
 ) -> dict[str, float]:
-    """Squared error, clipped by `ppo.value_clip` if `clip_values`. Sums: `loss`, `clipped`, `grad_norm`, `skipped`,
-    `stumbled`."""
+    """Squared error, clipped by `ppo.value_clip` if `clip_values` is True.
+
+    Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `stumbled`.
+    """
     sums: defaultdict[str, float] = defaultdict(float)
 
     def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:

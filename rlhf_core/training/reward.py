@@ -184,7 +184,7 @@ def evaluate_reward(
 def evaluate_saved(
     config: PipelineConfig, folder: Path, held_out: Sequence[PairExample], pad_id: int, device: str
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """As `evaluate_reward`, of the model in `folder` as later stages load it; on one device."""
+    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_reward`."""
     reward = config.reward
     doing("load the reward model", config.run.timeouts.start)
     model = load_score_model(

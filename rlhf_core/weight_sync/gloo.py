@@ -27,7 +27,7 @@ class GlooGroup:
     def __init__(
         self, address: str, port: int, rank: int, size: int, timeout: float, listener: socket.socket | None = None
     ) -> None:
-        """listener: rank 0's, on `address` and `port`."""
+        """`listener` is the socket of rank 0 on `address` and `port`."""
         wait = timedelta(seconds=timeout)
         self._store = rendezvous(address, port, size, timeout=wait, listener=listener)
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
