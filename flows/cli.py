@@ -90,7 +90,7 @@ def _check_working_folder() -> None:
         os.getcwd()
     except OSError as error:
         raise InputError(
-            f"the working folder is not there any more ({error.strerror}); change to one that is, and type the command again"
+            f"the working folder does not exist any more ({error.strerror}); change to an existing folder and run the command again"
         ) from None
 
 

@@ -52,7 +52,7 @@ def up(home: Path) -> str:
     os.environ.update(past_proxies())
     if (url := prefect_address()) and not prefect_answers(url):
         raise InputError(
-            f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable: then `rlhf up` starts one"
+            f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable so that `rlhf up` starts one"
         )
     _sweep(home)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,18 +94,16 @@ def _announce(home: Path, state: dict[str, Any]) -> str:
     ours = state["servers"]
     lines = [f"Prefect  {state['prefect'].removesuffix('/api')}"]
     if "prefect" in ours:
-        lines.append(f"         its pages ask for a password once: the line in {login_file(home)}")
+        lines.append(f"         its UI asks for a password once: the line in {login_file(home)}")
         if not state["prefect"].endswith(":4200/api"):
-            lines.append("         (port 4200 was taken: Prefect has another one)")
+            lines.append("         (port 4200 is in use: Prefect uses another one)")
     else:
-        lines.append(
-            "         (the server of PREFECT_API_URL; runs whose process is lost are not brought back by themselves)"
-        )
+        lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
     lines.append(f"MLflow   {state['mlflow']}")
     if "mlflow" not in ours:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     elif not state["mlflow"].endswith(":5000"):
-        lines.append("         (port 5000 was taken: MLflow has another one)")
+        lines.append("         (port 5000 is in use: MLflow uses another one)")
     lines.append(f"logs     {home / 'servers'}")
     if "prefect" in ours and home != Path(".rlhf").resolve():
         lines.append(f"next     export PREFECT_PROFILES_PATH={home / 'prefect' / 'profiles.toml'}")

@@ -45,7 +45,7 @@ def _servers(home: Path) -> list[str]:
         return lines
     return [
         *lines,
-        f"  password of Prefect's pages: the line in {login_file(home)}",
+        f"  password of Prefect's UI: the line in {login_file(home)}",
         *_flow_runs(home, state["prefect"]),
     ]
 

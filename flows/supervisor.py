@@ -191,7 +191,7 @@ class Supervisor:
         try:
             self._start()
         except PortTaken as error:
-            log.warning("%s: starting again on another one", error)
+            log.warning("%s: starting again on another port", error)
             return False
         return True
 
@@ -233,7 +233,9 @@ class Supervisor:
         """MLflow's server would make it in place, where a kill leaves it broken for good."""
         command = [*python_module("rlhf_core.tracking.database"), str(self.database)]
         if self._call(command, {**NO_TELEMETRY, **SAFE_PATH}, "mlflow.log") != 0:
-            raise StageFailed(f"MLflow's database {self.database} could not be made; see {self.folder / 'mlflow.log'}")
+            raise StageFailed(
+                f"MLflow's database {self.database} could not be created; see {self.folder / 'mlflow.log'}"
+            )
 
     def _ensure_pool(self) -> None:
         """Create the work pool on an external server if necessary.
@@ -245,7 +247,7 @@ class Supervisor:
             return
         if self._call([*prefect, "create", POOL, "--type", "process"], self.environment, "deploy.log") != 0:
             raise StageFailed(
-                f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and none could be made; see "
+                f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and creating one failed; see "
                 f"{self.folder / 'deploy.log'}"
             )
 

@@ -71,7 +71,7 @@ def prefect_answers(url: str, tries: int = 3) -> bool:
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise InputError(
-                    f"PREFECT_API_URL: the server at {url} asks for a login and does not take the one given (HTTP "
+                    f"PREFECT_API_URL: the server at {url} requires authentication and refuses the credentials (HTTP "
                     f"{error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, or unset "
                     "PREFECT_API_URL to run without it"
                 ) from None
@@ -130,6 +130,6 @@ def _is_list(content: bytes) -> bool:
 
 def _no_prefect(url: str, what: str) -> InputError:
     return InputError(
-        f"PREFECT_API_URL: what answers at {url} is no Prefect API (it gave {what} to a question for flows); correct the "
+        f"PREFECT_API_URL: the server at {url} is not a Prefect API (it answered {what} to a query for flows); correct the "
         "address (http://host:port/api), or unset it to run without"
     )

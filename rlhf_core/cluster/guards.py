@@ -81,7 +81,7 @@ class StepGuards:
         self._check_scores(metrics, step)
         if grave := self._alarms.check(metrics, step):
             raise GateFailed(
-                f"ppo step {step}: {'; '.join(grave)}; as ppo.guards says, this ends the run{self._best_kept()}"
+                f"ppo step {step}: {'; '.join(grave)}; ppo.guards is set to stop, which ends the run{self._best_kept()}"
             )
         limit = self._ppo.kl_limit
         self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
@@ -89,7 +89,7 @@ class StepGuards:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
                 f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
-                f"ppo.max_kl to go on from the last checkpoint{self._best_kept()}"
+                f"ppo.max_kl to continue from the last checkpoint{self._best_kept()}"
             )
 
     def _check_gap(self, metrics: dict[str, float], step: int) -> None:
@@ -112,7 +112,7 @@ class StepGuards:
         if empty >= 0.9:
             raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
-                f"lower ppo.policy.learning_rate, or look at the reward{self._best_kept()}"
+                f"lower ppo.policy.learning_rate, or check the reward{self._best_kept()}"
             )
         metrics["guards/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
@@ -124,8 +124,8 @@ class StepGuards:
         if uniform and not self._uniform:
             alarm(
                 "uniform_scores",
-                f"step {step}: nearly all scores that are compared with each other are the same: nothing is learned from "
-                "them; look at the reward, or raise ppo.samples_per_prompt or ppo.temperature",
+                f"step {step}: nearly all scores that are compared with each other are equal, so nothing is learned from "
+                "them; check the reward, or raise ppo.samples_per_prompt or ppo.temperature",
             )
         self._uniform = uniform
 

@@ -35,12 +35,12 @@ def doubts(config: PipelineConfig) -> Iterator[str]:
     if config.evaluation_temperature != ppo.temperature:
         yield (
             f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at ppo.temperature="
-            f"{ppo.temperature:g}: another distribution is judged than the one that was trained; leave it out"
+            f"{ppo.temperature:g}: evaluation then judges a different distribution than the trained one; leave it out"
         )
     if ppo.uses_reward_model and ppo.max_new_tokens > config.data.max_response_tokens:
         yield (
             f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens "
-            f"({config.data.max_response_tokens}): the reward model scores responses longer than any it was trained on; lower "
+            f"({config.data.max_response_tokens}): the reward model scores longer responses than in its training; lower "
             "it, or raise data.max_response_tokens"
         )
 
@@ -49,13 +49,13 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
     kl = ppo.kl
     if kl.place == "reward" and kl.used_estimator != "k1":
         yield (
-            f"ppo.kl.estimator: {kl.used_estimator} in the reward has another gradient than the KL, partly of the wrong sign "
+            f"ppo.kl.estimator: {kl.used_estimator} in the reward has a gradient different from that of the KL, partly with the wrong sign "
             "(arXiv 2512.21852); leave it out for k1, or set ppo.kl.place=loss with k2"
         )
     if kl.place == "loss" and kl.used_estimator != "k2":
         yield (
-            f"ppo.kl.estimator: {kl.used_estimator} in the loss has another gradient than the KL (arXiv 2512.21852); leave it "
-            "out for k2"
+            f"ppo.kl.estimator: {kl.used_estimator} in the loss has a gradient different from that of the KL (arXiv 2512.21852); "
+            "leave it out for k2"
         )
     if kl.target is None:
         if kl.horizon is not None:
@@ -65,14 +65,14 @@ def _kl(ppo: PPOConfig) -> Iterator[str]:
     log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
     if log_most < math.log(2):
         yield (
-            f"ppo.kl.horizon: {ppo.kl_horizon} responses are so many that the coefficient changes by a factor of {math.exp(log_most):.2f} at "
-            f"most in {steps} steps of {ppo.rollout_batch_size} responses: it cannot follow ppo.kl.target; leave it out "
+            f"ppo.kl.horizon: {ppo.kl_horizon} responses are too many: the coefficient changes by a factor of {math.exp(log_most):.2f} at "
+            f"most in {steps} steps of {ppo.rollout_batch_size} responses and cannot follow ppo.kl.target; leave it out "
             f"({20 * ppo.rollout_batch_size}), or leave the target out"
         )
     if ppo.kl_limit > _FAR * kl.target:
         yield (
-            f"ppo.max_kl: {ppo.kl_limit:g} is far above ppo.kl.target ({kl.target:g}): a policy that has left its target by "
-            f"so much is not stopped; leave it out ({5 * kl.target:g})"
+            f"ppo.max_kl: {ppo.kl_limit:g} is far above ppo.kl.target ({kl.target:g}), so a policy far from "
+            f"its target is not stopped; leave it out ({5 * kl.target:g})"
         )
 
 
@@ -81,9 +81,9 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
     warm_up = ppo.warmup_steps * ppo.epochs * ppo.minibatches
     if warm_up and rising:
         yield (
-            f"ppo.critic.warmup_ratio: {ppo.critic.warmup_ratio:g} lets the critic's rate rise over {rising} optimizer steps, "
-            f"but only {warm_up} are its warm-up (ppo.critic_warmup_steps): it learns little before the policy moves; set it "
-            "to 0"
+            f"ppo.critic.warmup_ratio: {ppo.critic.warmup_ratio:g} increases the critic's learning rate over {rising} "
+            f"optimizer steps, but the critic's warm-up (ppo.critic_warmup_steps) has only {warm_up}, so the critic learns "
+            "little before the policy is trained; set it to 0"
         )
 
 
@@ -105,7 +105,7 @@ def _merge(ppo: PPOConfig) -> Iterator[str]:
         return
     cause, fix = why_merged(ppo.lora)
     yield (
-        f"{cause} merges the adapter into weights that are rounded to {', '.join(sorted(rounded))}, which loses much of a small "
-        "update: rollouts and evaluation are of another policy than the trained one, and the stage fails at its end above "
-        f"ppo.published_loss_limit ({ppo.published_loss_limit:g}); {fix}, or compute in float32"
+        f"{cause} merges the adapter into weights that are rounded to {', '.join(sorted(rounded))}, which loses a large "
+        "part of a small update: rollouts and evaluation use a different policy than the trained one, and the stage fails at "
+        f"its end if the loss exceeds ppo.published_loss_limit ({ppo.published_loss_limit:g}); {fix}, or compute in float32"
     )

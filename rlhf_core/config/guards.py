@@ -20,32 +20,38 @@ class GuardsConfig(Section):
     docs/guards.md.
     """
 
-    patience: PositiveInt = Field(3, description="A sign counts when so many steps in a row show it")
-    eos_loss: GuardAction = Field("warn", description="Responses no longer end by themselves")
-    eos_loss_ratio: Fraction = Field(0.1, description="Of the share that ended at first: less than this is a loss")
+    patience: PositiveInt = Field(3, description="Number of consecutive steps for which a condition must hold")
+    eos_loss: GuardAction = Field("warn", description="Responses no longer end with EOS")
+    eos_loss_ratio: Fraction = Field(
+        0.1, description="Raised below this multiple of the initial share of responses with EOS"
+    )
     entropy_collapse: GuardAction = Field("warn", description="The policy has become nearly deterministic")
-    entropy_collapse_ratio: Fraction = Field(0.1, description="Of the entropy per token at first: less is a collapse")
+    entropy_collapse_ratio: Fraction = Field(
+        0.1, description="Raised below this multiple of the initial entropy per token"
+    )
     entropy_explosion: GuardAction = Field("warn", description="The policy has become nearly random")
-    entropy_explosion_ratio: PositiveFloat = Field(3.0, description="Of the entropy at first: more is an explosion")
+    entropy_explosion_ratio: PositiveFloat = Field(
+        3.0, description="Raised above this multiple of the initial entropy per token"
+    )
     negative_kl: GuardAction = Field(
-        "warn", description="The KL is negative: the responses are not samples of the policy that is trained"
+        "warn", description="The KL is negative, so the responses are not samples of the trained policy"
     )
-    negative_kl_limit: PositiveFloat = Field(1.0, description="Nats per response below 0 (1 as in TRL's warning)")
-    length_drift: GuardAction = Field("warn", description="Responses have become much longer or shorter than at first")
+    negative_kl_limit: PositiveFloat = Field(
+        1.0, description="Raised if the KL is below minus this value, in nats per response (1 as in TRL's warning)"
+    )
+    length_drift: GuardAction = Field("warn", description="Responses are much longer or shorter than initially")
     length_drift_ratio: PositiveFloat = Field(
-        2.0, description="Of the mean length at first: longer than this factor, or shorter than its inverse"
+        2.0, description="Raised above this multiple of the initial mean length, or below its inverse"
     )
-    loops: GuardAction = Field(
-        "warn", description="Responses repeat a piece of text, of whatever length, over and over"
-    )
+    loops: GuardAction = Field("warn", description="Responses repeat a piece of text of any length several times")
     loops_share: PositiveFloat = Field(0.2, description="Raised at this share of responses or more")
-    score_length: GuardAction = Field("warn", description="The score follows the length of the response")
+    score_length: GuardAction = Field("warn", description="The score mostly depends on the length of the response")
     score_length_correlation: PositiveFloat = Field(
         0.9, description="Raised at this Pearson correlation over the batch or more"
     )
-    blind_critic: GuardAction = Field("warn", description="The critic explains nothing of the returns")
+    blind_critic: GuardAction = Field("warn", description="The critic does not predict the returns")
     blind_critic_steps: PositiveInt = Field(
-        20, description="Steps in a row with an explained variance of 0 or less, in place of `patience`"
+        20, description="Number of consecutive steps with an explained variance of 0 or less; replaces `patience`"
     )
     score_clip: GuardAction = Field("warn", description="Scores of the reward model are clipped (`ppo.score_clip`)")
     score_clip_share: Fraction = Field(0.01, description="Raised above this share of the scores")
@@ -55,7 +61,7 @@ class GuardsConfig(Section):
         for name in ("entropy_explosion_ratio", "length_drift_ratio"):
             if (ratio := getattr(self, name)) <= 1:
                 raise ValueError(
-                    f"ppo.guards.{name} must be above 1, or an unchanged policy would raise the guard; got {ratio:g}; leave it "
+                    f"ppo.guards.{name} must be above 1, because an unchanged policy would raise the guard otherwise; got {ratio:g}; leave it "
                     f"out ({type(self).model_fields[name].default:g})"
                 )
         for name in ("eos_loss_ratio", "entropy_collapse_ratio"):

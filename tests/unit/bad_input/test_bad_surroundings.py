@@ -250,14 +250,19 @@ class Strange(http.server.BaseHTTPRequestHandler):
 
 
 STRANGE: dict[str, tuple[int, bytes, dict[str, str], tuple[str, ...]]] = {
-    "a page": (200, b"<html>hello</html>", {}, ("no Prefect API", "<html>hello")),
-    "an object for everything": (200, b"{}", {}, ("no Prefect API", "'{}'")),
-    "nothing": (200, b"", {}, ("no Prefect API",)),
-    "deep JSON": (200, b"[" * 100_000, {}, ("no Prefect API",)),
-    "who are you": (401, b"", {}, ("asks for a login", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "HTTP 401")),
-    "not you": (403, b"", {}, ("asks for a login", "PREFECT_API_KEY", "HTTP 403")),
-    "somewhere else, for ever": (302, b"", {"Location": "/api/flows/filter"}, ("no Prefect API", "HTTP 302")),
-    "no such page": (404, b"", {}, ("no Prefect API", "HTTP 404", "/api")),
+    "a page": (200, b"<html>hello</html>", {}, ("not a Prefect API", "<html>hello")),
+    "an object for everything": (200, b"{}", {}, ("not a Prefect API", "'{}'")),
+    "nothing": (200, b"", {}, ("not a Prefect API",)),
+    "deep JSON": (200, b"[" * 100_000, {}, ("not a Prefect API",)),
+    "who are you": (
+        401,
+        b"",
+        {},
+        ("requires authentication", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "HTTP 401"),
+    ),
+    "not you": (403, b"", {}, ("requires authentication", "PREFECT_API_KEY", "HTTP 403")),
+    "somewhere else, for ever": (302, b"", {"Location": "/api/flows/filter"}, ("not a Prefect API", "HTTP 302")),
+    "no such page": (404, b"", {}, ("not a Prefect API", "HTTP 404", "/api")),
 }
 
 
@@ -408,7 +413,7 @@ def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
     script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -P -m flows.cli run c.yaml"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: the working folder is not there any more")
+    assert done.stderr.startswith("error: the working folder does not exist any more")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

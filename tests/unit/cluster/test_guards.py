@@ -115,8 +115,8 @@ def test_scores_that_do_not_differ_are_warned_of(guards: StepGuards, caplog: pyt
         guards.check(metrics(**changed), step)
     said = [record.getMessage().split(";")[0] for record in caplog.records]
     assert said == [
-        "step 1: nearly all scores that are compared with each other are the same: nothing is learned from them",
-        "step 4: nearly all scores that are compared with each other are the same: nothing is learned from them",
+        "step 1: nearly all scores that are compared with each other are equal, so nothing is learned from them",
+        "step 4: nearly all scores that are compared with each other are equal, so nothing is learned from them",
     ]
 
 
