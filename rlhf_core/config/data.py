@@ -78,7 +78,7 @@ class DataConfig(Section):
     )
     split_seed: NonNegativeInt = Field(
         0,
-        description="Decides with a prompt's text whether it is held out; the held-out prompts are those of every `run.seed`",
+        description="Determines, together with a prompt's text, whether it is held out. The held-out prompts are the same for every `run.seed`",
     )
     max_eval: PositiveInt = Field(512, description="At most so many held-out rows of each set")
     deduplicate: bool = Field(True, description="Drop exact duplicates, counted")

@@ -67,7 +67,7 @@ class GuardsConfig(Section):
         for name in ("eos_loss_ratio", "entropy_collapse_ratio"):
             if (ratio := getattr(self, name)) >= 1:
                 raise ValueError(
-                    f"ppo.guards.{name} must be below 1, or an unchanged policy would raise the guard; got {ratio:g}; leave it "
+                    f"ppo.guards.{name} must be below 1, because an unchanged policy would raise the guard otherwise; got {ratio:g}; leave it "
                     f"out ({type(self).model_fields[name].default:g})"
                 )
         return self

@@ -64,7 +64,7 @@ class StoreConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Newest whole checkpoints kept per stage")
     keep_best: NonNegativeInt = Field(
         1,
-        description="Best of the older ones kept besides: by the reward of their own policy's responses minus `ppo.kl.coef` times their KL (PPO), by held-out loss (SFT, reward model)",
+        description="Number of older checkpoints that are also kept because they are the best, by the reward of their own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, reward model)",
     )
     retry_seconds: PositiveFloat = Field(
         60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"
@@ -123,8 +123,8 @@ class ModelConfig(Section):
     )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
-        description="Precision of the policy's logits, in training and in the engines; it matters where those compute in "
-        "16 bits: `float32` leaves the output of the language-model head unrounded, on both sides; `model`: as all else",
+        description="Precision of the policy's logits in training and in the engines, if these compute in 16 bits. `float32`: the "
+        "output of the language-model head is not rounded in both. `model`: the same precision as the rest of the model",
     )
     tiny: TinyModel = Field(default_factory=TinyModel, description="Shape of the model from scratch")
 
@@ -134,13 +134,13 @@ class EvaluateConfig(Section):
 
     prompts: PositiveInt = Field(128, description="Held-out prompts; fewer if there are not so many")
     temperature: PositiveFloat | None = Field(
-        None, description="Sampling temperature of both models; None: that of ppo.temperature"
+        None, description="Sampling temperature of both models; None: ppo.temperature"
     )
     bootstrap: PositiveInt = Field(2000, description="Resamples for the confidence intervals")
     confidence: PositiveFloat = Field(0.95, description="Level of the intervals")
     judge: Literal["auto", "gold", "reward_model", "rules"] = Field(
         "auto",
-        description="Who decides a win: the true reward where there is one, else the reward model, else the rules",
+        description="The judge of a win. `auto`: the true reward if there is one, else the reward model, else the rules",
     )
     samples: PositiveInt = Field(20, description="Sample pairs in the table and report")
 
@@ -151,13 +151,13 @@ class RegisterConfig(Section):
     model: str | None = Field(
         None, pattern=r"^[\w.-]{1,100}$", description="Registered name; default `{run.name}-policy`"
     )
-    min_win_rate: Fraction = Field(0.5, description="Against SFT; below it no alias `champion` is given")
+    min_win_rate: Fraction = Field(0.5, description="Against SFT; below this value the alias `champion` is not set")
     min_prompts: NonNegativeInt = Field(
-        50, description="No alias `champion` is given by a match or evaluation of fewer prompts"
+        50, description="A match or evaluation with fewer prompts does not set the alias `champion`"
     )
     alpha: PositiveFloat = Field(
         0.05,
-        description="Probability at most, over all candidates that are no better than a champion together, that one of them takes its place; the k-th test has the level alpha / (k (k + 1))",
+        description="Maximum probability that any of the candidates that are not better than a champion replaces it; the k-th test has the level alpha / (k (k + 1))",
     )
 
 

@@ -20,26 +20,27 @@ MAX_ENGINE_RANK = 512
 
 
 class KLConfig(Section):
-    """The price of leaving the reference."""
+    """The penalty for divergence from the reference model."""
 
     coef: NonNegativeFloat = Field(
         0.02,
-        description="Coefficient of the per-token KL (its first value, if adaptive); 0.02 is InstructGPT's (Ouyang et al. 2022), LLaMA-2 and OpenRLHF have 0.01",
+        description="Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02 (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
     )
     place: Literal["reward", "loss"] = Field(
-        "reward", description="Where the KL is paid: taken from each token's reward, or added to the policy loss"
+        "reward",
+        description="Where the KL is applied: subtracted from each token's reward, or added to the policy loss",
     )
     estimator: Literal["k1", "abs", "k2", "k3"] | None = Field(
         None,
-        description="Per-token estimator (Schulman, Approximating KL divergence); None: k1 in the reward, k2 in the loss: those whose gradient is the KL's. k1 in the loss has none and is refused; others in the reward are warned of (arXiv 2512.21852)",
+        description="Per-token estimator (Schulman, Approximating KL divergence). None: k1 in the reward and k2 in the loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is refused; other estimators cause a warning (arXiv 2512.21852)",
     )
     target: PositiveFloat | None = Field(
         None,
-        description="Set: adaptive coefficient towards this KL, in nats per response (mean over sequences of the token sum)",
+        description="If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the token sum)",
     )
     horizon: PositiveInt | None = Field(
         None,
-        description="Adaptive: responses over which the coefficient may change by 20 % (Ziegler et al. 2019, where it was 10000); null: 20 times those of a step, so that it changes by at most 1 % a step",
+        description="With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al. 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 % per step",
     )
 
     @property
@@ -51,7 +52,7 @@ class KLConfig(Section):
     def _has_a_gradient(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
-                "ppo.kl.estimator=k1 with ppo.kl.place=loss holds the policy back by nothing: its gradient is 0 in "
+                "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in "
                 "expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
             )
         return self
@@ -116,16 +117,16 @@ class EngineConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    """From the training ranks into the engines."""
+    """Transfer of weights from the training ranks to the engines."""
 
     backend: Literal["auto", "gloo", "nccl", "ipc"] = Field(
         "auto", description="`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise"
     )
     lora: Literal["merged", "adapter"] | None = Field(
         None,
-        description="With ppo.lora: send the weights with the adapter merged into them, or the adapter alone, which the engines then apply themselves; evaluation loads the policy in the same way. None: `merged` where policy and engines compute in float32 or the adapter is quantized or above rank 512, else `adapter`, since a merge that is rounded to bfloat16 loses much of a small update. `adapter` needs a model class that supports LoRA in vLLM; the engine of another does not start: set `merged`",
+        description="With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the adapter, which the engines then apply (`adapter`). Evaluation loads the policy in the same way. None: `merged` if policy and engines compute in float32 or the adapter is quantized or above rank 512, else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a small update. `adapter` needs a model class that supports LoRA in vLLM. For other classes the engine does not start, and `merged` must be set",
     )
-    bucket_mib: PositiveInt = Field(64, description="Weights travel in packed buckets of this size")
+    bucket_mib: PositiveInt = Field(64, description="Weights are sent in packed buckets of this size")
     canary: bool = Field(
         True,
         description="In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ",
@@ -136,7 +137,7 @@ class WeightSyncConfig(Section):
 
 
 class PPOConfig(Section):
-    """Proximal policy optimization, and its relatives without a critic."""
+    """Proximal policy optimization, and related algorithms without a critic."""
 
     algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = Field(
         "ppo",
@@ -156,7 +157,7 @@ class PPOConfig(Section):
     )
     critic: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
-        description="Critic optimizer; without a warm-up of its rate, so that it learns before the policy moves",
+        description="Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy is trained",
     )
     policy_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Policy ranks")
     critic_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Critic ranks")
@@ -179,7 +180,7 @@ class PPOConfig(Section):
     )
     missing_eos_penalty: NonNegativeFloat | None = Field(
         None,
-        description="Taken from the score of a response that the length limit cut; null: 1 where a reward model scores, which has never read a cut response (one standard deviation of its scores; Huang et al. 2024 give such a response a fixed -1), and 0 for rules alone or with `overlong`",
+        description="Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model, which was not trained with truncated responses (one standard deviation of its scores; Huang et al. 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
     )
     overlong: OverlongConfig | None = Field(None, description="Soft penalty near the length limit; None: none")
     dynamic_filtering: DynamicFilteringConfig | None = Field(
@@ -187,13 +188,13 @@ class PPOConfig(Section):
     )
     score_clip: PositiveFloat | None = Field(
         5.0,
-        description="The reward model's normalised scores are clipped to +- this, before weight, other rewards, penalties and KL; rules are not clipped; null: no clip",
+        description="The reward model's normalised scores are clipped to +- this value, before weight, other rewards, penalties and KL are applied. Rules are not clipped. null: no clip",
     )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
     gamma: Fraction = Field(1.0, description="Discount per token")
     lam: Fraction = Field(
         1.0,
-        description="GAE's lambda; 1 as in OpenRLHF and verl: with 0.95 the first of 500 tokens sees the final score through the critic alone",
+        description="GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens only through the critic",
     )
     whiten_advantages: bool | None = Field(
         None,
@@ -203,11 +204,11 @@ class PPOConfig(Section):
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + this")
     dual_clip: PositiveFloat | None = Field(
         3.0,
-        description="Bound c > 1 of the loss where the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
+        description="Bound c > 1 of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
     )
     value_clip: PositiveFloat | None = Field(
         0.5,
-        description="Values move at most this far from the old ones (0.5 as in OpenRLHF and verl), but freely in the critic's warm-up; null: plain",
+        description="Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied during the critic's warm-up; null: no limit",
     )
     entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus")
     aggregation: (
@@ -215,33 +216,36 @@ class PPOConfig(Section):
         | None
     ) = Field(
         None,
-        description="How token losses become one number; denominators are those of the whole optimizer step. `-norm` divides by `max_new_tokens` as well. null: the algorithm's own: `grpo` seq-mean-token-mean (Shao et al. 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each length), others token-mean",
+        description="How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also divides by `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean (Shao et al. 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each length), others token-mean",
     )
     importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = Field(
         None,
-        description="Weights for the gap between engine and trainer; null: `truncate` (Yao et al. 2025) where engine or policy is not float32, else `none`",
+        description="Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al. 2025) if engine or policy is not float32, else `none`",
     )
     importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = Field(
-        (0.0, 2.0), description="Lowest and highest weight that `importance` lets pass"
+        (0.0, 2.0), description="Lowest and highest weight that `importance` allows"
     )
     ptx: PTXConfig | None = Field(None, description="Pretraining loss in the policy's update; None: none")
     ema_decay: Decay | None = Field(
-        None, description="Decay per optimizer step of an average of the policy's weights, saved beside it; None: none"
+        None,
+        description="Decay per optimizer step of a moving average of the policy's weights, which is saved as well; None: none",
     )
     logprob_gap_limit: PositiveFloat | None = Field(
         None,
-        description="Mean |old - rollout| log-probability above this warns in the log and sets rollout/logprob_gap_alarm; None: half of what the canary allows",
+        description="If the mean |old - rollout| log-probability is above this, a warning is logged and rollout/logprob_gap_alarm is set; None: half of the limit of the canary",
     )
     critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
     published_loss_limit: PositiveFloat = Field(
         0.1,
-        description="With ppo.lora: mean difference of log-probabilities between the trained policy and the files that evaluation loads, as a share of what training changed (both on the last rollouts); more fails the stage. A merge in bfloat16 loses 0.1 to 0.7 of a small update (docs/decisions/0018)",
+        description="With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the files that evaluation loads, relative to the change by training (both on the last rollouts). If it is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (docs/decisions/0018)",
     )
     max_kl: PositiveFloat | None = Field(
         None,
-        description="KL per response above this three steps in a row stops the run; null: 5 times `kl.target`, without a target 100",
+        description="If the KL per response is above this for three consecutive steps, the run stops; null: 5 times `kl.target`, or 100 without a target",
     )
-    guards: GuardsConfig = Field(default_factory=GuardsConfig, description="Signs of a training that goes wrong")
+    guards: GuardsConfig = Field(
+        default_factory=GuardsConfig, description="Conditions that indicate a failing training run"
+    )
     checkpoint_every: PositiveInt = Field(10, description="Steps between checkpoints")
     samples_every: PositiveInt = Field(10, description="Steps between tables of sample responses")
 
@@ -391,16 +395,16 @@ class PPOConfig(Section):
         low, high = self.importance_bounds
         if not low < high or not low <= 1 <= high:
             raise ValueError(
-                f"ppo.importance_bounds must rise, and 1 (no gap) must lie within; got {low:g}, {high:g}; leave it out"
+                f"ppo.importance_bounds must be increasing and include 1 (no gap); got {low:g}, {high:g}; leave it out"
             )
         if self.kl.target is not None and self.kl.target >= self.kl_limit:
             raise ValueError(
-                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), or a policy at its target is stopped; got "
+                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), because a policy at its target would be stopped otherwise; got "
                 f"{self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
             )
         if self.critic_warmup_steps >= self.steps:
             raise ValueError(
-                f"ppo.critic_warmup_steps must be below ppo.steps ({self.steps}), or the policy is never trained; got "
+                f"ppo.critic_warmup_steps must be below ppo.steps ({self.steps}), because the policy would never be trained otherwise; got "
                 f"{self.critic_warmup_steps}; lower it"
             )
         return self
@@ -443,8 +447,8 @@ class PPOConfig(Section):
             )
         if self.kl.target is not None and self.kl_horizon * 5 <= total:
             raise ValueError(
-                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, or the coefficient could "
-                f"turn negative; got {self.kl.horizon}; leave it out, or use {20 * total}"
+                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the coefficient could "
+                f"become negative otherwise; got {self.kl.horizon}; leave it out, or use {20 * total}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")

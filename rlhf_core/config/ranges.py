@@ -22,20 +22,20 @@ class Range(NamedTuple):
     reason: str
 
 
-_RANKS = Range(1, 4096, "each is a process of its own")
+_RANKS = Range(1, 4096, "each is a separate process")
 _ENGINES = Range(1, 1024, "each is a process with a copy of the policy")
-_SECONDS = Range(0.1, 1e8, "shorter ones end before any work can be done, longer ones never")
-_PAUSE = Range(0.001, 1e6, "seconds between two tries")
-_RATE = Range(1e-20, 100, "beyond it no training of a language model has converged")
+_SECONDS = Range(0.1, 1e8, "shorter times end before any work is done, longer times never end")
+_PAUSE = Range(0.001, 1e6, "seconds between two attempts")
+_RATE = Range(1e-20, 100, "no training of a language model converges above it")
 _SYNTHETIC = Range(1, 2_000_000, "examples are held in memory, about 2 KiB each")
-_TEMPERATURE = Range(0.01, 100, "vLLM raises lower ones to 0.01, so that engine and trainer would differ")
+_TEMPERATURE = Range(0.01, 100, "vLLM raises lower values to 0.01, so engine and trainer would differ")
 _BATCH = Range(1, 1_000_000, "the sequences of a batch are held in memory")
 _TOKENS = Range(1, 2**24, "tokens of a sequence or of one forward pass")
 _RANK_R = Range(1, 8192, "wider than the layers of any model")
-_TRIES = Range(0, 1000, "a failure that lasts longer needs a person")
+_TRIES = Range(0, 1000, "a longer failure requires manual action")
 
 RANGES: dict[str, Range] = {
-    "run.threads": Range(0, 4096, "threads beyond the cores slow each other down"),
+    "run.threads": Range(0, 4096, "more threads than cores are slower"),
     "run.retries": _TRIES,
     "run.retry_delay": _PAUSE,
     "run.stage_timeout": Range(1, 5e8, "a stage needs seconds to start"),
@@ -53,7 +53,7 @@ RANGES: dict[str, Range] = {
     "data.max_prompt_tokens": _TOKENS,
     "data.max_response_tokens": _TOKENS,
     "data.max_text_tokens": _TOKENS,
-    "data.eval_fraction": Range(0, 0.9, "the rest of the prompts is what is trained on"),
+    "data.eval_fraction": Range(0, 0.9, "the remaining prompts are used for training"),
     "data.min_rows": Range(0, 10**8, "rows are held in memory"),
     "ppo.prompts_per_step": _BATCH,
     "ppo.samples_per_prompt": Range(1, 65536, "the sequences of a batch are held in memory"),
@@ -65,19 +65,19 @@ RANGES: dict[str, Range] = {
     "ppo.reward_ranks": _RANKS,
     "ppo.engine.count": _ENGINES,
     "ppo.engine.tensor_parallel": Range(1, 256, "GPUs of one engine"),
-    "ppo.engine.max_num_seqs": Range(1, 65536, "each sequence has memory of its own"),
+    "ppo.engine.max_num_seqs": Range(1, 65536, "each sequence needs memory"),
     "ppo.engine.max_restarts": _TRIES,
     "ppo.weight_sync.bucket_mib": Range(1, 16384, "a bucket is held twice in memory"),
-    "ppo.dynamic_filtering.max_rounds": Range(1, 100, "each round samples a whole batch again"),
+    "ppo.dynamic_filtering.max_rounds": Range(1, 100, "each round samples a whole batch"),
     "evaluate.temperature": _TEMPERATURE,
     "evaluate.bootstrap": Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
-    "evaluate.confidence": Range(0.5, 0.999, "no interval has the level 1, and below 0.5 it tells nothing"),
+    "evaluate.confidence": Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
     "evaluate.samples": Range(1, 10_000, "rows of one table"),
     "register.alpha": Range(
-        1e-6, 0.5, "the probability of a wrong champion: at 0 there is none, above 0.5 chance decides"
+        1e-6, 0.5, "the probability of a wrong champion; 0 allows no champion, and above 0.5 chance decides"
     ),
     "ppo.guards.loops_share": Range(0.001, 1, "a share of the responses"),
-    "ppo.guards.score_length_correlation": Range(0.01, 1, "a correlation that any batch reaches says nothing"),
+    "ppo.guards.score_length_correlation": Range(0.01, 1, "smaller correlations occur by chance"),
     **{f"{stage}.deepspeed.ranks": _RANKS for stage in ("sft", "reward")},
     **{f"ppo.{role}_deepspeed.ranks": _RANKS for role in ("policy", "critic")},
     **{f"{stage}.batch_size": _BATCH for stage in ("sft", "reward", "ppo.ptx")},
@@ -87,7 +87,7 @@ RANGES: dict[str, Range] = {
         f"{section}.learning_rate": _RATE
         for section in ("sft.optimizer", "reward.optimizer", "ppo.policy", "ppo.critic")
     },
-    "ppo.rewards.*.timeout": Range(0.01, 1e6, "shorter ones end before an answer, longer ones never"),
+    "ppo.rewards.*.timeout": Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
     "ppo.rewards.*.retries": _TRIES,
     "ppo.rewards.*.backoff": _PAUSE,
     "ppo.rewards.*.breaker_seconds": _PAUSE,

@@ -22,8 +22,8 @@ def _packing(value: Any) -> Any:
 Packing = Annotated[bool | Literal["auto"], BeforeValidator(_packing)]
 """`auto` is resolved to true or false when the model is loaded (`models.selftest`)."""
 PACK = (
-    "Put several sequences into one row, invisible to each other; `false`: right-padded rows; `auto`: rows are packed where the "
-    "model keeps their sequences apart, which is tried when it is loaded; `true`: a model that does not is refused"
+    "Put several sequences into one row without influence on each other. `false`: right-padded rows. `auto`: rows are packed if "
+    "the model supports it, which is tested when it is loaded. `true`: a model that does not support it is refused"
 )
 
 
@@ -66,7 +66,7 @@ class DeepSpeedConfig(Section):
     grad_accum_dtype: Literal["float32"] | None = Field(
         None,
         description="`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without "
-        "offload); None: in bfloat16, whose sums lose what is small beyond some hundred micro-batches",
+        "offload); None: in bfloat16, where sums of several hundred micro-batches lose small values",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
     allow_other_ranks: bool = Field(
@@ -164,7 +164,7 @@ class RewardConfig(Section):
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     min_accuracy: Fraction = Field(
         0.55,
-        description="Held-out accuracy below this fails the stage: PPO on it would be noise (a 7B model reaches about 0.7 on HH-RLHF, so that real profiles ask for 0.6)",
+        description="If the held-out accuracy is below this, the stage fails, because PPO with such a reward model would optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6",
     )
 
     @property

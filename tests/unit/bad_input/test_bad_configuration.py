@@ -156,12 +156,12 @@ FIELDS = (
     Bad(
         "weights that are all below 1",
         "ppo: {importance_bounds: [0.0, 0.5]}\n",
-        ("c.yaml:1", "ppo.importance_bounds must rise, and 1 (no gap) must lie within", "got 0, 0.5", "leave it out"),
+        ("c.yaml:1", "ppo.importance_bounds must be increasing and include 1 (no gap)", "got 0, 0.5", "leave it out"),
     ),
     Bad(
         "weights that are all above 1",
         "ppo: {importance_bounds: [1.5, 2.0]}\n",
-        ("c.yaml:1", "ppo.importance_bounds must rise, and 1 (no gap) must lie within", "got 1.5, 2"),
+        ("c.yaml:1", "ppo.importance_bounds must be increasing and include 1 (no gap)", "got 1.5, 2"),
     ),
     Bad(
         "bounds of one weight",
