@@ -18,10 +18,10 @@ from rlhf_core.errors import ConfigError
 
 _TRACKERS = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
 _DOORS = {
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "lets engines run code that they are sent",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "lets checkpoints run code",
-    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "lets models of the registry run code",
-    "PYTHONOPTIMIZE": "takes checks out of the libraries",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "allows engines to execute received code",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "allows checkpoints to execute code",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "allows models of the registry to execute code",
+    "PYTHONOPTIMIZE": "removes checks from the libraries",
 }
 """Environment variables that disable a guarantee of SECURITY.md, and the effect of each."""
 
@@ -79,7 +79,7 @@ def home_problem(folder: Path) -> str | None:
         return problem
     signs = [sign for sign in "#%?" if sign in str(folder.absolute())]
     return (
-        f"its absolute path has {' and '.join(signs)}, which mean something else in URLs of databases"
+        f"its absolute path has {' and '.join(signs)}, which have a special meaning in URLs of databases"
         if signs
         else None
     )

@@ -40,7 +40,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
     elif isinstance(source, RemoteReward):
         yield from _hosts(source, field)
     elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
-        yield f"{field}: type gold knows the demo task only, but data.prompts has other sources: their true reward is unknown"
+        yield f"{field}: type gold supports the demo task only, but data.prompts has other sources, whose true reward is unknown"
 
 
 def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:

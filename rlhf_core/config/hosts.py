@@ -72,7 +72,7 @@ def _host_problem(host: str) -> str | None:
             try:
                 label.encode("ascii").decode("idna")
             except UnicodeError:
-                return f"its host has the label {label}, which stands for no name"
+                return f"its host has the label {label}, which is not a valid name"
     return None
 
 

@@ -36,8 +36,8 @@ from rlhf_core.storage.s3 import filesystem, patiently
 
 _CHUNK = 2**20
 _CHANGED = (
-    "was changed after {}: what is read is not what the stage's key stands for; nothing was stored; run again when "
-    "nobody writes to it, or give a copy"
+    "was changed after {}: its content no longer matches the stage's key; nothing was stored; run again when no other "
+    "process writes to it, or use a copy"
 )
 _AWS = StoreConfig()
 _T = TypeVar("_T")

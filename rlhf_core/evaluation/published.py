@@ -58,8 +58,8 @@ def measure_published(
     rows = [row for row, (_, response) in enumerate(trained.sequences) if response]
     if not rows:
         raise GateFailed(
-            "ppo: the last rollouts have no response token, so nothing tells whether the files are the trained policy; look at "
-            "the reward, or raise ppo.kl.coef"
+            "ppo: the last rollouts have no response token, so the files cannot be compared with the trained policy; "
+            "check the reward, or raise ppo.kl.coef"
         )
     sequences = [trained.sequences[row] for row in rows]
 
@@ -88,11 +88,11 @@ def measure_published(
     if not found["published/logprob_gap"] <= allowed:
         raise GateFailed(
             f"ppo: SFT model and adapter, loaded from their files, differ from the trained policy by "
-            f"{found['published/logprob_gap']:.4g} nats per token, more than {allowed:g}: the files are not the policy's"
+            f"{found['published/logprob_gap']:.4g} nats per token, more than {allowed:g}: the files do not match the policy"
         )
     if merged > config.ppo.published_loss_limit:
         log.warning(
-            "policy/ (the merged model, in float32) loses %.0f %% of what training changed where it is loaded in %s; serve the "
+            "policy/ (the merged model, in float32) loses %.0f %% of the change by training if it is loaded in %s; serve the "
             "SFT model with adapter/, or policy/ in float32",
             100 * merged,
             served,

@@ -85,7 +85,7 @@ def _headline(report: Report) -> str:
     verdict, tone = _verdict(rate)
     judged = f"Wins are decided by {_judge(evaluation)}."
     if evaluation.get("judge_trained_on"):
-        judged += " The policy was trained on it, so this is no independent evidence that its answers are better."
+        judged += " The policy was trained with it, so this is no independent evidence that its answers are better."
     facts = "".join(f"<span>{_text(name)} <b>{_text(value)}</b></span>" for name, value in report.facts.items())
     cards = [
         _card(
@@ -179,14 +179,14 @@ def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> str:
 
 def _footnote(evaluation: Mapping[str, Any]) -> str:
     exchanged = (
-        f" {_EXCHANGED}: each response is scored against the prompt of another; a policy that reads its prompts scores lower."
+        f" {_EXCHANGED}: each response is scored against another prompt; a policy that uses its prompts scores lower."
         if evaluation.get("gold_reward_exchanged")
         else ""
     )
     return (
         f"<p class=quiet>{evaluation['prompts']} held-out prompts, the same for both models and with the same seeds; one "
-        f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts; that of "
-        "a change is of the difference prompt by prompt. What another training run (another seed) would give is not in "
+        f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts; the interval of "
+        "a change is that of the paired difference. What another training run (another seed) would give is not in "
         "these intervals. Distinct n-grams are counted over equally many n-grams of either model. Wins "
         f"are decided by {_text(_judge(evaluation))}, in both orders, "
         f"which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts changed).{exchanged}</p>"

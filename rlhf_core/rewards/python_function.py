@@ -61,8 +61,8 @@ class PythonFunction:
         self._code = file.read_bytes() if file is not None and readable else None
         if digest is not None and self._code is not None and hashlib.sha256(self._code).hexdigest() != digest:
             raise InputError(
-                f"ppo.rewards.{self.name}: {file} has changed since this run began, which is known by its former content; "
-                "put that back, or start the run again for the new one"
+                f"ppo.rewards.{self.name}: {file} has changed since this run began; "
+                "restore the former content, or start the run again to use the new one"
             )
         self._start()
 
@@ -156,7 +156,7 @@ class PythonFunction:
             reply = None
         if not isinstance(reply, dict) or reply.pop("id", None) != number or self._buffer:
             self._kill()
-            raise Failure(f"its process wrote {line[:40]!r}, which is no answer, where only its worker may write")
+            raise Failure(f"its process wrote {line[:40]!r}, which is not a valid reply")
         return reply
 
     def _exit_status(self) -> str:

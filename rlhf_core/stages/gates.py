@@ -1,4 +1,4 @@
-"""What a stage's result must reach for the pipeline to go on, whether it was made now or earlier."""
+"""Limits that the results of a stage must meet for the pipeline to continue, also for reused stages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rlhf_core.types import StageName
 
 
 def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, float]) -> None:
-    """Raises GateFailed with the number, the limit and what may help."""
+    """Raise GateFailed with the value, the limit and a possible fix."""
     if stage == "reward" and metrics["accuracy"] < config.reward.min_accuracy:
         raise GateFailed(
             f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
-            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or look at the pairs in the data card"
+            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or check the pairs in the data card"
         )
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
         cause, fix = why_merged(config.ppo.lora)
         raise GateFailed(
-            f"ppo: merged ({cause}) and rounded to {config.ppo.served_dtype}, the policy lacks {loss:.0%} of what "
-            f"training changed, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or raise the limit: the run "
+            f"ppo: merged ({cause}) and rounded to {config.ppo.served_dtype}, the policy loses {loss:.0%} of the "
+            f"change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or raise the limit: the run "
             "then continues from its last checkpoint"
         )

@@ -73,7 +73,7 @@ def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_
                 f"its run{_how_to_end(holder)} and type the command again"
             )
         if not said:
-            log.warning("stage %s is held by %s, which is waited for, %g s at most", name, where, seconds)
+            log.warning("stage %s is held by %s; waiting for it for up to %g s", name, where, seconds)
             said = True
         time.sleep(0.5)
     return said

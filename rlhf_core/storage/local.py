@@ -113,7 +113,7 @@ class LocalFiles:
             aside = path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}")
             with self._errors("rename", key):
                 path.rename(aside)
-            log.error("%s is a folder, which is no object of a store; it is now %s.", path, aside)
+            log.error("%s is a folder and not an object of the store; it was renamed to %s.", path, aside)
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:

@@ -176,12 +176,12 @@ def _by_match(match: Match, gate: Gate, number: int) -> Decision:
     if match.judge:
         words += f" (judge: {match.judge.replace('_', ' ')})"
     if match.judge == "reward_model" and match.away_win_rate is None:
-        words += "; the champion's reward model is not in this store, so only the candidate's judged"
+        words += "; the champion's reward model is not in this store, so only the candidate's judged the match"
     if match.away_win_rate is not None:
         words += f", and {match.away_win_rate:.3f} by the champion's reward model"
     decision = _sign_test("match", match.verdicts, words, gate, number)
     if decision.champion and match.away_win_rate is not None and match.away_win_rate < 0.5:
-        return Decision(False, "away", f"{decision.reason}; there it must not lose", tested=True)
+        return Decision(False, "away", f"{decision.reason}; the candidate must not lose by that judge", tested=True)
     return decision
 
 
@@ -201,7 +201,7 @@ def _tested(rule: str, p_value: float, words: str, gate: Gate, number: int) -> D
 def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number: int) -> Decision:
     fewest = min(candidate.verdicts.prompts, champion.verdicts.prompts)
     if fewest < gate.min_prompts:
-        text = f"no match was played, and a recorded evaluation has {fewest} prompts; register.min_prompts={gate.min_prompts}"
+        text = f"there was no match, and a recorded evaluation has only {fewest} prompts; register.min_prompts={gate.min_prompts}"
         return Decision(False, "min_prompts", text)
     if candidate.gold_digest is not None and candidate.gold_digest == champion.gold_digest:
         values = (candidate.gold_reward, candidate.gold_error), (champion.gold_reward, champion.gold_error)
@@ -220,8 +220,8 @@ def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number:
         if (decision := _difference("win_rate", *rates, gate, number)) is not None:
             return decision
     text = (
-        f"no match was played, and the evaluations do not compare: the candidate's by {_name(candidate)}, the champion's by "
-        f"{_name(champion)}; set the alias yourself where you know better"
+        f"there was no match, and the evaluations are not comparable: the candidate's is by {_name(candidate)}, the champion's "
+        f"by {_name(champion)}; set the alias manually if necessary"
     )
     return Decision(False, "incomparable", text)
 

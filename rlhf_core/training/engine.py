@@ -211,8 +211,8 @@ class TrainingEngine:
             return
         self._rounded_sums = False
         log.warning(
-            "the gradients of %d micro-batches are added up in bfloat16, which loses what they have in common from some "
-            "hundred on; set deepspeed.grad_accum_dtype=float32 (with zero_stage=2), or raise micro_batch_tokens to have "
+            "the gradients of %d micro-batches are added up in bfloat16, where sums of more than a few hundred values "
+            "stop growing; set deepspeed.grad_accum_dtype=float32 (with zero_stage=2), or raise micro_batch_tokens to have "
             "at most %d",
             count,
             MOST_BFLOAT16_SUMS,

@@ -31,6 +31,6 @@ def agreed(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
 def tell(packs: bool, models: str, field: str) -> None:
     """Log the selected layout."""
     if packs:
-        log.info("%s: rows are packed; sequences of %s do not see each other", field, models)
+        log.info("%s: rows are packed; sequences of %s do not influence each other", field, models)
     else:
-        log.warning("%s: rows are padded; in packed rows, sequences of %s would see each other", field, models)
+        log.warning("%s: rows are padded, because packed sequences of %s would influence each other", field, models)

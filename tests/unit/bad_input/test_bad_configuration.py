@@ -166,7 +166,7 @@ FIELDS = (
     Bad(
         "bounds of one weight",
         "ppo: {importance_bounds: [1.0, 1.0]}\n",
-        ("c.yaml:1", "ppo.importance_bounds must rise", "got 1, 1", "leave it out"),
+        ("c.yaml:1", "ppo.importance_bounds must be increasing", "got 1, 1", "leave it out"),
     ),
     Bad(
         "a guard that does what no guard does", "ppo: {guards: {loops: no}}\n", ("ppo.guards.loops", "warn, stop, off")

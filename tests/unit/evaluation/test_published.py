@@ -82,7 +82,7 @@ def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> Non
     merge = config_of(weight_sync={"lora": "merged"})
     with pytest.raises(
         GateFailed,
-        match=r"lacks \d+% of what training changed, above ppo.published_loss_limit=0.1; leave it out, or use",
+        match=r"loses \d+% of the change by training, above ppo.published_loss_limit=0.1; leave it out, or use",
     ):
         check(merge, artifacts)
     with pytest.raises(

@@ -114,7 +114,7 @@ def test_the_headline_says_who_judged_and_whether_the_policy_was_trained_on_it(t
     judged = {"judge": "reward_model", "judge_trained_on": trained}
     headline = render(report(evaluation=evaluation() | judged)).split("</header>")[0]
     assert "Wins are decided by the reward model." in headline
-    assert ("The policy was trained on it" in headline) == trained
+    assert ("The policy was trained with it" in headline) == trained
 
 
 def test_the_results_show_the_paired_difference_and_each_source() -> None:
