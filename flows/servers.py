@@ -199,7 +199,7 @@ def _is_ours(command: Sequence[str]) -> bool:
 
 
 def _python_program(command: Sequence[str]) -> tuple[str, str]:
-    """Return the module or the script that this command line of Python runs, and "" for the other one."""
+    """Return the module and the script that a Python command line runs. At least one of them is empty."""
     words = iter(command[1:])
     for word in words:
         if word == "-m":

@@ -271,7 +271,7 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
 
 
 def _no_weights(folder: Path) -> ModelError:
-    """What a folder has that holds neither `model.safetensors` nor an index of shards."""
+    """Return the error for a folder that contains neither `model.safetensors` nor an index of shards."""
     named = sorted(file.name for file in folder.glob("*.safetensors"))
     if named:
         return ModelError(
@@ -361,9 +361,9 @@ def writable(folder: Path) -> str | None:
 
 
 def tensors(folder: Path) -> dict[str, Any]:
-    """Header entries by name of the tensors that transformers loads; none of files that are damaged.
+    """Return the header entries of the tensors that transformers loads, by name. Damaged files have no entries.
 
-    The files are `model.safetensors`, or those of the index where there is no such file.
+    The files are `model.safetensors`, or those of the index if that file does not exist.
     """
     files = [folder / "model.safetensors"]
     if not files[0].is_file():

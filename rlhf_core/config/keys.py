@@ -169,7 +169,9 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 
 
 def result_settings(tree: Any) -> Any:
-    """Settings (dumped as JSON) without those that change no result, and without paths of what is digested by content."""
+    """Return the settings (dumped as JSON) without those that do not affect results, and without paths of files
+    with digests.
+    """
     if isinstance(tree, dict):
         return {
             name: value if name in _NAMED_BY_USERS else result_settings(value)

@@ -282,7 +282,9 @@ class PPOConfig(Section):
 
     @property
     def served_dtype(self) -> str:
-        """The lower precision of training and engines, to which weights are rounded on their way to the engines."""
+        """The precision to which weights are rounded for the engines: that of the engines, or of training if it is
+        float32.
+        """
         return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
 
     @property

@@ -374,7 +374,8 @@ class Encoder:
 
     def _learn_marks(self, prompt: str, messages: list[dict[str, str]]) -> None:
         """Find the markers of the template, and the part of the generation prompt inside {% generation %}."""
-        # Some tokenizers add plain text too, Gemma's a line feed: it is a mark neither there nor in a message's words.
+        # Some tokenizers also add plain text, such as Gemma's line feed. It is not a marker, neither here nor
+        # in messages.
         plain = set(self._tokenize(messages[0]["content"], {}).ids) | {self.tokenizer.unk_token_id}
         added = {
             token

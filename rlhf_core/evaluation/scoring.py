@@ -102,9 +102,10 @@ def score(
     device: str,
     reward_code: Mapping[str, str] | None = None,
 ) -> list[float]:
-    """(n,) values of one of `choose_measure`'s measures.
+    """Return the (n,) values of one of the measures of `choose_measure`.
 
-    `reward`: folder of the reward model, where it is asked. `reward_code`: see `RewardComposer`.
+    `reward` is the folder of the reward model, if it is the measure. `reward_code` is described in
+    `RewardComposer`.
     """
     if measure == "gold":
         return score_gold(samples)

@@ -24,7 +24,7 @@ class Measured:
     measures: Mapping[str, ByModel]
     """`gold`, `reward_model`, `rules` (the weighted sum), where they exist."""
     rules: Mapping[str, ByModel]
-    """Raw value of each rule source; NaN where it failed and masks that."""
+    """Raw values of each rule source. NaN if a failure is masked."""
     kl: list[float]
     """(n,) nats per response of the policy."""
     sources: list[str]
@@ -47,10 +47,10 @@ class Measured:
 def scored(
     responses: Mapping[str, list[RewardInput]], measured: Measured
 ) -> tuple[dict[str, list[RewardInput]], Measured]:
-    """The prompts on which every measure has a value for both models.
+    """Return the prompts for which every measure has a value for both models.
 
-    A source with a weight that masks a failure makes the weighted sum NaN. A source of weight 0 is only watched: its
-    failures leave no prompt out.
+    If a source with nonzero weight masks a failure, the weighted sum is NaN. A source of weight 0 is only
+    measured, and its failures exclude no prompt.
     """
     columns = [values for pair in measured.measures.values() for values in pair.values()]
     whole = [i for i in range(len(measured.kl)) if not any(math.isnan(values[i]) for values in columns)]
@@ -138,7 +138,7 @@ def _numbers(
 
 
 def _known(rules: Mapping[str, ByModel]) -> dict[str, ByModel]:
-    """The prompts on which each source has a value for both models; no entry for a source that has none."""
+    """Return the prompts for which each source has a value for both models. Sources without any have no entry."""
     found: dict[str, ByModel] = {}
     for name, pair in rules.items():
         both = [(a, b) for a, b in zip(pair["sft"], pair["ppo"], strict=True) if not math.isnan(a + b)]

@@ -1,9 +1,9 @@
 """Loading of pretrained models with validation of all weights.
 
 `from_pretrained` gives random values to tensors that are missing in the files and ignores tensors that the
-model does not have. In both cases it only logs a message. Here, both are errors. Integer weights, values that
-are not finite, and an attention implementation that `config.json` requests instead of the configured one are
-handled as well.
+model does not have. In both cases it only logs a message. Here, both are errors. Integer weights and values
+that are not finite are refused as well. An attention implementation in `config.json` is replaced by the
+configured one.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     wrong = []
     for name, entry in tensors(Path(folder)).items():
-        # Experts are stored one by one under names that the model, which holds them in one tensor, does not have.
+        # Experts are stored as separate tensors, while the model holds them in one tensor with another name.
         trained = name in parameters or (name.endswith(".weight") and name not in buffers)
         if trained and entry["dtype"] not in FLOATING:
             wrong.append(f"{name} ({entry['dtype']})")

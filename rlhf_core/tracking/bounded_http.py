@@ -96,7 +96,8 @@ class _Call:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._timer.cancel()
         _here.call = None
-        # Ctrl-C and SIGTERM are no `Exception`: they must reach the top, also if they come when the time is up.
+        # Ctrl-C and SIGTERM are not subclasses of `Exception` and must be raised unchanged, even if the time is
+        # over.
         if self._over and (kind is None or issubclass(kind, Exception)):
             raise Timeout(f"no whole answer within {self._seconds:.0f} s") from error
 

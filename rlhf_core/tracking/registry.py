@@ -90,7 +90,7 @@ def register(
     while champion is None or champion.version != version.version:
         match = _played(candidate, champion, gate, play)
         with _asked(mlflow, model):
-            # After the match, which can take long: other versions may have been tested in the meantime.
+            # The match can take long, and other versions may have been tested in the meantime.
             known = {each.version: each.tags for each in mlflow.versions(model)}
         met, evidence = champion.version if champion else None, _evidence(candidate, match)
         tests = _tests(known.get(version.version, {}))
@@ -172,10 +172,11 @@ def _evidence(candidate: Candidate, match: Match | None) -> str:
 
 
 def _number(own: _Tests, known: Iterable[Mapping[str, str]], met: str | None, evidence: str) -> int:
-    """Return the number of the test against the champion `met`. `known`: the tags of all versions.
+    """Return the number of the test against the champion `met`. `known` has the tags of all versions.
 
-    A test with the same numbers is the same test: a process that was killed after it recorded the test decides the
-    same again. With other numbers, also a version that was tested before is tested at a level of its own.
+    Tests with the same numbers are the same test, so a process that was killed after it recorded a test makes
+    the same decision again. With other numbers, a version that was tested before is tested again at a separate
+    level.
     """
     key = _key(met)
     if (same := own.get(key, {}).get(evidence)) is not None:
@@ -184,7 +185,7 @@ def _number(own: _Tests, known: Iterable[Mapping[str, str]], met: str | None, ev
 
 
 def _tests(tags: Mapping[str, str]) -> _Tests:
-    """Return all tests of the version with `tags`. What cannot be read counts as no test."""
+    """Return all tests of the version with `tags`. Unreadable entries are ignored."""
     outcome = _outcome(tags)
     met, tests = outcome.get("met"), outcome.get("tests")
     if isinstance(tests, dict):
@@ -193,7 +194,7 @@ def _tests(tags: Mapping[str, str]) -> _Tests:
             for champion, entries in tests.items()
             if isinstance(entries, dict)
         }
-    # Older code recorded the last test only.
+    # Earlier versions of the code only recorded the last test.
     if "met" in outcome and (met is None or isinstance(met, str)) and outcome.get("tested", outcome.get("match")):
         return {_key(met): {"": 1}}
     return {}
