@@ -72,7 +72,7 @@ def _train(
     from rlhf_core.models.policy import load_policy
     from rlhf_core.training.engine import TrainingEngine
     from rlhf_core.training.layout import agreed
-    from rlhf_core.training.sft import train_sft
+    from rlhf_core.training.sft import evaluate_saved, train_sft
 
     sft = config.sft
     folder, revision = base_model(config, data)
@@ -97,10 +97,11 @@ def _train(
     policy.lm.generation_config = GenerationConfig(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
     add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)
+    held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
     metrics = train_sft(
         engine,
         [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")],
-        [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")],
+        held_out,
         sft,
         seed=derive_seed(config.run.seed, "sft"),
         pad_id=ids.pad,
@@ -111,6 +112,11 @@ def _train(
     engine.save_adapter(out / "adapter", str(folder), revision)
     del policy
     engine.close()  # rank 0 goes on with another copy of the model
+    if sft.lora is not None and services is not None:
+        # Later stages load the merge, rounded to `dtype`: the metrics are those of that model.
+        saved = evaluate_saved(config, out / "model", held_out, ids.pad, rank.torch_device)
+        gap = saved["eval/loss"] - metrics["eval_loss"]
+        metrics |= {"eval_loss": saved["eval/loss"], "perplexity": saved["eval/perplexity"], "merge_gap": gap}
     return metrics
 
 

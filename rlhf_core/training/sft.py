@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from rlhf_core.algo.losses import sft_loss
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.failpoints import failpoint
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import epoch_batches
 from rlhf_core.training import checkpointing
 from rlhf_core.training.engine import TrainingEngine
@@ -113,17 +115,52 @@ def evaluate_sft(
 ) -> dict[str, float]:
     """Mean loss per target token over the held-out set, in nats, and its exponential. A collective."""
     engine.module.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.rank.torch_device)
-    for micro_batch in _my_micro_batches(engine, held_out, config):
-        doing("evaluation")
-        tensors = collate([held_out[i] for i in micro_batch], pad_id=pad_id, pack=config.packs).to(
-            engine.rank.torch_device
-        )
-        logprobs_N = engine(tensors).logprobs_N
-        sums[0] -= logprobs_N.double().sum()
-        sums[1] += logprobs_N.numel()
+    micro_batches = _my_micro_batches(engine, held_out, config)
+    sums = _loss_and_count(engine, held_out, micro_batches, config.packs, pad_id, engine.rank.torch_device)
     dist.all_reduce(sums)
     engine.module.train()
+    return _measures(sums)
+
+
+def evaluate_saved(
+    config: PipelineConfig, folder: Path, held_out: Sequence[TokenSequence], pad_id: int, device: str
+) -> dict[str, float]:
+    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_sft`."""
+    sft = config.sft
+    doing("load the model", config.run.timeouts.start)
+    model = load_policy(
+        folder,
+        dtype=sft.deepspeed.dtype,
+        attention=config.model.attention,
+        device=device,
+        pack=sft.pack,
+        head_dtype=config.model.head_dtype,
+    ).eval()
+    (micro_batches,) = plan_ranks(list(map(len, held_out)), 1, sft.micro_batch_tokens, pack=model.packs)
+    with torch.no_grad():
+        return _measures(_loss_and_count(model, held_out, micro_batches, model.packs, pad_id, device))
+
+
+def _loss_and_count(
+    model: Any,
+    held_out: Sequence[TokenSequence],
+    micro_batches: Sequence[Sequence[int]],
+    pack: bool,
+    pad_id: int,
+    device: str,
+) -> torch.Tensor:
+    """(2,) float64: the sum of the losses in nats, and the number of target tokens."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for micro_batch in micro_batches:
+        doing("evaluation")
+        tensors = collate([held_out[i] for i in micro_batch], pad_id=pad_id, pack=pack).to(device)
+        logprobs_N = model(tensors).logprobs_N
+        sums[0] -= logprobs_N.double().sum()
+        sums[1] += logprobs_N.numel()
+    return sums
+
+
+def _measures(sums: torch.Tensor) -> dict[str, float]:
     loss = (sums[0] / sums[1]).item()
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 50.0))}
 
