@@ -6,7 +6,7 @@ Axes: `B` responses, `T` the longest of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, cast
@@ -160,14 +160,64 @@ def repeats(response_ids: Sequence[int]) -> bool:
     if len(set(response_ids)) <= 2:
         return True
     ids_T = np.asarray(response_ids)
-    for period in range(1, length // 3 + 1):
-        needed = max(3 * period, _LOOP_TOKENS, math.ceil(length / 4)) - period
+    shortest = max(_LOOP_TOKENS, math.ceil(length / 4))
+    for period in _periods(ids_T, shortest // 5):
+        needed = max(3 * period, shortest) - period
         # In a loop of this period, each token is equal to the token one period before.
         differs = np.flatnonzero(ids_T[period:] != ids_T[:-period])
         edges = np.concatenate(([-1], differs, [length - period]))
         if np.diff(edges).max() - 1 >= needed:
             return True
     return False
+
+
+def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
+    """Yield the periods that a loop of at least `5 * window` tokens can have, each once.
+
+    All periods up to a third of the length would take quadratic time. Only those are tried at which one of about
+    twenty windows of the response recurs. One of the windows begins among the first `window` tokens of the loop. One
+    period later, still within the loop, the same tokens follow.
+
+    A window of a few tokens over and over (spaces, dashes) recurs nearly everywhere in a row of them. If the row is
+    longer than the loop's period, the whole loop has the period of the row. If it is not, its end belongs to what
+    recurs. Windows that overlap by more than half are of this kind, so that few periods are left in all cases.
+    """
+    length, size, text = len(ids_T), ids_T.itemsize, ids_T.tobytes()
+    seen = set()
+    for start in range(0, length - window, window):
+        end = start + window
+        small = _small_period(text[start * size : end * size], size)
+        if small:
+            if small not in seen:
+                seen.add(small)
+                yield small
+            breaks = np.flatnonzero(ids_T[start + small :] != ids_T[start:-small])
+            if not len(breaks):
+                continue
+            end = start + small + int(breaks[0]) + 1
+        piece = text[start * size : end * size]
+        for place in _places(text, piece, start + 1, end + length // 3, size):
+            if place - start not in seen:
+                seen.add(place - start)
+                yield place - start
+
+
+def _small_period(piece: bytes, size: int) -> int:
+    """Return the smallest period of `piece` that is at most half of its tokens, or 0. A token has `size` bytes."""
+    half = len(piece) // size // 2
+    for period in _places(piece, piece[: half * size], 1, 2 * half, size):
+        if piece[period * size :] == piece[: -period * size]:
+            return period
+    return 0
+
+
+def _places(text: bytes, piece: bytes, first: int, end: int, size: int) -> Iterator[int]:
+    """Yield where the tokens of `piece` stand in `text` from the token `first` on, and before the token `end`."""
+    at = first * size
+    while (at := text.find(piece, at, end * size)) >= 0:
+        if at % size == 0:
+            yield at // size
+        at += size - at % size  # the next token: `find` looks at bytes
 
 
 def _score_length(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:

@@ -15,16 +15,19 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlhf_core.cluster.guards import WATCHED
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.rollout.experience import make_experience, repeats, uniform_groups
+from rlhf_core.rollout.experience import _periods, make_experience, repeats, uniform_groups
 from rlhf_core.types import Rollout
 
 
@@ -177,6 +180,70 @@ def test_a_loop_of_any_period_is_found_wherever_it_begins(period: int, before: t
 )
 def test_what_is_said_twice_or_is_a_small_part_is_no_loop(ids: tuple[int, ...]) -> None:
     assert not repeats(ids)
+
+
+def _repeats_by_all_periods(ids: Sequence[int]) -> bool:
+    """The definition, in quadratic time."""
+    if len(ids) < 16:
+        return False
+    if len(set(ids)) <= 2:
+        return True
+    for period in range(1, len(ids) // 3 + 1):
+        needed = max(3 * period, 16, math.ceil(len(ids) / 4))
+        found = period
+        for i in range(period, len(ids)):
+            found = found + 1 if ids[i] == ids[i - period] else period
+            if found >= needed:
+                return True
+    return False
+
+
+def _with_a_loop(chance: random.Random) -> list[int]:
+    """Random tokens, or rows of equal tokens, with a loop that is about as long as it must be to count."""
+    letters, length, longest = chance.choice([2, 3, 4, 300]), chance.randrange(14, 200), chance.choice([1, 1, 5, 40])
+    ids: list[int] = []
+    while len(ids) < length:
+        ids += [chance.randrange(letters)] * chance.randint(1, longest)
+    del ids[length:]
+    period = chance.randint(1, length // 3 + 1)
+    loop = max(3 * period, 16, math.ceil(length / 4)) + chance.randint(-2, 1)
+    start = chance.randint(0, max(0, length - loop))
+    for i in range(start + period, min(start + loop, length)):
+        ids[i] = ids[i - period]
+    return ids
+
+
+def test_loops_are_those_that_a_look_at_all_periods_finds() -> None:
+    chance = random.Random(0)
+    found = []
+    for _ in range(800):
+        ids = _with_a_loop(chance)
+        found.append(repeats(ids))
+        assert found[-1] == _repeats_by_all_periods(ids), ids
+    assert 200 < sum(found) < 700
+
+
+LONG = [random.Random(0).randrange(50_000) for _ in range(4096)]
+DASHES = [7] * 900
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        LONG,
+        [token % 3 for token in LONG],
+        [*DASHES, *LONG[:1000], *DASHES, *LONG[1000:2000], *DASHES],
+        [*[1, 2, 3] * 300, *LONG[:1000], *[1, 2, 3] * 320, *LONG[1000:2000]],
+        [*DASHES, 8, *DASHES, 9, *DASHES, 10, *DASHES[:300], 11, *DASHES],
+    ],
+    ids=["text", "three letters", "rows of dashes", "rows of three", "rows side by side"],
+)
+def test_few_periods_of_a_long_response_are_tried(ids: list[int]) -> None:
+    """All 1365 of them, for 512 responses, would take ten seconds of every step."""
+    ids_T = np.array(ids)
+    assert len(list(_periods(ids_T, len(ids) // 20))) < 100
+    ids_T[1000:3000] = np.tile(ids_T[1000:1500], 4)
+    assert repeats(ids_T.tolist())
 
 
 @pytest.mark.parametrize(
