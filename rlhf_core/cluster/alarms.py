@@ -117,7 +117,9 @@ class Alarms:
                 f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the reward mostly depends on "
                 "the length; check the reward model's length bias",
             )
-        if (explained := now("value/explained_variance", 1.0)) <= 0:
+        # With equal scores, the returns vary by the KL and the critic's own values only, which tells nothing of it.
+        scores_vary = now("objective/scores_std", 1.0) > 0
+        if (explained := now("value/explained_variance", 1.0)) <= 0 and scores_vary:
             yield (
                 "blind_critic",
                 f"the critic does not predict the returns (explained variance {explained:.2g}); raise "

@@ -116,7 +116,7 @@ def make_experience(
     metrics = {
         "objective/kl": _mean(kl_B),
         "objective/scores": _mean(known_B),
-        "objective/scores_std": known_B.std(unbiased=False).item() if known_B.numel() else 0.0,
+        "objective/scores_std": _std(known_B),
         "objective/rlhf_reward": _mean(rewards_BT.sum(1)[scored_B]),
         "objective/entropy": (masked_sum(entropy_BT, mask_BT) / scored_B.sum().clamp(min=1)).item(),
         "policy/entropy": masked_mean(entropy_BT, mask_BT).item(),
@@ -127,7 +127,8 @@ def make_experience(
     }
     if ppo.uses_critic:
         metrics["value/mean"] = masked_mean(values_BT, mask_BT).item()
-        metrics["value/explained_variance"] = _explained(values_BT, returns_BT, mask_BT)
+        if (explained := _explained(values_BT, returns_BT, mask_BT)) is not None:
+            metrics["value/explained_variance"] = explained
     if ppo.samples_per_prompt > 1:
         uniform = uniform_groups(scores_B, ppo)
         metrics["rollout/zero_variance_groups"] = len(uniform) * ppo.samples_per_prompt / len(rollouts)
@@ -241,6 +242,11 @@ def _mean(values_B: torch.Tensor) -> float:
     return values_B.mean().item() if values_B.numel() else 0.0
 
 
+def _std(values_B: torch.Tensor) -> float:
+    """Exactly 0 for equal values: in float32 their mean is not always that value, and guards look for 0."""
+    return values_B.double().std(unbiased=False).item() if values_B.numel() else 0.0
+
+
 def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
     """How far the engine's log-probabilities are from the trainer's, for the same weights and tokens."""
     gap_BT = select((old_BT - rollout_BT).abs(), mask_BT)
@@ -256,7 +262,11 @@ def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.T
     }
 
 
-def _explained(values_BT: torch.Tensor, returns_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+def _explained(values_BT: torch.Tensor, returns_BT: torch.Tensor, mask_BT: torch.Tensor) -> float | None:
+    """Return 1 - Var(returns - values) / Var(returns), or None if the returns do not vary: then no critic is better
+    or worse than another one.
+    """
     variance = masked_var(returns_BT, mask_BT).item()
-    return 1.0 - masked_var(returns_BT - values_BT, mask_BT).item() / variance if variance > 0 else 0.0
+    if variance == 0:
+        return None
+    return 1.0 - masked_var(returns_BT - values_BT, mask_BT).item() / variance

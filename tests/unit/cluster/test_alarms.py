@@ -109,6 +109,17 @@ def test_a_policy_that_never_ended_its_responses_has_not_lost_it() -> None:
         assert not any(look(guards, step, {"rollout/eos_rate": 0.0}).values())
 
 
+@pytest.mark.parametrize("explained", [{}, {"value/explained_variance": -40.0}])
+def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
+    """With lambda below 1 or a KL in the reward, the returns of equal scores vary a little."""
+    guards = guards_of(blind_critic="stop")
+    usual = {name: value for name, value in GOOD.items() if name != "value/explained_variance"}
+    for step in range(1, 6):
+        metrics = usual | {"objective/scores_std": 0.0} | explained
+        guards.check(metrics, step)
+        assert metrics["guards/blind_critic"] == 0.0
+
+
 def test_every_guard_is_in_the_configuration_and_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     actions = [name for name, value in config_from_tree({}, "test").ppo.guards.model_dump().items() if value == "warn"]

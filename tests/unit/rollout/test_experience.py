@@ -279,6 +279,15 @@ def test_the_spread_of_scores_and_what_the_critic_explains_are_those_of_statisti
     assert made.metrics["value/explained_variance"] == pytest.approx(1 - 0.5 / 8)
 
 
+@pytest.mark.parametrize("count", [1, 64])
+def test_where_nothing_varies_the_spread_is_0_and_nothing_is_said_of_the_critic(count: int) -> None:
+    numbers = [[-1.0, -1.0]] * count
+    values = [[0.7, 0.5 + 0.01 * i] for i in range(count)]
+    metrics = _make([_rollout((-1.0, -1.0))] * count, numbers, numbers, values, [0.7] * count).metrics
+    assert metrics["objective/scores_std"] == 0.0
+    assert "value/explained_variance" not in metrics
+
+
 def test_whitened_advantages_have_mean_0_and_variance_1_while_returns_stay() -> None:
     rollouts = [_rollout((-1.0, -1.0)), _rollout((-1.0, -1.0, -1.0))]
     logprobs, values = [[-1.0] * 2, [-1.0] * 3], [[0.1] * 2, [0.3] * 3]
