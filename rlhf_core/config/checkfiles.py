@@ -225,7 +225,7 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
     `shape` is the content of config.json.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
+    if os.path.lexists(single):
         files = [single]
     elif index.is_file():
         content, problem = _read_json(index)
@@ -366,7 +366,7 @@ def tensors(folder: Path) -> dict[str, Any]:
     The files are `model.safetensors`, or those of the index if that file does not exist.
     """
     files = [folder / "model.safetensors"]
-    if not files[0].is_file():
+    if not os.path.lexists(files[0]):
         named = _read_json(folder / "model.safetensors.index.json")[0].get("weight_map")
         names = {str(name) for name in named.values()} if isinstance(named, dict) else set()
         files = [folder / name for name in sorted(names)]

@@ -150,7 +150,7 @@ def test_all_groups_use_one_layout_and_pad_where_the_model_of_one_does_not_bear_
 
     def group(name: str, answer: bool) -> WorkerGroup:
         actor = SimpleNamespace(
-            address=SimpleNamespace(remote=lambda *_: ("127.0.0.1", 1)),
+            listen=SimpleNamespace(remote=lambda *_: ("127.0.0.1", 1)),
             load=SimpleNamespace(remote=lambda *_: answer),
             choose_layout=SimpleNamespace(remote=lambda pack: told.append((name, pack))),
         )
