@@ -8,6 +8,7 @@ configured one.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from rlhf_core.config.checkfiles import tensors
-from rlhf_core.errors import ModelError, OutOfMemory, RLHFError, classified
+from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,13 +27,17 @@ FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "B
 _OF_ANOTHER_HEAD = ("lm_head.weight", "lm_head.bias")
 """Tensors of a causal language model that a score model created from it does not use."""
 
+_OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT)
+"""Errors of a disk, a network file system or the process limits. The files of the model can be valid."""
+
 
 @contextmanager
 def model_errors(folder: Path | str) -> Iterator[None]:
     """Convert exceptions in this context to ModelError, because they are caused by the model's files.
 
     Invalid files can raise KeyError, TypeError, RuntimeError and validation errors of libraries. Errors of the
-    machine (memory, GPU) are raised unchanged.
+    memory and the GPU are raised unchanged. Errors of the disk and the network become InfrastructureError. No
+    other rank takes part in this context, so a RuntimeError does not come from a collective operation.
     """
     try:
         yield
@@ -42,7 +47,15 @@ def model_errors(folder: Path | str) -> Iterator[None]:
         of_a_gpu = isinstance(error, torch.AcceleratorError) or "CUDA" in str(error)
         if of_a_gpu or isinstance(classified(error), OutOfMemory):
             raise
-        raise ModelError(f"model.path: cannot load a model from {folder}: {type(error).__name__}: {error}") from error
+        of_the_machine = _of_the_machine(error) or _of_the_machine(error.__cause__)
+        kind = InfrastructureError if of_the_machine else ModelError
+        raise kind(f"model.path: cannot load a model from {folder}: {type(error).__name__}: {error}") from error
+
+
+def _of_the_machine(error: BaseException | None) -> bool:
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
 
 
 def load_pretrained(

@@ -8,7 +8,9 @@ configured attention is used whatever `config.json` asks for. Broken configurati
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_core.config.checkfiles import tensors
 from rlhf_core.config.training import LoraConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import InfrastructureError, ModelError, RLHFError
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, save_adapter
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
-from rlhf_core.models.weights import check_headers
+from rlhf_core.models.weights import check_headers, model_errors
 from tests.tiny_llama import save_tiny_llama
 
 LOADING: dict[str, Any] = {"dtype": "float32", "attention": "sdpa", "device": "cpu"}
@@ -121,6 +123,35 @@ def test_a_configuration_that_does_not_fit_is_a_model_error(changes: dict[str, A
     configure(save_tiny_llama(tmp_path), **changes)
     with pytest.raises(ModelError, match=says):
         load_policy(tmp_path, **LOADING)
+
+
+def _system(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        *((_system(number), InfrastructureError) for number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)),
+        (_system(errno.ETIMEDOUT), InfrastructureError),
+        (_system(errno.ECONNRESET), InfrastructureError),
+        (ConnectionError("the hub is gone"), InfrastructureError),
+        (_system(errno.ENOENT), ModelError),
+        (_system(errno.EACCES), ModelError),
+        (RuntimeError("size mismatch"), ModelError),
+        (KeyError("rope_type"), ModelError),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_fault_of_the_machine_is_not_one_of_the_model(
+    raised: Exception, kind: type[RLHFError], wrapped: bool
+) -> None:
+    with pytest.raises(RLHFError, match=r"^model\.path: cannot load a model from m: ") as caught, model_errors("m"):
+        if wrapped:
+            raise ValueError("cannot read the files") from raised
+        raise raised
+    assert type(caught.value) is kind
 
 
 def test_an_untied_head_that_is_missing_is_refused_and_a_tied_one_is_not(tmp_path: Path) -> None:
