@@ -348,6 +348,12 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
     return (content, None) if isinstance(content, dict) else ({}, f"{file} is no JSON object")
 
 
+def attention_heads(folder: Path) -> int | None:
+    """The number in `config.json`; None where there is no such number."""
+    heads = _read_json(folder / "config.json")[0].get("num_attention_heads")
+    return heads if type(heads) is int and heads > 0 else None
+
+
 def writable(folder: Path) -> str | None:
     """What keeps `folder` from being made and written to, or None."""
     if "\0" in str(folder):

@@ -84,7 +84,9 @@ class EngineConfig(Section):
     """The vLLM engines that sample rollouts."""
 
     count: PositiveInt = Field(1, description="Engines; each is a process with a copy of the policy")
-    tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
+    tensor_parallel: PositiveInt = Field(
+        1, description="GPUs of one engine, or processes on the CPU; it must divide the attention heads"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the engines; the policy's where nothing is said"
     )

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from rlhf_core.config.checkadapters import check_adapters
 from rlhf_core.config.checkdata import check_source
-from rlhf_core.config.checkfiles import MAX_TEMPLATE_BYTES, Finding, check_model, guarded, is_local, tensors
+from rlhf_core.config.checkfiles import (
+    MAX_TEMPLATE_BYTES,
+    Finding,
+    attention_heads,
+    check_model,
+    guarded,
+    is_local,
+    tensors,
+)
 from rlhf_core.config.checkplaces import check_environment, check_places
 from rlhf_core.config.checkrewards import check_rewards
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
@@ -46,6 +54,7 @@ def check(config: PipelineConfig) -> list[str]:
         ("ppo.rewards", check_rewards),
         ("configuration", doubts),
         ("configuration", _consistency),
+        ("ppo.engine.tensor_parallel", _tensor_parallel),
         ("run.device", _devices),
         ("run.home", _disk),
     )
@@ -209,14 +218,22 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
+def _tensor_parallel(config: PipelineConfig) -> Iterator[Finding]:
+    ways, path = config.ppo.engine.tensor_parallel, config.model.path
+    heads = config.model.tiny.heads if path is None else attention_heads(Path(path)) if is_local(path) else None
+    if heads is not None and heads % ways:
+        fits = max(n for n in range(1, ways) if heads % n == 0)
+        yield ConfigError(
+            f"ppo.engine.tensor_parallel: must divide the {heads} attention heads of the model; got {ways}; use {fits}"
+        )
+
+
 def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     ppo, cores, plan = config.ppo, cpu_cores(), placement(config.ppo)
     if ppo.weight_sync.backend in ("nccl", "ipc"):
         yield ConfigError(
             f"ppo.weight_sync.backend: {ppo.weight_sync.backend} needs GPUs; got 0 visible; use auto or gloo"
         )
-    if ppo.engine.tensor_parallel > 1:
-        yield ConfigError(f"ppo.engine.tensor_parallel: must be 1 on the CPU; got {ppo.engine.tensor_parallel}; use 1")
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
     for field, deepspeed in _trainers(config):

@@ -5,6 +5,7 @@
 - dual clip bounds the loss of tokens that became much more likely although their advantage is negative: the loss of the
   policy is the mean worked out by hand
 - rows of 2,048 tokens: engine and trainer agree on every token of them, and the step changes the policy
+- an engine of two tensor-parallel processes receives the weights over gloo and samples from the policy of each step
 """
 
 from __future__ import annotations
@@ -125,3 +126,25 @@ def test_rows_of_2048_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, su
         f"rows of 2,048 tokens: largest gap to the engine {experience.metrics['rollout/logprob_gap_max']:.1e}, mean "
         f"change of log-probabilities by one step {changed_BT.mean():.1e}"
     )
+
+
+def test_an_engine_of_two_tensor_parallel_processes_follows_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
+) -> None:
+    model = save_small_model(tmp_path / "model")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    options: dict[str, Any] = {
+        "algorithm": "rloo",
+        "samples_per_prompt": 2,
+        "prompts_per_step": 8,
+        "max_new_tokens": 12,
+        "minibatches": 1,
+        "engine": {"tensor_parallel": 2},
+    }
+    with small_ppo(small_config(model, options), model, tmp_path, prompts(20, 8)) as controller:
+        steps = [controller.iterate() for _ in range(3)]
+    assert [step["sync/version"] for step in steps] == [1, 2, 3]
+    assert steps[-1]["objective/kl"] > 0.01, "the policy has left its reference"
+    gaps = [step["rollout/logprob_gap_max"] for step in steps]
+    assert max(gaps) < 1e-4
+    summary_lines.append(f"an engine of two processes: largest gap in log-probability {max(gaps):.1e} in three steps")

@@ -127,7 +127,9 @@ SETTINGS = {
     "a GPU where there is none": (("run.device=cuda",), ("run.device", "0 visible GPUs")),
     "NCCL without a GPU": (("ppo.weight_sync.backend=nccl",), ("ppo.weight_sync.backend", "use auto or gloo")),
     "CUDA IPC without a GPU": (("ppo.weight_sync.backend=ipc", "ppo.colocate=all"), ("ppo.weight_sync.backend", "use auto or gloo")),
-    "two devices for one engine": (("ppo.engine.tensor_parallel=2",), ("ppo.engine.tensor_parallel", "got 2")),
+    "an engine in more parts than heads divide into": (
+        ("ppo.engine.tensor_parallel=3",), ("ppo.engine.tensor_parallel", "4 attention heads", "got 3; use 2"),
+    ),
     "flash attention without a GPU": (("model.attention=flash_attention_2",), ("model.attention", "use sdpa")),
     "offload without a GPU": (
         ("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none"),
