@@ -36,8 +36,8 @@ Both runs share the SFT model and the reward model, whose accuracy on held-out p
 
 ![Reward by step: without a KL penalty the score of the reward model keeps rising while the true reward falls]({figure})
 
-Means of {window} steps, seed {seed}. Score: mean of the reward model over the responses of a step. Gold: the true reward of
-the same responses. KL: mean per response, in nats, against the SFT model.
+Means of {window} steps, seed {seed}; `ppo.kl.coef` in parentheses. Score: mean of the reward model over the responses of a
+step. Gold: the true reward of the same responses. KL: mean per response, in nats, against the SFT model.
 
 {table}
 
@@ -91,9 +91,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def table(without: Curve, with_kl: Curve) -> str:
-    """Markdown: every tenth step."""
+    """Markdown: every `WINDOW`-th step."""
     lines = [
-        "| step | score, no KL | gold, no KL | KL, no KL | score, KL | gold, KL | KL, KL |",
+        f"| step {''.join(f'| score ({coef:g}) | gold ({coef:g}) | KL ({coef:g}) ' for coef in (WITHOUT, WITH))}|",
         "|---|---|---|---|---|---|---|",
     ]
     for step in range(WINDOW, len(without.gold) + 1, WINDOW):
