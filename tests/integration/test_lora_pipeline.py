@@ -4,7 +4,7 @@
 - PPO sends only the adapter to its engines; the policy that is evaluated and registered is the one that was trained
 - with `colocate: all` policy, reference, critic and reward model share their ranks
 
-Slow: the whole pipeline.
+Slow: the whole pipeline, after SFT of its base model.
 """
 
 from __future__ import annotations
@@ -22,20 +22,31 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 pytestmark = pytest.mark.slow
 
 
+def rlhf_run(home: Path, *arguments: str) -> dict[str, Any]:
+    """The summary of `rlhf run` with the smallest configuration."""
+    command = [sys.executable, "-P", "-m", "flows.cli", "run", str(TINY), f"run.home={home}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary: dict[str, Any] = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text())
+    return summary
+
+
 def test_adapters_in_all_three_stages_with_all_models_in_one_group(tmp_path: Path, summary_lines: list[str]) -> None:
-    settings = [
+    # Adapters of SFT need a pretrained model: this is one.
+    first = rlhf_run(tmp_path / "first", "--until", "sft")
+    base = tmp_path / "first" / "store" / first["stages"]["sft"]["artifact"] / "model"
+    home = tmp_path / "home"
+    summary = rlhf_run(
+        home,
+        f"model.path={base}",
         "sft.lora.r=8",
         "reward.lora.r=8",
         "ppo.lora.r=8",
         "ppo.weight_sync.lora=adapter",
         "ppo.colocate=all",
-    ]
-    command = [sys.executable, "-P", "-m", "flows.cli", "run", str(TINY), f"run.home={tmp_path}", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary: dict[str, Any] = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text())
+    )
     for stage, model in (("sft", "model"), ("reward", "model"), ("ppo", "policy")):
-        folder = tmp_path / "store" / summary["stages"][stage]["artifact"]
+        folder = home / "store" / summary["stages"][stage]["artifact"]
         assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["r"] == 8
         assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 0
         assert (folder / model / "config.json").is_file()
