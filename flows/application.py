@@ -1,4 +1,7 @@
-"""Prefect's server with additional access checks: `uvicorn --factory flows.application:create_app`.
+"""The servers of Prefect and MLflow with additional access checks.
+
+    uvicorn --factory flows.application:create_app      Prefect
+    mlflow server --app-name rlhf                       MLflow, which finds `create_mlflow_app` by the entry point
 
 The rules in `rlhf_core.loopback` refuse requests of web pages from other origins. In addition, Prefect requires
 the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the machine.
@@ -11,8 +14,15 @@ from typing import Any
 from rlhf_core.loopback import OwnAddressOnly
 
 
+def create_mlflow_app() -> Any:
+    """Create MLflow's application. Its own rule accepts every origin on this machine, whatever the port."""
+    from mlflow.server.fastapi_app import app
+
+    return OwnAddressOnly(app)
+
+
 def create_app() -> Any:
-    """Create the application from the settings in the environment."""
+    """Create Prefect's application from the settings in the environment."""
     from prefect.server.api.server import create_app
 
     _take_turns()

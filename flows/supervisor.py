@@ -132,7 +132,7 @@ class Supervisor:
 
     def _mlflow(self, port: int) -> Server:
         command = [
-            *python_module("mlflow"), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+            *python_module("mlflow"), "server", "--app-name", "rlhf", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
             "--backend-store-uri", f"sqlite:///{self.database}",
             "--default-artifact-root", str(self._home / "mlartifacts"),
             "--allowed-hosts", f"localhost:{port},127.0.0.1:{port}",

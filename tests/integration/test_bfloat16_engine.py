@@ -77,7 +77,7 @@ def test_an_engine_in_bfloat16_can_leave_its_logits_unrounded(tmp_path: Path, su
 def test_importance_weights_correct_the_loss_for_an_engine_in_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
 ) -> None:
-    model = saved(tmp_path / "model", 0.3)
+    model = saved(tmp_path / "model", 0.15)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     options: dict[str, Any] = {
         "algorithm": "rloo",

@@ -1,10 +1,15 @@
-"""Prefect's scheduler inserts its flow runs under the locked SQLAlchemy.
+"""The applications of Prefect's and MLflow's servers.
 
-This looks at the function that SQLAlchemy calls, and no further. That a schedule starts runs is proved by
-`tests/integration/test_scheduled.py`.
+- Prefect's scheduler inserts its flow runs under the locked SQLAlchemy. This looks at the function that SQLAlchemy calls,
+  and no further. That a schedule starts runs is proved by `tests/integration/test_scheduled.py`
+- MLflow finds its application by name, and answers neither pages of another port nor other hosts
 """
 
 from __future__ import annotations
+
+import asyncio
+
+import pytest
 
 from flows import application
 
@@ -20,3 +25,27 @@ def test_a_scheduled_run_with_its_state_can_be_inserted() -> None:
     row = {"state": {"type": "SCHEDULED"}}
     FlowRun.state._bulk_dml_setter("state")(row)  # refused without a function for it
     assert row == {"state": {"type": "SCHEDULED"}}, "it is inserted in another table afterwards"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "127.0.0.1:5000"}, 200),
+        ({"host": "localhost:5000", "origin": "http://localhost:5000"}, 200),
+        ({"host": "localhost:5000", "origin": "http://localhost:6666"}, 403),
+        ({"host": "127.0.0.1:5000", "origin": "http://localhost:5000"}, 403),
+        ({"host": "evil.example:5000"}, 403),
+    ],
+)
+def test_mlflows_server_answers_its_own_pages_only(headers: dict[str, str], status: int) -> None:
+    import httpx
+    from mlflow.server import _find_app
+
+    assert _find_app("rlhf") == "flows.application:create_mlflow_app"
+    transport = httpx.ASGITransport(app=application.create_mlflow_app())
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:5000") as client:
+            return (await client.get("/health", headers=headers)).status_code
+
+    assert asyncio.run(ask()) == status

@@ -346,6 +346,7 @@ def test_a_program_that_a_flow_run_opened_is_not_stopped_by_down(tmp_path: Path)
         "/x/.venv/bin/python -P -m flows.supervisor /x/.rlhf",
         "/x/.venv/bin/python -P -m uvicorn --factory flows.application:create_app --log-level warning --port 4200",
         "/x/.venv/bin/python -P -m mlflow server --host 127.0.0.1 --port 5000",
+        "/x/.venv/bin/python -m uvicorn --host 127.0.0.1 --port 5000 --workers 1 --factory flows.application:create_mlflow_app",
         "/x/.venv/bin/python -m uvicorn --log-config /x/mlflow/c.yaml --workers 1 mlflow.server.fastapi_app:app",
         "/x/.venv/bin/python -P -m prefect worker start --pool rlhf --type process",
         "python3.11 -X dev -W error -m prefect.engine",

@@ -30,6 +30,7 @@ def test_every_server_is_told_to_listen_on_loopback(tmp_path: Path) -> None:
     mlflow = list(servers["mlflow"].command)
     allowed = mlflow[mlflow.index("--allowed-hosts") + 1].split(",")
     assert all(re.fullmatch(r"(localhost|127\.0\.0\.1):\d+", host) for host in allowed)
+    assert mlflow[mlflow.index("--app-name") + 1] == "rlhf"
     assert servers["mlflow"].environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 
