@@ -31,7 +31,7 @@ model scores too high (Gao et al. 2022, "Scaling Laws for Reward Model Overoptim
 ("gold") reward is known, so this can be measured.
 
 The configuration is [overoptimization.yaml](../deployments/configs/overoptimization.yaml): the demo with {pairs} noisy
-preference pairs and {steps} PPO steps, without a KL penalty (`ppo.kl.coef: 0`) and with the demo's (`ppo.kl.coef: 0.05`).
+preference pairs, {epochs} epochs of SFT and {steps} PPO steps, without a KL penalty (`ppo.kl.coef: 0`) and with the demo's (`ppo.kl.coef: 0.05`).
 Both runs share the SFT model and the reward model, whose accuracy on held-out pairs is {accuracy:.3f}.
 
 ![Reward by step: without a KL penalty the score of the reward model keeps rising while the true reward falls]({figure})
@@ -148,6 +148,7 @@ def main() -> None:
     draw({name.replace("`", ""): curve for name, curve in zip(names, (without, with_kl), strict=True)}, figure)
     page = PAGE.format(
         pairs=config.data.synthetic.pairs,
+        epochs=config.sft.epochs,
         steps=config.ppo.steps,
         accuracy=accuracy,
         window=WINDOW,
