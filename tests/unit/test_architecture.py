@@ -50,7 +50,7 @@ HOMES = {
     "vllm": ("rlhf_core.rollout", "rlhf_core.weight_sync"),
     "deepspeed": ("rlhf_core.training",),
     "ray": ("rlhf_core.cluster",),
-    "mlflow": ("rlhf_core.tracking",),
+    "mlflow": ("rlhf_core.tracking", "flows.application"),
 }
 
 # Bounds against what cannot be read in one go; code is not folded to meet them.

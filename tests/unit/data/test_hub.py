@@ -89,12 +89,14 @@ def test_the_model_is_fetched_before_the_ranks_start(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(launch, "run_ranks", ranks)
+    for name in ("model_state", "model_digests", "require_unchanged"):
+        monkeypatch.setattr(f"rlhf_core.data.sources.{name}", lambda *_: {})
     config: Any = SimpleNamespace(
         model=SimpleNamespace(path=path, revision=COMMIT),
         run=SimpleNamespace(device="cpu", timeouts=None),
         sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1)),
     )
-    services: Any = SimpleNamespace(inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, watch=None)
+    services: Any = SimpleNamespace(inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, watch=None, sources={})
     with pytest.raises(KeyboardInterrupt):
         sft.run(config, services)
     assert order == [*([("org/model", COMMIT)] if fetched else []), "ranks"]
