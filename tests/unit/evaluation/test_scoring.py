@@ -3,6 +3,7 @@
 - the KL of a response is the sum over its tokens of log policy - log SFT model, at the temperature of the evaluation
 - responses are sampled at that temperature too, in batches, with seeds that depend on the prompt alone, and the engine
   ends, whatever happens
+- rules are another judge when their code or a setting that changes a value differs, and are not asked with other code
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import InputError
 from rlhf_core.evaluation.generate import sample_responses
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.evaluation.scoring import policy_kl
+from rlhf_core.evaluation.scoring import judge_digests, policy_kl, score
 from rlhf_core.types import PromptExample, RewardInput
 from tests.tiny_llama import save_tiny_llama
 
@@ -96,3 +98,26 @@ def test_an_engine_that_fails_is_ended(scripted: type[Scripted]) -> None:
     with pytest.raises(RuntimeError, match="no device"):
         sample("a")
     assert scripted.ended == 1
+
+
+def with_rule(tmp_path: Path, **fields: Any) -> PipelineConfig:
+    file = tmp_path / "rule.py"
+    file.write_text("def f(samples):\n    return [1.0 for _ in samples]\n")
+    rule = {"type": "python", "name": "rule", "function": "rule:f", "file": str(file)} | fields
+    return PipelineConfig.model_validate({"ppo": {"rewards": (rule,)}})
+
+
+def test_the_digest_of_rules_covers_their_code_and_what_changes_a_value(tmp_path: Path) -> None:
+    def digest(code: str, **fields: Any) -> str:
+        return judge_digests(with_rule(tmp_path, **fields), gold_known=False, reward_code={"rule": code})["rules"]
+
+    assert digest("a") == digest("a", timeout=7.0, retries=1)
+    assert len({digest("a"), digest("b"), digest("a", weight=2.0)}) == 3
+
+
+def test_rules_whose_code_has_changed_judge_nothing(tmp_path: Path) -> None:
+    samples = [RewardInput("p", "", "", (1,), (2,), True, {})]
+    settings: dict[str, Any] = {"pad_id": 0, "device": "cpu"}
+    assert score("rules", with_rule(tmp_path), None, samples, **settings) == [1.0]
+    with pytest.raises(InputError, match="has changed since this run began"):
+        score("rules", with_rule(tmp_path), None, samples, reward_code={"rule": "0" * 64}, **settings)

@@ -373,3 +373,12 @@ def test_a_rerun_removes_the_warnings_and_guards_that_it_does_not_have(tmp_path:
     run.parent_run_id, run.tags = None, {"rlhf.warnings": "ppo.kl.estimator: k3"}
     run.ensure_parent()
     assert removed == ["rlhf.warnings", "rlhf.guard."]
+
+
+def test_stages_that_ask_rules_are_told_the_digests_of_their_code(tmp_path: Path) -> None:
+    file = tmp_path / "rule.py"
+    file.write_text("def f(samples):\n    return [1.0 for _ in samples]\n")
+    run = pipeline(tmp_path, ppo={"rewards": [{"type": "python", "function": "rule:f", "file": str(file)}]})
+    inputs: Any = {name: ref(name) for name in ("data", "sft", "reward", "ppo", "evaluate")}
+    for stage in ("ppo", "evaluate", "register"):
+        assert "ppo.rewards.0" in run.spec(stage, inputs).sources

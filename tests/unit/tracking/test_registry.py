@@ -318,7 +318,13 @@ def services(tmp_path: Path, evaluation: str) -> Services:
         "data": ArtifactRef("data", "d" * 16, "1" * 64, "/s/data"),
         "reward": ArtifactRef("reward", "r" * 16, "2" * 64, "/s/reward"),
         "ppo": ArtifactRef("ppo", "p" * 16, "3" * 64, "/s/ppo", mlflow_run_id="not-in-this-tracker"),
-        "evaluate": ArtifactRef("evaluate", "e" * 16, "4" * 64, "/s/evaluate", {"win_rate/mean": 0.75, "kl": 3.0}),
+        "evaluate": ArtifactRef(
+            "evaluate",
+            "e" * 16,
+            "4" * 64,
+            "/s/evaluate",
+            {"win_rate/mean": 0.75, "kl": 3.0, "by_source/a+b (1)@2.jsonl/kl": 2.0},
+        ),
     }
     return Services(
         inputs={"ppo": tmp_path / "ppo", "evaluate": tmp_path / "evaluate"},
@@ -356,6 +362,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, databas
     assert version.tags["rlhf.data.digest"] == "1" * 64
     assert version.tags["rlhf.ppo.key"] == "p" * 16
     assert version.tags["eval.win_rate.mean"] == "0.75"
+    assert version.tags["eval.by_source.a_b _1__2.jsonl.kl"] == "2", "MLflow refuses most signs in a tag's name"
     assert version.tags["rlhf.weights_sha256"] == result.facts["weights_sha256"]
     # printf 1 | sha256sum
     assert version.tags["rlhf.weights_sha256"] == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
