@@ -205,7 +205,7 @@ def f(samples):
 """
     (tmp_path / "spoiling.py").write_text(code)
     with PythonFunction(source(tmp_path / "spoiling.py", "f", retries=0)) as function:
-        assert "which is no answer" in function([sample("spoil")]).reasons[0]
+        assert "which is not a valid reply" in function([sample("spoil")]).reasons[0]
         assert function([sample("a")]).values == [1.0]
 
 
