@@ -15,7 +15,7 @@ from rlhf_core.loopback import OwnAddressOnly
 
 
 def create_mlflow_app() -> Any:
-    """Create MLflow's application. Its own rule accepts every origin on this machine, whatever the port."""
+    """Create MLflow's application. MLflow itself accepts every origin on this machine, on any port."""
     from mlflow.server.fastapi_app import app
 
     return OwnAddressOnly(app)

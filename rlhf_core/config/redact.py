@@ -141,7 +141,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
             continue
         if _SECRET_VARIABLE.search(name):
             values |= {value, value.strip(), *value.split("\n")}
-        # An address of a database or proxy may contain a password, whatever the name of the variable.
+        # An address of a database or proxy may contain a password, regardless of the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
     values |= {unquote(value) for value in values}
     long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}

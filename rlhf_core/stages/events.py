@@ -10,7 +10,7 @@
     {"event": "result", "artifact": {...}}         the last line of a successful child
     {"event": "error", "type": "...", "message": "..."}     the last line of a child that reported a failure
 
-If the last line is missing, the reader must assume that the child died, whatever its exit code.
+If the last line is missing, the reader must assume that the child died, regardless of its exit code.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ class Curve:
 
     @property
     def fall(self) -> float:
-        """True reward lost between its peak and the end."""
+        """Decrease of the true reward from its peak to the end."""
         return self.gold[self.peak] - self.gold[-1]
 
     @property
     def rise(self) -> float:
-        """Score of the reward model won between the peak of the true reward and the end."""
+        """Increase of the reward model's score from the peak of the true reward to the end."""
         return self.score[-1] - self.score[self.peak]
 
 
@@ -92,10 +92,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def table(without: Curve, with_kl: Curve) -> str:
     """Markdown: every `WINDOW`-th step."""
-    lines = [
-        f"| step {''.join(f'| score ({coef:g}) | gold ({coef:g}) | KL ({coef:g}) ' for coef in (WITHOUT, WITH))}|",
-        "|---|---|---|---|---|---|---|",
-    ]
+    names = [f"{name} ({coef:g})" for coef in (WITHOUT, WITH) for name in ("score", "gold", "KL")]
+    lines = [f"| step | {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
     for step in range(WINDOW, len(without.gold) + 1, WINDOW):
         cells = [
             f"{values[step - 1]:.2f}" for curve in (without, with_kl) for values in (curve.score, curve.gold, curve.kl)
@@ -105,7 +103,7 @@ def table(without: Curve, with_kl: Curve) -> str:
 
 
 def findings(curve: Curve, name: str) -> str:
-    """What one curve shows, in a sentence."""
+    """Describe one curve in a sentence."""
     return (
         f"{name}, the true reward is highest at step {curve.peak + 1} ({curve.gold[curve.peak]:.2f}) and "
         f"{curve.gold[-1]:.2f} at the end, {curve.fall:.2f} lower; the score of the reward model rises by "

@@ -240,7 +240,7 @@ def test_integers_of_experts_that_the_model_fuses_are_refused(tmp_path: Path) ->
 
 
 def test_the_files_that_are_checked_are_those_that_are_loaded(tmp_path: Path) -> None:
-    """transformers reads model.safetensors where there is one, whatever the index says."""
+    """If there is a model.safetensors, transformers reads it and ignores the index."""
     save_tiny_llama(tmp_path)
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
