@@ -45,13 +45,17 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     content = _evaluation(services.inputs["evaluate"])
     reward, sft = lineage.inputs.get("reward"), lineage.inputs.get("sft")
     ppo = lineage.inputs["ppo"]
+    # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
+    metrics = {
+        name: value for name, value in lineage.inputs["evaluate"].metrics.items() if not name.startswith("by_source/")
+    }
     candidate = Candidate(
         source=f"{ppo.uri}/policy",
         policy_digest=ppo.digest,
         run_id=ppo.mlflow_run_id,
-        tags=_tags(config, lineage, content, digest),
+        tags=_tags(config, lineage, content, metrics, digest),
         evaluation=Evaluation.of(content, reward.digest if reward else None, sft.digest if sft else None),
-        metrics=lineage.inputs["evaluate"].metrics,
+        metrics=metrics,
         evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
     tracking = open_tracking(config)
@@ -105,7 +109,11 @@ def _evaluation(folder: Path) -> Mapping[str, Any]:
 
 
 def _tags(
-    config: PipelineConfig, lineage: Lineage, evaluation: Mapping[str, Any], weights_digest: str
+    config: PipelineConfig,
+    lineage: Lineage,
+    evaluation: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    weights_digest: str,
 ) -> dict[str, str]:
     """What a version must tell to be traced back, and the numbers people compare versions by."""
     inputs: Mapping[Any, ArtifactRef] = lineage.inputs
@@ -117,7 +125,7 @@ def _tags(
         "rlhf.versions": json.dumps(versions()),
         **{f"rlhf.{name}.key": ref.key for name, ref in inputs.items()},
         **{f"rlhf.{name}.digest": ref.digest for name, ref in inputs.items()},
-        **{f"eval.{name}": f"{value:.6g}" for name, value in inputs["evaluate"].metrics.items()},
+        **{f"eval.{name}": f"{value:.6g}" for name, value in metrics.items()},
         "eval.judge": str(evaluation.get("judge")),
     }
     if lineage.parent_run_id is not None:

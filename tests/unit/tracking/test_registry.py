@@ -323,7 +323,12 @@ def services(tmp_path: Path, evaluation: str) -> Services:
             "e" * 16,
             "4" * 64,
             "/s/evaluate",
-            {"win_rate/mean": 0.75, "kl": 3.0, "by_source/a+b (1)@2.jsonl/kl": 2.0},
+            {
+                "win_rate/mean": 0.75,
+                "kl": 3.0,
+                "rules/is it (short)?/ppo/mean": 0.5,
+                **{f"by_source/a+b ({i})@2.jsonl/kl": 2.0 for i in range(1500)},
+            },
         ),
     }
     return Services(
@@ -362,7 +367,8 @@ def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, databas
     assert version.tags["rlhf.data.digest"] == "1" * 64
     assert version.tags["rlhf.ppo.key"] == "p" * 16
     assert version.tags["eval.win_rate.mean"] == "0.75"
-    assert version.tags["eval.by_source.a_b _1__2.jsonl.kl"] == "2", "MLflow refuses most signs in a tag's name"
+    assert version.tags["eval.rules.is it _short__.ppo.mean"] == "0.5", "MLflow refuses most signs in a tag's name"
+    assert len(version.tags) < 40, "the metrics of 1,500 data sources are not tags of the version"
     assert version.tags["rlhf.weights_sha256"] == result.facts["weights_sha256"]
     # printf 1 | sha256sum
     assert version.tags["rlhf.weights_sha256"] == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
