@@ -2,8 +2,8 @@
 
     every requirement pinned and hashed  ->  pip-audit asks osv.dev about each  ->  0: all asked, nothing known
 
-Anything else ends with 1 and says why: an entry without a hash, a known vulnerability, a package that could not be
-looked up, a service that could not be reached. A check that looked at nothing must not pass.
+Anything else ends with 1 and says why: an entry without a hash, a known vulnerability, a package that could
+not be looked up, a service that could not be reached. A check that looked at nothing must not pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The flows and the command line.
 
-This is the first code of the project that runs. An empty entry in `PYTHONPATH` (`PYTHONPATH=:`, often caused by
-`$PYTHONPATH:/folder` with an unset variable) and relative entries refer to the working folder. They come before
-the standard library, so Python would import a `queue.py` from that folder. This module removes such entries
-before anything else is imported, for this process and for its child processes.
+This is the first code of the project that runs. An empty entry in `PYTHONPATH` (`PYTHONPATH=:`, often caused
+by `$PYTHONPATH:/folder` with an unset variable) and relative entries refer to the working folder. They come
+before the standard library, so Python would import a `queue.py` from that folder. This module removes such
+entries before anything else is imported, for this process and for its child processes.
 """
 
 import os

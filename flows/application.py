@@ -3,8 +3,9 @@
     uvicorn --factory flows.application:create_app      Prefect
     mlflow server --app-name rlhf                       MLflow, which finds `create_mlflow_app` by the entry point
 
-The rules in `rlhf_core.loopback` refuse requests of web pages from other origins. In addition, Prefect requires
-the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the machine.
+The rules in `rlhf_core.loopback` refuse requests of web pages from other origins. In addition, Prefect
+requires the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the
+machine.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def create_app() -> Any:
 def _take_turns() -> None:
     """Make every SQLite transaction of Prefect take the write lock at its beginning.
 
-    Most transactions begin with a read. If another transaction has written in the meantime, SQLite then rejects
-    a write immediately with "database is locked". A worker that polled an idle server caused 25 such tracebacks
-    per minute. Prefect has a mode that takes the write lock first and waits for it for up to one minute, but
-    uses it only for some transactions.
+    Most transactions begin with a read. If another transaction has written in the meantime, SQLite then
+    rejects a write immediately with "database is locked". A worker that polled an idle server caused 25 such
+    tracebacks per minute. Prefect has a mode that takes the write lock first and waits for it for up to one
+    minute, but uses it only for some transactions.
     """
     from prefect.server.database.configurations import AioSqliteConfiguration
 
@@ -51,9 +52,9 @@ def _take_turns() -> None:
 def _let_schedules_insert() -> None:
     """Make Prefect's scheduler work with SQLAlchemy 2.1.
 
-    The scheduler inserts rows with the key `state`, which is not a column but a hybrid property. SQLAlchemy 2.0
-    ignores such keys. SQLAlchemy 2.1 requires a function for them. Without this function, schedules never start
-    a run.
+    The scheduler inserts rows with the key `state`, which is not a column but a hybrid property. SQLAlchemy
+    2.0 ignores such keys. SQLAlchemy 2.1 requires a function for them. Without this function, schedules never
+    start a run.
     """
     from prefect.server.database.orm_models import FlowRun
     from sqlalchemy import inspect

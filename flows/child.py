@@ -4,7 +4,8 @@ run_child      starts `python -m rlhf_core.stages SPEC` in a session of its own,
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
 finally        SIGTERM to the child's guard (rlhf_core/stages/guard.py), which stops the stage within 20 s and leaves
-               nothing of it; also when the flow is cancelled (Prefect's TerminationSignal) or interrupted (Ctrl-C)
+               nothing of it; also when the flow is cancelled (Prefect's TerminationSignal) or interrupted
+               (Ctrl-C)
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def run_child(
 ) -> ArtifactRef:
     """Run the stage of `spec` and return its artifact.
 
-    Raises the error that the child sent, with its class, `StageFailed` if it died, or `StageTimedOut` if it took over
-    `timeout` seconds.
+    Raises the error that the child sent, with its class, `StageFailed` if it died, or `StageTimedOut` if it
+    took over `timeout` seconds.
     """
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)
@@ -71,7 +72,9 @@ def run_child(
     return outcome
 
 
-def _start(spec_file: Path, log_file: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+def _start(
+    spec_file: Path, log_file: Path, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], BinaryIO]:
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     reader = os.fdopen(read_fd, "rb", buffering=0)
@@ -155,8 +158,9 @@ def _has_exited(pid: int) -> bool:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by force if it does
-    not."""
+    """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by
+    force if it does not.
+    """
     try:
         try:
             _ask_to_end(child, TERM_SECONDS + _GUARD_SECONDS)

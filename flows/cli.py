@@ -1,7 +1,8 @@
 """The command line: `rlhf run`, `plan`, `serve-reward`, `up`, `down`, `status`.
 
 Everything slow is imported inside the commands: a mistake in the configuration is reported before that.
-Exit codes: 0 done; 2 the user's input is wrong; 3 a fault, the same command continues; 130, 143 stopped by a signal.
+Exit codes: 0 done; 2 the user's input is wrong; 3 a fault, the same command continues; 130, 143 stopped by a
+signal.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _check_working_folder() -> None:
         os.getcwd()
     except OSError as error:
         raise InputError(
-            f"the working folder does not exist any more ({error.strerror}); change to an existing folder and run the command again"
+            f"the working folder does not exist any more ({error.strerror}); change to an existing folder and"
+            " run the command again"
         ) from None
 
 
@@ -98,7 +100,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes the overrides only in one piece; here they may stand anywhere after CONFIG."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    unknown = [text for text in rest if text.startswith("-") or "=" not in text or not hasattr(arguments, "overrides")]
+    unknown = [
+        text
+        for text in rest
+        if text.startswith("-") or "=" not in text or not hasattr(arguments, "overrides")
+    ]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
@@ -117,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf run deployments/configs/demo.yaml run.seed=1 ppo.kl.coef=0.02 --until reward",
     )  # fmt: skip
     run.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
-    run.add_argument("overrides", metavar="key=value", nargs="*", help="fields to override, such as ppo.steps=50")
+    run.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="fields to override, such as ppo.steps=50"
+    )
     run.add_argument(
         "--from",
         dest="start",
@@ -135,11 +143,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "overrides", metavar="key=value", nargs="*", help="fields to override, such as 'sft.lora={r: 16}'"
     )
-    plan.add_argument("--gpus", metavar="8xA100-80G", help="count and kind of GPUs (default: those of this machine)")
+    plan.add_argument(
+        "--gpus", metavar="8xA100-80G", help="count and kind of GPUs (default: those of this machine)"
+    )
     plan.add_argument(
         "--model-config",
         metavar="FILE",
-        help="config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/ has some",
+        help=(
+            "config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/"
+            " has some"
+        ),
     )
     plan.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
     _add_serve_reward(commands)
@@ -150,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         ("status", "show servers, recent runs and where things are", _status),
     ):
         sub = _command(commands, name, text, command, f"rlhf {name} --home .rlhf")
-        sub.add_argument("--home", default=".rlhf", help="folder for logs and databases (default: %(default)s)")
+        sub.add_argument(
+            "--home", default=".rlhf", help="folder for logs and databases (default: %(default)s)"
+        )
     return parser
 
 
@@ -163,7 +178,9 @@ def _add_serve_reward(commands: Any) -> None:
         "artifact", metavar="ARTIFACT_OR_FOLDER", help="address of a `reward` artifact, or a model folder"
     )
     serve.add_argument(
-        "--host", default="127.0.0.1", help="others than loopback need RLHF_REWARD_TOKEN (default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="others than loopback need RLHF_REWARD_TOKEN (default: %(default)s)",
     )
     serve.add_argument("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
     serve.add_argument(
@@ -171,14 +188,21 @@ def _add_serve_reward(commands: Any) -> None:
     )
     serve.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
     serve.add_argument(
-        "--template", choices=("chat", "plain"), help="how prompts are rendered (default: as the artifact's data were)"
+        "--template",
+        choices=("chat", "plain"),
+        help="how prompts are rendered (default: as the artifact's data were)",
     )
     serve.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s"
     )
-    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     serve.add_argument(
-        "--micro-batch-tokens", type=int, default=16384, help="tokens of one forward pass (default: %(default)s)"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+    )
+    serve.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        default=16384,
+        help="tokens of one forward pass (default: %(default)s)",
     )
 
 
@@ -213,7 +237,9 @@ def _run(arguments: argparse.Namespace) -> int:
             isolate_prefect()
             return _run_flow(arguments, home, console)
         log.warning(
-            "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown there", url
+            "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown"
+            " there",
+            url,
         )
 
     server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
@@ -336,7 +362,9 @@ def _home(arguments: argparse.Namespace) -> Path:
 
 
 def _set_up_logging(home: Path) -> Console:
-    """Our lines on the terminal; everything, tracebacks too, in `logs/rlhf.log`; Prefect's lines not on the terminal."""
+    """Our lines on the terminal; everything, tracebacks too, in `logs/rlhf.log`; Prefect's lines not on the
+    terminal.
+    """
     from rich.console import Console
     from rich.logging import RichHandler
 
@@ -344,11 +372,15 @@ def _set_up_logging(home: Path) -> Console:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     console = Console(stderr=True)
     (home / "logs").mkdir(parents=True, exist_ok=True)
-    file = RotatingFileHandler(home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
+    file = RotatingFileHandler(
+        home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8"
+    )
     file.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
-        terminal = RichHandler(console=console, show_time=False, show_level=False, show_path=False, markup=False)
+        terminal = RichHandler(
+            console=console, show_time=False, show_level=False, show_path=False, markup=False
+        )
     terminal.setFormatter(ScrubbingFormatter())
     terminal.addFilter(lambda record: record.exc_info is None)
     for name in ("flows", "rlhf_core"):

@@ -56,8 +56,14 @@ class Lines:
             return
         self._said[task] = now
         numbers = headline("", event.get("metrics") or {})
-        left = f", {duration((now - began) / (done - first) * (total - done))} left" if first < done < total else ""
-        log.info("%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else "")
+        left = (
+            f", {duration((now - began) / (done - first) * (total - done))} left"
+            if first < done < total
+            else ""
+        )
+        log.info(
+            "%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else ""
+        )
 
     def finished(self, stage: str, record: StageRecord) -> None:
         how = "reused" if record.reused else f"done in {duration(record.seconds)}"
@@ -94,7 +100,9 @@ class Bars:
 
     def event(self, stage: str, event: dict[str, Any]) -> None:
         if event["event"] == "resumed":
-            self._console.print(f"{stage:<9} continues after step {event['step']}", markup=False, highlight=False)
+            self._console.print(
+                f"{stage:<9} continues after step {event['step']}", markup=False, highlight=False
+            )
         if event["event"] == "warning":
             self._console.print(f"{stage:<9} {event['message']}", markup=False, highlight=False)
         if self._progress is None or event["event"] != "progress":

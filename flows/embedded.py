@@ -1,8 +1,9 @@
 """The Prefect API behind `rlhf run` where there is no server: started with the command, gone with it.
 
-Prefect can start such a server by itself, but in the terminal's process group, where Ctrl-C ends it before the flow
-can report its last state, and in a way that leaves it behind when the command is killed. This one starts while
-Prefect is imported, has a session of its own, is started again where it dies, and dies with its parent.
+Prefect can start such a server by itself, but in the terminal's process group, where Ctrl-C ends it before
+the flow can report its last state, and in a way that leaves it behind when the command is killed. This one
+starts while Prefect is imported, has a session of its own, is started again where it dies, and dies with its
+parent.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class EmbeddedPrefect:
         if self._complete.exists() and _is_database(folder / "prefect.db"):
             self._lock.release()
         else:
-            # First: if this process is killed during the migrations, the next one must not accept half a database.
+            # First: if this process is killed during the migrations, the next one must not accept half a
+            # database.
             self._complete.unlink(missing_ok=True)
             for left in folder.glob("prefect.db*"):
                 left.unlink()
@@ -72,8 +74,8 @@ class EmbeddedPrefect:
         self._process = self._start()
         self._stopping = False
         self._changing = threading.Lock()
-        # Prefect's client registers its own exit handler when it is imported: it runs before this one and still
-        # reaches the server.
+        # Prefect's client registers its own exit handler when it is imported: it runs before this one and
+        # still reaches the server.
         atexit.register(self.stop)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -82,7 +84,11 @@ class EmbeddedPrefect:
             return subprocess.Popen(
                 [*python_module("uvicorn"), *application, "--host", "127.0.0.1", "--port", str(self._port)],
                 cwd=self._folder,  # this server must not read settings files of the working folder
-                env={**_without_client_logging(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
+                env={
+                    **_without_client_logging(),
+                    "PREFECT_UI_ENABLED": "0",
+                    "PREFECT__SERVER_EPHEMERAL": "1",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -99,7 +105,8 @@ class EmbeddedPrefect:
                 how = "ended at once" if died else f"did not answer within {START_SECONDS:g} s"
                 free = shutil.disk_usage(self._folder).free / 1e6
                 raise StageFailed(
-                    f"Prefect's embedded server {how} ({free:.0f} MB are free in {self._folder}); see {self._log_file}"
+                    f"Prefect's embedded server {how} ({free:.0f} MB are free in {self._folder}); see"
+                    f" {self._log_file}"
                 )
             time.sleep(0.1)
         self._complete.touch()
@@ -107,17 +114,23 @@ class EmbeddedPrefect:
         threading.Thread(target=self._keep_running, daemon=True, name="embedded-prefect").start()
 
     def _keep_running(self) -> None:
-        """Its database outlives it, and Prefect's client asks again for a while: a flow need not notice a death."""
+        """Its database outlives it, and Prefect's client asks again for a while: a flow need not notice a
+        death.
+        """
         pause = _PAUSE_SECONDS
         while True:
             began = time.monotonic()
             code = self._process.wait()
-            pause = _PAUSE_SECONDS if time.monotonic() - began > START_SECONDS else min(2 * pause, START_SECONDS)
+            pause = (
+                _PAUSE_SECONDS if time.monotonic() - began > START_SECONDS else min(2 * pause, START_SECONDS)
+            )
             time.sleep(pause)
             with self._changing:
                 if self._stopping:
                     return
-                log.warning("Prefect's embedded server ended (%s) and is started again; see %s", code, self._log_file)
+                log.warning(
+                    "Prefect's embedded server ended (%s) and is started again; see %s", code, self._log_file
+                )
                 with suppress(OSError):  # no memory for another process: later, perhaps
                     self._process = self._start()
 
@@ -133,8 +146,8 @@ class EmbeddedPrefect:
 
 
 def _is_database(file: Path) -> bool:
-    """Return whether SQLite can read the database. An unreadable database is created again, because its content is
-    not needed.
+    """Return whether SQLite can read the database. An unreadable database is created again, because its
+    content is not needed.
     """
     if not file.exists():
         return False

@@ -25,7 +25,9 @@ NO_TELEMETRY = {
 
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Prevent Python and its child processes from importing modules, such as a `queue.py`, from the working folder."""
+"""Prevent Python and its child processes from importing modules, such as a `queue.py`, from the working
+folder.
+"""
 
 
 def python_module(name: str) -> list[str]:
@@ -50,8 +52,8 @@ def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The whole environment of a stage's child process.
 
-    Prefect's variables stay behind: the child is no part of a flow run, and the reconciler takes whoever carries
-    `PREFECT__FLOW_RUN_ID` for the engine of that run.
+    Prefect's variables stay behind: the child is no part of a flow run, and the reconciler takes whoever
+    carries `PREFECT__FLOW_RUN_ID` for the engine of that run.
     """
     threads = str(config.run.threads or len(os.sched_getaffinity(0)))
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}

@@ -1,4 +1,6 @@
-"""The folder of a run, and small JSON files in it that other processes read while they are written: always whole."""
+"""The folder of a run, and small JSON files in it that other processes read while they are written: always
+whole.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,16 @@ def replace_private(path: Path, text: str) -> None:
 
 
 LOG_BYTES = 10_000_000
-"""Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for months."""
+"""Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for
+months.
+"""
 
 
 def rotate_logs(folder: Path, most: int = LOG_BYTES) -> None:
     """Rotate the logs in `folder` that have more than `most` bytes.
 
-    The content is copied and the file is truncated. Its writer keeps the file open in append mode and therefore
-    continues at the beginning. Files that cannot be read or written are not changed.
+    The content is copied and the file is truncated. Its writer keeps the file open in append mode and
+    therefore continues at the beginning. Files that cannot be read or written are not changed.
     """
     for file in folder.glob("*.log"):
         with suppress(OSError):
@@ -85,9 +89,13 @@ def _is_number(value: Any) -> bool:
 
 
 def make_home(home: Path) -> Path:
-    """`home`, made if it is not there: then for this user alone, because logs and databases hold the training data."""
+    """`home`, made if it is not there: then for this user alone, because logs and databases hold the training
+    data.
+    """
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"run.home: the folder {home} cannot be made: {error.strerror}; choose another") from error
+        raise InputError(
+            f"run.home: the folder {home} cannot be made: {error.strerror}; choose another"
+        ) from error
     return home

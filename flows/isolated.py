@@ -1,7 +1,7 @@
 """Import Prefect without reading settings from the working folder.
 
-Prefect reads `.env`, `prefect.toml` and `pyproject.toml` in the working folder. Settings such as the path of a
-logging configuration can run code, and the working folder may contain files of other people. `rlhf run`
+Prefect reads `.env`, `prefect.toml` and `pyproject.toml` in the working folder. Settings such as the path of
+a logging configuration can run code, and the working folder may contain files of other people. `rlhf run`
 therefore calls `isolate_prefect` before Prefect is imported. Settings then come only from the environment and
 the user's profile. `rlhf up` runs Prefect commands in the project's folder as `python -P -m flows.isolated
 ARGUMENTS...`.
@@ -23,8 +23,8 @@ def isolate_prefect() -> None:
 
     Call this function before Prefect is imported and before other threads start: Prefect reads its settings
     during the import, and the function changes the working folder of the process for that time. A second call
-    reads the settings again. This is used after the environment was changed to name another server because the
-    first one did not answer.
+    reads the settings again. This is used after the environment was changed to name another server because
+    the first one did not answer.
     """
     if "PREFECT_PROFILES_PATH" not in os.environ:  # otherwise Prefect looks for this path in the same files
         folder = Path(os.environ.get("PREFECT_HOME") or Path("~/.prefect").expanduser())

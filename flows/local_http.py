@@ -24,7 +24,9 @@ def answers(url: str, seconds: float = 2.0) -> bool:
         return False
 
 
-def post(url: str, body: Mapping[str, Any] | Sequence[Any], seconds: float = 10.0, login: str | None = None) -> Any:
+def post(
+    url: str, body: Mapping[str, Any] | Sequence[Any], seconds: float = 10.0, login: str | None = None
+) -> Any:
     """POST JSON; the parsed answer."""
     headers = {"Content-Type": "application/json", **credentials(login)}
     return _ask(urllib.request.Request(url, json.dumps(body).encode(), headers), seconds)

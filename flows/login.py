@@ -1,8 +1,8 @@
 """The password of the Prefect server that `rlhf up` starts.
 
 It is created once for each home folder and stored in a file that only this user can read. Prefect calls it an
-auth string. Prefect's clients read it from PREFECT_API_AUTH_STRING. Prefect's UI asks for it once and stores it
-in the browser. The commands of `rlhf` and the worker read the file.
+auth string. Prefect's clients read it from PREFECT_API_AUTH_STRING. Prefect's UI asks for it once and stores
+it in the browser. The commands of `rlhf` and the worker read the file.
 """
 
 from __future__ import annotations

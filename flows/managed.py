@@ -36,8 +36,8 @@ class Server:
     port: int | None = None
     """The port on which the server listens, or None."""
     owns_group: bool = True
-    """Whether all processes of its process group belong to the server. This is not the case for the worker's flow
-    runs.
+    """Whether all processes of its process group belong to the server. This is not the case for the worker's
+    flow runs.
     """
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
@@ -56,7 +56,9 @@ class Server:
         self.silent = 0.0 if answered else self.silent + min(now - self.looked, 2 * ANSWER_SECONDS)
         self.looked = now
         if self.silent > SILENT_SECONDS:
-            log.warning("%s has not answered for %.0f s and is killed; see %s", self.name, self.silent, self.log_file)
+            log.warning(
+                "%s has not answered for %.0f s and is killed; see %s", self.name, self.silent, self.log_file
+            )
             if self.owns_group:  # MLflow's command starts the server as a child, which would keep the port
                 os.killpg(self.process.pid, signal.SIGKILL)
             else:
@@ -64,12 +66,16 @@ class Server:
             self.process.wait(timeout=_KILL_SECONDS)
 
     def keep_running(self) -> None:
-        """Start the server if it is not running. The delay grows with each consecutive restart, up to 30 seconds."""
+        """Start the server if it is not running. The delay grows with each consecutive restart, up to 30
+        seconds.
+        """
         if self.process is not None and self.process.poll() is None:
             return
         now = time.monotonic()
         if self.process is not None:
-            log.warning("%s ended with exit code %s; see %s", self.name, self.process.returncode, self.log_file)
+            log.warning(
+                "%s ended with exit code %s; see %s", self.name, self.process.returncode, self.log_file
+            )
             self.process = None
             self.restarts = self.restarts + 1 if now - self.started < _SETTLED_SECONDS else 1
             self.next_start = now + _BACKOFF[min(self.restarts, len(_BACKOFF)) - 1]
@@ -80,7 +86,8 @@ class Server:
         with self.log_file.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
-                cwd=self.log_file.parent,  # not the project's folder, because its files must not be read as settings
+                # Not the project's folder, because its files must not be read as settings
+                cwd=self.log_file.parent,
                 env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,7 +1,7 @@
 """What people see in Prefect's pages: a progress bar that moves, a report and a table per stage, links.
 
-Prefect is a view here. When it cannot be reached the run goes on: failures are logged once, and the progress bar
-has a thread of its own, so that a slow server never makes the stage wait.
+Prefect is a view here. When it cannot be reached the run goes on: failures are logged once, and the progress
+bar has a thread of its own, so that a slow server never makes the stage wait.
 """
 
 from __future__ import annotations
@@ -45,13 +45,17 @@ class ProgressPage:
         self._changed = threading.Event()
         self._closed = threading.Event()
         context = contextvars.copy_context()  # the artifact belongs to the task run that is in it
-        self._thread = threading.Thread(target=context.run, args=(self._loop,), daemon=True, name=f"{stage}-progress")
+        self._thread = threading.Thread(
+            target=context.run, args=(self._loop,), daemon=True, name=f"{stage}-progress"
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self._closed.set()
         self._changed.set()
         self._thread.join(timeout=2 * self._seconds)
@@ -73,7 +77,10 @@ class ProgressPage:
                 try:
                     if artifact is None:
                         artifact = cast(
-                            UUID, create_progress_artifact(percent, key=f"{self._stage}-progress", description=text)
+                            UUID,
+                            create_progress_artifact(
+                                percent, key=f"{self._stage}-progress", description=text
+                            ),
                         )
                     else:
                         update_progress_artifact(artifact, percent, description=text)
@@ -99,7 +106,9 @@ def publish_tags(run: Pipeline) -> None:
     with _view_only("tags"), get_client(sync_client=True) as client:
         known = client.read_flow_run(runtime.flow_run.id).tags
         wanted = (settings.name, f"seed={settings.seed}", f"pipeline={run.key[:8]}")
-        client.update_flow_run(runtime.flow_run.id, tags=[*known, *(tag for tag in wanted if tag not in known)])
+        client.update_flow_run(
+            runtime.flow_run.id, tags=[*known, *(tag for tag in wanted if tag not in known)]
+        )
 
 
 def publish_stage(run: Pipeline, stage: StageName, record: StageRecord) -> None:
@@ -111,18 +120,26 @@ def publish_stage(run: Pipeline, stage: StageName, record: StageRecord) -> None:
         )
         rows = [{"metric": name, "value": value} for name, value in record.ref.metrics.items()]
         if rows:
-            create_table_artifact(rows, key=f"{stage}-metrics", description=f"Headline numbers of stage {stage}")
+            create_table_artifact(
+                rows, key=f"{stage}-metrics", description=f"Headline numbers of stage {stage}"
+            )
         if links.get("MLflow", "").startswith("http"):
-            create_link_artifact(links["MLflow"], key=f"{stage}-mlflow", link_text=f"MLflow run of stage {stage}")
+            create_link_artifact(
+                links["MLflow"], key=f"{stage}-mlflow", link_text=f"MLflow run of stage {stage}"
+            )
 
 
 def publish_run(run: Pipeline) -> None:
     """Report and link of the whole run."""
     links = run.where(run.parent_run_id)
     with _view_only("run"):
-        create_markdown_artifact(run_markdown(run.summary()), key="pipeline-report", description="Whole pipeline")
+        create_markdown_artifact(
+            run_markdown(run.summary()), key="pipeline-report", description="Whole pipeline"
+        )
         if links.get("MLflow", "").startswith("http"):
-            create_link_artifact(links["MLflow"], key="pipeline-mlflow", link_text="MLflow run of the pipeline")
+            create_link_artifact(
+                links["MLflow"], key="pipeline-mlflow", link_text="MLflow run of the pipeline"
+            )
 
 
 @contextmanager

@@ -24,7 +24,9 @@ FIELDS = {
 def overrides_of(parameters: Mapping[str, Any]) -> list[str]:
     """`section.field=value` for each parameter given; those in `overrides` come last and win."""
     given = {field: parameters[name] for name, field in FIELDS.items() if parameters.get(name) is not None}
-    named = [f"{field}={json.dumps(value)}" for field, value in given.items()]  # JSON is YAML: "1e3" stays a name
+    named = [
+        f"{field}={json.dumps(value)}" for field, value in given.items()
+    ]  # JSON is YAML: "1e3" stays a name
     return [*named, *(parameters.get("overrides") or ())]
 
 

@@ -1,7 +1,7 @@
 """One execution of the pipeline: its configuration, its folder, its MLflow run, and what each stage gave.
 
-Typing the same command again finds the same folder and the same MLflow run, because both are named by the key of
-the pipeline: a hash of everything that decides its result.
+Typing the same command again finds the same folder and the same MLflow run, because both are named by the key
+of the pipeline: a hash of everything that decides its result.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Pipeline:
         """None until MLflow answers."""
         self.records: dict[StageName, StageRecord] = {}
         self.began: dict[StageName, float] = {}
-        """When this run first came to a stage, by the monotonic clock: tries that failed count in its time."""
+        """When this run first came to a stage, by the monotonic clock: tries that failed count in its time.
+        """
         self._begun: set[StageName] = set()
         """Stages that this run has started."""
         self.making: dict[str, str] = {}
@@ -150,14 +151,15 @@ class Pipeline:
                 found = None
         if found is None and STAGES.index(spec.stage) < STAGES.index(self.start):
             raise InputError(
-                f"--from {self.start} needs the artifact of stage {spec.stage} (key {spec.key}), which is not in "
-                f"{self.config.store_url}; leave --from out, or give --from {spec.stage}"
+                f"--from {self.start} needs the artifact of stage {spec.stage} (key {spec.key}), which is not"
+                f" in {self.config.store_url}; leave --from out, or give --from {spec.stage}"
             )
         return found
 
     def tidy(self, spec: StageSpec) -> None:
-        """Remove what an attempt left that was killed after it had published: checkpoints, copies for the bucket, rollouts,
-        scratch files."""
+        """Remove what an attempt left that was killed after it had published: checkpoints, copies for the
+        bucket, rollouts, scratch files.
+        """
         outbox = None if self.store.is_local else Outbox(self.store, self.home / "outbox")
         checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1, outbox=outbox)
         with suppress(StoreError):  # the next run comes by again
@@ -181,7 +183,9 @@ class Pipeline:
 
     def begin(self, stage: StageName, log_file: Path) -> None:
         """Note that a stage is being made, for `rlhf status`."""
-        if stage == "ppo" and stage not in self._begun:  # a retry within this run keeps the tags of earlier attempts
+        if (
+            stage == "ppo" and stage not in self._begun
+        ):  # a retry within this run keeps the tags of earlier attempts
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
         self._begun.add(stage)
         self.making = {"stage": stage, "log": str(log_file)}
@@ -221,11 +225,15 @@ class Pipeline:
         write_json(self.folder / "run.json", content)
 
     def left_unfinished(self) -> str:
-        """If this run is new: which one of the same configuration file stopped half-way, and in what they differ."""
+        """If this run is new: which one of the same configuration file stopped half-way, and in what they
+        differ.
+        """
         if (self.folder / "run.json").exists():
             return ""
         files = (self.home / "runs").glob("*/run.json")
-        others = [known for file in files if (known := read_run(file)) and known.get("config") == self.config_path]
+        others = [
+            known for file in files if (known := read_run(file)) and known.get("config") == self.config_path
+        ]
         last = max(others, key=lambda known: known["updated"], default=None)
         if last is None or last["state"] == "finished" or "decided_by" not in last:
             return ""
@@ -234,13 +242,15 @@ class Pipeline:
         then, now = last["decided_by"], decisive(self.config, self.sources)
         names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
         changes = [
-            f"{name} was {then.get(name, 'unset')} and is {now.get(name, 'unset')}" for name in names[:_CHANGES_TOLD]
+            f"{name} was {then.get(name, 'unset')} and is {now.get(name, 'unset')}"
+            for name in names[:_CHANGES_TOLD]
         ]
         more = [f"{len(names) - _CHANGES_TOLD} more"] if len(names) > _CHANGES_TOLD else []
         where = f" in {stage}" if (stage := last.get("making", {}).get("stage")) else ""
         return scrubbed(
-            f"the last run of {self.config_path} stopped{where}; this one does not continue it, because "
-            f"{', '.join([*changes, *more])}. With settings, data and code of then it goes on where it stopped"
+            f"the last run of {self.config_path} stopped{where}; this one does not continue it, because"
+            f" {', '.join([*changes, *more])}. With settings, data and code of then it goes on where it"
+            " stopped"
         )
 
     def where(self, mlflow_run_id: str | None) -> dict[str, str]:
@@ -299,7 +309,9 @@ def open_pipeline(
 
     Raises InputError, with everything that is wrong, before anything heavy starts.
     """
-    logging.getLogger("flows").setLevel(logging.INFO)  # Prefect shows our lines on a run's page, but leaves the level
+    logging.getLogger("flows").setLevel(
+        logging.INFO
+    )  # Prefect shows our lines on a run's page, but leaves the level
     settings, warnings = checked_config(config, overrides, patient=True)
     for warning in warnings:
         log.warning("%s", warning)
@@ -349,8 +361,9 @@ def warm_up(config: PipelineConfig) -> None:
 
 
 def outside_digests(config: PipelineConfig) -> dict[str, str]:
-    """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files that
-    rewards come from (not what those import), because a changed reward is another PPO run."""
+    """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files
+    that rewards come from (not what those import), because a changed reward is another PPO run.
+    """
     rewards = {}
     for index, source in enumerate(config.ppo.rewards):
         if isinstance(source, PythonReward):
@@ -370,7 +383,11 @@ def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSe
             kind, address = _address(source)
             # Files have a sha256. The digests of hub data sets and of the demo task are names that can be too
             # long for MLflow.
-            digest = digests[place] if kind in ("local", "s3") else hashlib.sha256(digests[place].encode()).hexdigest()
+            digest = (
+                digests[place]
+                if kind in ("local", "s3")
+                else hashlib.sha256(digests[place].encode()).hexdigest()
+            )
             found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
     return found
 
@@ -381,7 +398,9 @@ def _address(source: Source) -> tuple[str, dict[str, Any]]:
     if kind == "hub":
         return "hugging_face", {"path": source.path, "split": source.split, "revision": source.revision}
     if kind == "synthetic":
-        return "code", {"tags": {"mlflow.source.name": "rlhf_core/data/synthetic.py", "mlflow.source.type": "LOCAL"}}
+        return "code", {
+            "tags": {"mlflow.source.name": "rlhf_core/data/synthetic.py", "mlflow.source.type": "LOCAL"}
+        }
     return kind, {"uri": source.path}
 
 

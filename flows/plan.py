@@ -63,7 +63,9 @@ class Plan:
 
 
 def make_plan(config_path: str, overrides: Sequence[str], gpus: str | None, model_config: str | None) -> Plan:
-    """`gpus`: such as `8xA100-80G`; None: those of this machine, or its CPU. Raises ConfigError or ModelError."""
+    """`gpus`: such as `8xA100-80G`; None: those of this machine, or its CPU. Raises ConfigError or
+    ModelError.
+    """
     with checking(config_path):
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
@@ -100,7 +102,7 @@ def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardwa
     return seconds
 
 
-# -- shown ------------------------------------------------------------------------------------------------------------
+# -- shown --
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -128,12 +130,16 @@ def show(plan: Plan, console: Console) -> None:
         + ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in plan.optimizer_steps.items())
     )
     say(
-        f"assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and "
-        f"{SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%} of the link\n"
+        f"assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and"
+        f" {SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%}"
+        " of the link\n"
     )
     if plan.verdict.fits:
         fullest = max(load.total for load in plan.verdict.loads) / device.memory
-        say(f"fits {plan.hardware}" + (f", with {1 - fullest:.0%} of a device to spare" if not device.is_cpu else ""))
+        say(
+            f"fits {plan.hardware}"
+            + (f", with {1 - fullest:.0%} of a device to spare" if not device.is_cpu else "")
+        )
         return
     for problem in plan.verdict.problems:
         say(f"does not fit: {problem.text}")
@@ -182,7 +188,9 @@ def _memory_table(plan: Plan) -> Table:
     device = plan.hardware.device
     unit, name = (2**20, "MiB") if device.is_cpu else (GIB, "GiB")
     where = "for each process; the machine" if device.is_cpu else f"on each device; {device.name}"
-    table = Table(title=f"\n{name} {where} has {device.memory / unit:,.1f}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"\n{name} {where} has {device.memory / unit:,.1f}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("stage: on n devices", overflow="fold")
     for column in (*KINDS.values(), "total"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -199,7 +207,9 @@ def _memory_table(plan: Plan) -> Table:
         style = "red" if load.total > device.memory else "bold" if largest else None
         total = _number(load.total / unit) + ("*" if largest else " ")
         table.add_row(f"  {load.phase}", *cells, total, style=style)
-    table.caption = "* the largest; total: with the process itself" + ("" if device.is_cpu else " and fragmentation")
+    table.caption = "* the largest; total: with the process itself" + (
+        "" if device.is_cpu else " and fragmentation"
+    )
     return table
 
 

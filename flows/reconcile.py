@@ -1,7 +1,8 @@
 """Brings lost flow runs back: the small loop beside the worker.
 
-Prefect has no zombie handler, its retries do not cover crashes, and automations lose events on SQLite. This loop
-asks the operating system instead: is there a process on this machine whose environment names this flow run?
+Prefect has no zombie handler, its retries do not cover crashes, and automations lose events on SQLite. This
+loop asks the operating system instead: is there a process on this machine whose environment names this flow
+run?
 
     RUNNING, no process in two looks        -> CRASHED, then scheduled again
     PENDING for over 30 s, no process       -> the same (such a run would block its deployment for ever)
@@ -10,11 +11,13 @@ asks the operating system instead: is there a process on this machine whose envi
     lost `MAX_ATTEMPTS` times in a row, or
     `MOST_LOSSES` times in all              -> FAILED, with a sentence that says so
 
-A run that has gone on for ten minutes starts a new count: one of days outlives many failures. The count is read from
-the server's own history of the run, so that nothing is lost with this process. How long a run went on is known only up
-to the look that missed it, so that a machine which is away after each start seems to go on; hence the second bound.
+A run that has gone on for ten minutes starts a new count: one of days outlives many failures. The count is
+read from the server's own history of the run, so that nothing is lost with this process. How long a run went
+on is known only up to the look that missed it, so that a machine which is away after each start seems to go
+on; hence the second bound.
 
-Only runs with the tag `auto-recover` are touched. It holds for one machine: server, worker and flows on loopback.
+Only runs with the tag `auto-recover` are touched. It holds for one machine: server, worker and flows on
+loopback.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 
 TAG = "auto-recover"
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children."""
+"""Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children.
+"""
 MAX_ATTEMPTS = 5
 """Losses in a row after which a run is given up."""
 MOST_LOSSES = 50
@@ -73,8 +77,9 @@ class Sighting:
 
 
 def losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tuple[int, int]:
-    """How often in a row, and in all, a run was lost that is lost `now`; `history`: (since when, state type) of all its
-    states. One that was given up and that somebody started again begins anew."""
+    """How often in a row, and in all, a run was lost that is lost `now`; `history`: (since when, state type)
+    of all its states. One that was given up and that somebody started again begins anew.
+    """
     states = sorted(history)
     ends = [*(since for since, _ in states[1:]), now]
     row = total = 0
@@ -106,14 +111,18 @@ def decide(seen: Sighting) -> Action:
 class Reconciler:
     """Looks once per `look`; keeps only a count of looks in memory, so it may be restarted at any time."""
 
-    def __init__(self, api: str, alive: Callable[[], set[str]] | None = None, login: str | None = None) -> None:
+    def __init__(
+        self, api: str, alive: Callable[[], set[str]] | None = None, login: str | None = None
+    ) -> None:
         self._api = api
         self._login = login
         self._alive = alive or flow_runs_alive
         self._missing: dict[str, int] = {}
 
     def look(self) -> None:
-        """Compare the server's runs with the machine's processes and act. A server that is away changes nothing."""
+        """Compare the server's runs with the machine's processes and act. A server that is away changes
+        nothing.
+        """
         try:
             runs = self._runs()
         except _AWAY as error:
@@ -135,7 +144,9 @@ class Reconciler:
         if self._missing[name] < LOOKS:
             return
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
-        seen = Sighting(run["state"]["type"], (now - since).total_seconds(), attempts=0, missing=self._missing[name])
+        seen = Sighting(
+            run["state"]["type"], (now - since).total_seconds(), attempts=0, missing=self._missing[name]
+        )
         action = decide(seen)
         if action == "leave":
             return
@@ -148,13 +159,19 @@ class Reconciler:
             self._set(name, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
             text = (
-                f"its process was lost {seen.losses} times, {seen.attempts} in a row; the logs of the last one say more"
+                f"its process was lost {seen.losses} times, {seen.attempts} in a row; the logs of the last"
+                " one say more"
             )
             self._set(name, "FAILED", "Failed", text)
         else:
             if seen.state != "CRASHED":
                 self._set(name, "CRASHED", "Crashed", "its process is gone")
-            self._set(name, "SCHEDULED", "AwaitingRetry", "its process was lost; continuing from the last checkpoint")
+            self._set(
+                name,
+                "SCHEDULED",
+                "AwaitingRetry",
+                "its process was lost; continuing from the last checkpoint",
+            )
         self._missing[name] = 0
 
     def _runs(self) -> list[dict[str, Any]]:
@@ -176,7 +193,8 @@ class Reconciler:
 
     def _set(self, run: str, kind: str, name: str, message: str) -> None:
         answer = self._post(
-            f"/flow_runs/{run}/set_state", {"state": {"type": kind, "name": name, "message": message}, "force": False}
+            f"/flow_runs/{run}/set_state",
+            {"state": {"type": kind, "name": name, "message": message}, "force": False},
         )
         if answer["status"] != "ACCEPT":
             log.warning("Prefect did not set flow run %s to %s: %s", run, name, answer.get("details"))

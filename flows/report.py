@@ -16,7 +16,9 @@ _INTERVAL = ("mean", "low", "high")
 _WHO = {"sft": "SFT", "ppo": "PPO", "difference": "difference by prompt"}
 
 
-def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(
+    records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the content of `summary.json`. Values that a stage did not measure are left out.
 
     seconds                                     of the whole command, from the start of its process
@@ -51,7 +53,9 @@ def summarize(records: Mapping[StageName, StageRecord], seconds: float, identity
     }
     if "reward" in records and "accuracy" in records["reward"].ref.metrics:
         found = records["reward"].ref.metrics
-        summary["reward"] = {name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found}
+        summary["reward"] = {
+            name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found
+        }
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
     for name in ("ppo", "evaluate", "register"):
@@ -105,7 +109,9 @@ def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
     """A stage's most telling numbers on one line."""
     telling = {name: metrics[name] for name in _TELLING.get(stage, ()) if name in metrics}
     shown = list((telling or metrics).items())[:count]
-    return "  ".join(f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown)
+    return "  ".join(
+        f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown
+    )
 
 
 def _short(value: float) -> str:
@@ -126,7 +132,11 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
             label = _LABELS.get(measure, measure.removeprefix("rules/").replace("_", " "))
-            rows += [(f"{label}, {name}", _with_interval(values[who])) for who, name in _WHO.items() if who in values]
+            rows += [
+                (f"{label}, {name}", _with_interval(values[who]))
+                for who, name in _WHO.items()
+                if who in values
+            ]
     if "win_rate" in evaluation:
         rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))
     if "kl" in evaluation:
@@ -166,7 +176,9 @@ def nothing_made(summary: Mapping[str, Any]) -> bool:
 
 
 def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
-    """Return a sentence about the last reuse of all stages, for the description of the run that produced them."""
+    """Return a sentence about the last reuse of all stages, for the description of the run that produced
+    them.
+    """
     count = len(summary["stages"])
     what = f"all {count} stages" if count > 1 else "its one stage"
     return f"last on {time:%Y-%m-%d %H:%M} UTC, {what}, in {duration(summary['seconds'])}."
@@ -196,7 +208,9 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
     lines = [
         f"# {stage}: {'reused' if record.reused else 'done'} in {duration(record.seconds)}",
         "",
-        *_markdown_table(("metric", "value"), [(name, f"{value:.6g}") for name, value in ref.metrics.items()]),
+        *_markdown_table(
+            ("metric", "value"), [(name, f"{value:.6g}") for name, value in ref.metrics.items()]
+        ),
         "",
         f"- artifact: `{ref.uri}`",
         f"- key: `{ref.key}`, manifest sha256: `{ref.digest}`",
@@ -207,7 +221,10 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
 
 def run_markdown(summary: Mapping[str, Any]) -> str:
     """The whole run's page in Prefect."""
-    stages = [(name, _time(entry), entry["how"], f"`{entry['artifact']}`") for name, entry in summary["stages"].items()]
+    stages = [
+        (name, _time(entry), entry["how"], f"`{entry['artifact']}`")
+        for name, entry in summary["stages"].items()
+    ]
     lines = [
         f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
         "",

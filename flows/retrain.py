@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 
 
 @flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False)
-def retrain(config: File = DEFAULT_CONFIG, overrides: tuple[Override, ...] = ()) -> dict[str, Any] | State[Any]:
-    """Run the pipeline if its data, base model, reward code or configuration differ from every finished run's.
+def retrain(
+    config: File = DEFAULT_CONFIG, overrides: tuple[Override, ...] = ()
+) -> dict[str, Any] | State[Any]:
+    """Run the pipeline if its data, base model, reward code or configuration differ from every finished
+    run's.
 
     Args:
         config: YAML file, as the worker sees it.

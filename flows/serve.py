@@ -28,7 +28,9 @@ def serve_reward(
     micro_batch_tokens: int,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal comes. `ready` is told the url. Raises InputError for a model or address that cannot be used."""
+    """Serve until a signal comes. `ready` is told the url. Raises InputError for a model or address that
+    cannot be used.
+    """
     if micro_batch_tokens < 1:
         raise InputError(f"--micro-batch-tokens must be at least 1; got {micro_batch_tokens}")
     from rlhf_core.rewards.server import listen, make_server
@@ -61,6 +63,8 @@ def locate(address: str, home: Path, endpoint: str | None) -> tuple[Path, Templa
     artifacts = ArtifactStore(Store(found["store"], endpoint), home / "cache")
     ref = artifacts.find("reward", found["key"])
     if ref is None:
-        raise InputError(f"there is no reward artifact {found['key']} in {found['store']}; correct the address")
+        raise InputError(
+            f"there is no reward artifact {found['key']} in {found['store']}; correct the address"
+        )
     template = artifacts.config(ref)["data"]["template"]
     return artifacts.fetch(ref) / "model", template

@@ -38,21 +38,24 @@ _HOW_TO_RUN = "prefect deployment run rlhf/full-pipeline --param ppo_steps=5"
 def up(home: Path) -> str:
     """Start the servers for `home` and return what to tell the user.
 
-    Raises InputError where they run already or the project's files are not here, StageFailed if they do not come up.
+    Raises InputError where they run already or the project's files are not here, StageFailed if they do not
+    come up.
     """
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
     folder = home / "servers"
     if (running := supervisor_of(home)) is not None:
         raise InputError(
-            f"servers for {home} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf down` first"
+            f"servers for {home} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf"
+            " down` first"
         )
     own_database()
     mlflow_address()
     os.environ.update(past_proxies())
     if (url := prefect_address()) and not prefect_answers(url):
         raise InputError(
-            f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable so that `rlhf up` starts one"
+            f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable so that"
+            " `rlhf up` starts one"
         )
     _sweep(home)
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,9 @@ def _await_ready(home: Path, supervisor: subprocess.Popen[bytes]) -> dict[str, A
                 if state["message"]:
                     raise StageFailed(f"{state['message']}; the supervisor's log is {log_file}")
             if supervisor.poll() is not None:
-                raise StageFailed(f"the supervisor ended with exit code {supervisor.returncode}; see {log_file}")
+                raise StageFailed(
+                    f"the supervisor ended with exit code {supervisor.returncode}; see {log_file}"
+                )
             time.sleep(0.2)
     except BaseException:
         supervisor.terminate()
@@ -112,8 +117,8 @@ def _announce(home: Path, state: dict[str, Any]) -> str:
 
 
 def use_login(home: Path, url: str) -> None:
-    """If `url` is the Prefect server that `up` started for `home`, set its password for Prefect clients in this
-    process.
+    """If `url` is the Prefect server that `up` started for `home`, set its password for Prefect clients in
+    this process.
     """
     state, login = read_state(home), read_login(home)
     if state is not None and login is not None and url == state["prefect"] and "prefect" in state["servers"]:
@@ -133,8 +138,8 @@ def down(home: Path) -> str:
     _sweep(home)
     _forget(home)
     interrupted = (
-        f"; {len(runs)} flow run(s) were interrupted and go on if `rlhf up` is typed within a day (later: start the "
-        "deployment again, and it continues from the last checkpoint)"
+        f"; {len(runs)} flow run(s) were interrupted and go on if `rlhf up` is typed within a day (later:"
+        " start the deployment again, and it continues from the last checkpoint)"
         if runs
         else ""
     )
@@ -155,7 +160,9 @@ def read_state(home: Path) -> dict[str, Any] | None:
         all(isinstance(text, str) for text in texts)
         and all(type(number) in (int, float) for number in numbers)
         and isinstance(servers, dict)
-        and all(isinstance(server, dict) and {"pid", "restarts"} <= server.keys() for server in servers.values())
+        and all(
+            isinstance(server, dict) and {"pid", "restarts"} <= server.keys() for server in servers.values()
+        )
     )
     return state if whole else None
 
@@ -176,9 +183,12 @@ def supervisor_of(home: Path) -> ProcessId | None:
 def _ours(home: Path) -> list[ProcessId]:
     """Return the processes that `up` started for `home`.
 
-    Shells and other programs that a flow run started also have the variable, so the program is checked as well.
+    Shells and other programs that a flow run started also have the variable, so the program is checked as
+    well.
     """
-    marked = [process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()]
+    marked = [
+        process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()
+    ]
     return [process for process in marked if _is_ours(_command(process))]
 
 

@@ -14,7 +14,9 @@ from rlhf_core.planning.fit import check_memory
 from rlhf_core.storage.store import Store
 
 
-def checked_config(path: str, overrides: Sequence[str], *, patient: bool = False) -> tuple[PipelineConfig, list[str]]:
+def checked_config(
+    path: str, overrides: Sequence[str], *, patient: bool = False
+) -> tuple[PipelineConfig, list[str]]:
     """The configuration and what the user should know of it; its home is made, its store answers.
 
     `patient`: nobody waits for the answer, so an outage of the store is sat out for `store.retry_seconds`.

@@ -46,9 +46,18 @@ from rlhf_core.types import ArtifactRef, StageName
 
 log = logging.getLogger(__name__)
 
-NEVER_RETRIED = (InputError, Superseded, StageTimedOut, CorruptArtifact, GateFailed, NonFiniteError, UnexpectedError)
-"""Only the user can help, another attempt has taken over, the stage's time is up, the inputs of this run are gone, or the
-same would come out again."""
+NEVER_RETRIED = (
+    InputError,
+    Superseded,
+    StageTimedOut,
+    CorruptArtifact,
+    GateFailed,
+    NonFiniteError,
+    UnexpectedError,
+)
+"""Only the user can help, another attempt has taken over, the stage's time is up, the inputs of this run are
+gone, or the same would come out again.
+"""
 
 MOST_RETRIES = 1000
 """What Prefect is told; `Tries` decides."""
@@ -94,7 +103,8 @@ def _stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
         return None
     tries = Tries(run.config.run.retries)
     make = configured(stage, run.config.run, tries)
-    # A task that returns a state, as `Skipped` is, gives the state and not its data unless the state is asked for.
+    # A task that returns a state, as `Skipped` is, gives the state and not its data unless the state is asked
+    # for.
     state: State[Any] = make(run, stage, {ref.kind: ref for ref in inputs if ref}, tries, return_state=True)
     ref: ArtifactRef = state.result()
     return ref
@@ -113,7 +123,8 @@ def configured(stage: StageName, settings: RunConfig, tries: Tries) -> Any:
 
 
 class Tries:
-    """How often a stage is tried again: `retries` times in a row that get no further than the last checkpoint.
+    """How often a stage is tried again: `retries` times in a row that get no further than the last
+    checkpoint.
 
     A run of days outlives many failures, as long as it moves between them.
     """

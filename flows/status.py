@@ -79,11 +79,14 @@ def _runs(home: Path) -> list[str]:
             state = "killed; the same command continues it"
         lines.append(f"  {path.parent.name}: {state}, {since} ago, config {run['config']}")
         stages = [
-            f"{name} {'reused' if s.get('reused') else duration(s['seconds'])}" for name, s in run["stages"].items()
+            f"{name} {'reused' if s.get('reused') else duration(s['seconds'])}"
+            for name, s in run["stages"].items()
         ]
         lines.append(f"    finished: {', '.join(stages) or 'none'}")
         if making:
-            lines.append(f"    {'now' if state == 'running' else 'was at'}: {making['stage']}, log {making['log']}")
+            lines.append(
+                f"    {'now' if state == 'running' else 'was at'}: {making['stage']}, log {making['log']}"
+            )
         if error:
             lines.append(f"    {error[:300]}")
     return lines if len(lines) > 1 else ["pipeline runs: none yet"]
@@ -93,5 +96,8 @@ def _places(home: Path) -> list[str]:
     return [
         f"logs:      {home / 'logs'}",
         f"summaries: {home / 'runs'}/*/summary.json",
-        f"MLflow:    {Path(sys.executable).parent / 'mlflow'} ui --backend-store-uri sqlite:///{home / 'mlflow.db'}",
+        (
+            f"MLflow:    {Path(sys.executable).parent / 'mlflow'} ui --backend-store-uri"
+            f" sqlite:///{home / 'mlflow.db'}"
+        ),
     ]

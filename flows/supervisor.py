@@ -1,13 +1,15 @@
-"""The supervisor process of `rlhf up`. It runs Prefect's server, MLflow and a worker, and resumes lost flow runs.
+"""The supervisor process of `rlhf up`. It runs Prefect's server, MLflow and a worker, and resumes lost flow
+runs.
 
     supervisor --+-- prefect server    SQLite under {home}/servers/prefect, loopback, requires a password
                  +-- mlflow server     the same SQLite file that `rlhf run` writes, loopback, one process
                  +-- prefect worker    pool `rlhf`, one flow run at a time
                  +-- reconciler        runs every 2 s (flows/reconcile.py)
 
-The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has ended
-or that has not answered for 90 seconds. It writes the current state to {home}/servers/state.json and rotates
-the logs by size. On SIGTERM it stops the flow runs first, so that they can still report their end to Prefect.
+The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
+ended or that has not answered for 90 seconds. It writes the current state to {home}/servers/state.json and
+rotates the logs by size. On SIGTERM it stops the flow runs first, so that they can still report their end to
+Prefect.
 
 If PREFECT_API_URL or MLFLOW_TRACKING_URI is set, the supervisor uses that server and does not start its own.
 With an external Prefect server the reconciler is disabled: it only knows the processes of this machine, and
@@ -49,7 +51,8 @@ log = logging.getLogger(__name__)
 POOL = "rlhf"
 DEPLOYMENTS = Path("deployments/prefect.yaml")
 MARK = "RLHF_SERVERS"
-"""Carried by everything that `up` started, flow runs and their stages included; the value is the home folder."""
+"""Carried by everything that `up` started, flow runs and their stages included; the value is the home folder.
+"""
 READY_SECONDS = 120.0
 FLOW_STOP_SECONDS = 40.0
 """A stage may take 20 s to stop, and its flow some more to report."""
@@ -63,13 +66,14 @@ class PortTaken(Exception):
 
 
 def own_database() -> str | None:
-    """The user's own database for Prefect's server, if the environment names one. Raises InputError if it is no
-    PostgreSQL with the driver that Prefect needs."""
+    """The user's own database for Prefect's server, if the environment names one. Raises InputError if it is
+    no PostgreSQL with the driver that Prefect needs.
+    """
     url = next((os.environ[name] for name in DATABASE_VARIABLES if os.environ.get(name)), None)
     if url is not None and not url.startswith("postgresql+asyncpg://"):
         raise InputError(
-            f"{DATABASE_VARIABLES[0]} must begin with postgresql+asyncpg://; got {url.partition('://')[0]}://...; correct "
-            "it, or unset it to have SQLite in the home"
+            f"{DATABASE_VARIABLES[0]} must begin with postgresql+asyncpg://; got"
+            f" {url.partition('://')[0]}://...; correct it, or unset it to have SQLite in the home"
         )
     return url
 
@@ -94,7 +98,9 @@ class Supervisor:
         prefect_port, mlflow_port = free_port(4200), free_port(5000)
         self.api = self._team_api or f"http://127.0.0.1:{prefect_port}/api"
         self.mlflow_url = self._team_mlflow or f"http://127.0.0.1:{mlflow_port}"
-        own = {} if self._team_api else prefect_environment(self.folder / "prefect", self._login, prefect_port)
+        own = (
+            {} if self._team_api else prefect_environment(self.folder / "prefect", self._login, prefect_port)
+        )
         self.environment = {
             **NO_TELEMETRY,
             **SAFE_PATH,
@@ -140,7 +146,12 @@ class Supervisor:
         return Server(
             "mlflow",
             command,
-            {**NO_TELEMETRY, **SAFE_PATH, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MARK: str(self._home)},
+            {
+                **NO_TELEMETRY,
+                **SAFE_PATH,
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+                MARK: str(self._home),
+            },
             self.folder / "mlflow.log",
             lambda: answers(f"{self.mlflow_url}/health", ANSWER_SECONDS),
             port=port,
@@ -149,11 +160,23 @@ class Supervisor:
     def _worker(self) -> Server:
         return Server(
             "worker",
-            [*python_module("prefect"), "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1"],
+            [
+                *python_module("prefect"),
+                "worker",
+                "start",
+                "--pool",
+                POOL,
+                "--type",
+                "process",
+                "--limit",
+                "1",
+            ],
             self.environment,
             self.folder / "worker.log",
             # During a flow run, a second worker would start the next run at the same time.
-            lambda: bool(self._team_api) or self._worker_lives() or bool(flow_processes(self.environment[MARK])),
+            lambda: (
+                bool(self._team_api) or self._worker_lives() or bool(flow_processes(self.environment[MARK]))
+            ),
             owns_group=False,
         )
 
@@ -187,7 +210,9 @@ class Supervisor:
             self._stop()
 
     def _started(self) -> bool:
-        """Start all; False where a port was taken on the way: try again with others, they are not announced yet."""
+        """Start all; False where a port was taken on the way: try again with others, they are not announced
+        yet.
+        """
         try:
             self._start()
         except PortTaken as error:
@@ -247,8 +272,8 @@ class Supervisor:
             return
         if self._call([*prefect, "create", POOL, "--type", "process"], self.environment, "deploy.log") != 0:
             raise StageFailed(
-                f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and creating one failed; see "
-                f"{self.folder / 'deploy.log'}"
+                f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and creating one failed; see"
+                f" {self.folder / 'deploy.log'}"
             )
 
     def _deploy(self) -> None:
@@ -263,7 +288,9 @@ class Supervisor:
             str(DEPLOYMENTS),
         ]
         if (code := self._call(command, self.environment, "deploy.log")) != 0:
-            raise StageFailed(f"prefect deploy failed with exit code {code}; see {self.folder / 'deploy.log'}")
+            raise StageFailed(
+                f"prefect deploy failed with exit code {code}; see {self.folder / 'deploy.log'}"
+            )
 
     def _call(self, command: Sequence[str], environment: dict[str, str], log_file: str) -> int:
         """Run a command and return its exit code."""
@@ -302,7 +329,9 @@ class Supervisor:
         except (OSError, ValueError):
             return True
         now = datetime.now(UTC)
-        heard = [datetime.fromisoformat(last) for worker in workers if (last := worker.get("last_heartbeat_time"))]
+        heard = [
+            datetime.fromisoformat(last) for worker in workers if (last := worker.get("last_heartbeat_time"))
+        ]
         return any((now - last).total_seconds() < 2 * _HEARTBEAT_SECONDS for last in heard)
 
     def _pool_exists(self) -> bool:

@@ -33,11 +33,13 @@ def prefect_address() -> str | None:
         return None
     if has_credentials(url):
         raise InputError(
-            f"PREFECT_API_URL: credentials in a URL are refused; got {HIDDEN}; give them by PREFECT_API_KEY or "
-            "PREFECT_API_AUTH_STRING"
+            f"PREFECT_API_URL: credentials in a URL are refused; got {HIDDEN}; give them by PREFECT_API_KEY"
+            " or PREFECT_API_AUTH_STRING"
         )
     if not url.startswith(("http://", "https://")):
-        raise InputError(f"PREFECT_API_URL: must be http(s)://host:port/api; got {shown(url)}; correct or unset it")
+        raise InputError(
+            f"PREFECT_API_URL: must be http(s)://host:port/api; got {shown(url)}; correct or unset it"
+        )
     return url.rstrip("/")
 
 
@@ -48,8 +50,8 @@ def mlflow_address() -> str | None:
         return None
     if has_credentials(uri):
         raise InputError(
-            f"MLFLOW_TRACKING_URI: credentials in a URL are refused; got {HIDDEN}; give them by MLFLOW_TRACKING_USERNAME "
-            "and MLFLOW_TRACKING_PASSWORD, or by MLFLOW_TRACKING_TOKEN"
+            f"MLFLOW_TRACKING_URI: credentials in a URL are refused; got {HIDDEN}; give them by"
+            " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or by MLFLOW_TRACKING_TOKEN"
         )
     if problem := tracker_problem(uri):
         raise InputError(f"MLFLOW_TRACKING_URI: {problem}")
@@ -71,14 +73,16 @@ def prefect_answers(url: str, tries: int = 3) -> bool:
         except urllib.error.HTTPError as error:
             if error.code in (401, 403):
                 raise InputError(
-                    f"PREFECT_API_URL: the server at {url} requires authentication and refuses the credentials (HTTP "
-                    f"{error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, or unset "
-                    "PREFECT_API_URL to run without it"
+                    f"PREFECT_API_URL: the server at {url} requires authentication and refuses the"
+                    f" credentials (HTTP {error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for"
+                    " Prefect Cloud, or unset PREFECT_API_URL to run without it"
                 ) from None
             if error.code < 500:  # for 5xx codes, a proxy may answer while the server is down
                 raise _no_prefect(url, f"HTTP {error.code}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", None), ssl.SSLError):  # Prefect has separate settings for TLS
+            if isinstance(
+                getattr(error, "reason", None), ssl.SSLError
+            ):  # Prefect has separate settings for TLS
                 return True
         else:
             if not _is_list(found):
@@ -130,6 +134,6 @@ def _is_list(content: bytes) -> bool:
 
 def _no_prefect(url: str, what: str) -> InputError:
     return InputError(
-        f"PREFECT_API_URL: the server at {url} is not a Prefect API (it answered {what} to a query for flows); correct the "
-        "address (http://host:port/api), or unset it to run without"
+        f"PREFECT_API_URL: the server at {url} is not a Prefect API (it answered {what} to a query for"
+        " flows); correct the address (http://host:port/api), or unset it to run without"
     )

@@ -24,8 +24,8 @@
     └── RewardError                a reward source failed or returned something unusable
 
 All of them take one message, so they survive pickling through Ray and JSON through a child process
-(`to_record`, `from_record`) with their class intact. `classified` makes one of them of any exception, in the process
-where it was raised: another process may not even be able to unpickle it.
+(`to_record`, `from_record`) with their class intact. `classified` makes one of them of any exception, in the
+process where it was raised: another process may not even be able to unpickle it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def checking(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         words = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{what}: cannot be checked ({type(error).__name__}: {words}); correct it") from error
+        raise ConfigError(
+            f"{what}: cannot be checked ({type(error).__name__}: {words}); correct it"
+        ) from error
 
 
 class RLHFError(Exception):
@@ -102,11 +104,15 @@ class WorkerDied(InfrastructureError):
 
 
 class WorkerStuck(InfrastructureError):
-    """A worker, engine or training rank did not move within its timeout: halted, or waiting for what does not come."""
+    """A worker, engine or training rank did not move within its timeout: halted, or waiting for what does not
+    come.
+    """
 
 
 class OutOfMemory(InfrastructureError):
-    """Memory of a device or of the host did not suffice. Once, others may have taken it; twice, the settings ask for more."""
+    """Memory of a device or of the host did not suffice. Once, others may have taken it; twice, the settings
+    ask for more.
+    """
 
 
 class WeightSyncError(InfrastructureError):
@@ -159,7 +165,9 @@ _BUGS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError,
     SyntaxError, TypeError, ValueError,
 )  # fmt: skip
-"""Of the rest most are the system's: OSError, MemoryError, and RuntimeError, as which torch, gloo and CUDA fail."""
+"""Of the rest most are the system's: OSError, MemoryError, and RuntimeError, as which torch, gloo and CUDA
+fail.
+"""
 
 
 _OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory")

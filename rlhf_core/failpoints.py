@@ -5,10 +5,10 @@
     RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process, point), and
                                                 each entry of RLHF_FAIL acts once over all processes
 
-Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` and `drop`
-(a tensor on its way to the engines) and `nan` (a loss, a score, a value, a log-probability) are returned for the caller to
-act on. Any other word, and one that nobody acts on at that point, is an error: a fault that nobody makes would count as
-survived.
+Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` and
+`drop` (a tensor on its way to the engines) and `nan` (a loss, a score, a value, a log-probability) are
+returned for the caller to act on. Any other word, and one that nobody acts on at that point, is an error: a
+fault that nobody makes would count as survived.
 """
 
 from __future__ import annotations

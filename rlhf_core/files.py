@@ -22,8 +22,8 @@ _KINDS = (
 
 
 class UnfitFile(OSError):
-    """The path is not a regular file, or the file is too large. The message starts with the path and describes the
-    problem.
+    """The path is not a regular file, or the file is too large. The message starts with the path and
+    describes the problem.
     """
 
 
@@ -47,7 +47,9 @@ def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
 
 
 def read_bounded(path: Path | str, limit: int) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes. Raises the same exceptions as `open_regular`."""
+    """Return the content of a regular file of at most `limit` bytes. Raises the same exceptions as
+    `open_regular`.
+    """
     with open_regular(path, limit) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:  # the file grew while it was read
@@ -77,7 +79,9 @@ def _problem(path: Path | str, status: os.stat_result, limit: int | None) -> OSE
         kind = next((words for test, words in _KINDS if test(status.st_mode)), "is not a regular file")
         return UnfitFile(f"{path} {kind}, not a regular file")
     if limit is not None and status.st_size > limit:
-        return UnfitFile(f"{path} has {_size(status.st_size)}, more than the {_size(limit)} allowed for such a file")
+        return UnfitFile(
+            f"{path} has {_size(status.st_size)}, more than the {_size(limit)} allowed for such a file"
+        )
     return None
 
 

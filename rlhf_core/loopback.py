@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _REFUSED = (
-    b"This server answers requests to a loopback address or localhost only, and none of web pages from elsewhere.\n"
+    b"This server answers requests to a loopback address or localhost only, and none of web pages from"
+    b" elsewhere.\n"
 )
 
 
@@ -37,7 +38,9 @@ class OwnAddressOnly:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send(
+                {"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]}
+            )
             await send({"type": "http.response.body", "body": _REFUSED})
 
 

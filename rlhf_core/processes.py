@@ -124,9 +124,11 @@ def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
 
 
 def die_with_parent(signum: int) -> Callable[[], None]:
-    """A `preexec_fn` by which the kernel sends `signum` to the new process when the thread that starts it ends.
+    """A `preexec_fn` by which the kernel sends `signum` to the new process when the thread that starts it
+    ends.
 
-    All that it needs is looked up here: after the fork of a process with threads, whoever takes a lock may wait for ever.
+    All that it needs is looked up here: after the fork of a process with threads, whoever takes a lock may
+    wait for ever.
     """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

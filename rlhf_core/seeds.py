@@ -1,4 +1,6 @@
-"""Seeds, and the orders they decide, are functions of what they are for, never state that must be carried along."""
+"""Seeds, and the orders they decide, are functions of what they are for, never state that must be carried
+along.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     outside `deferred`    the stage ends at once (SystemExit), as it stands; its last checkpoint is where it continues
     inside `deferred`     a training loop looks at `asked` after each step, writes a checkpoint, and calls `leave`
 
-Whoever asks waits some 20 s (`stages.guard`) before it kills: a step that takes longer is lost, as with a kill.
+Whoever asks waits some 20 s (`stages.guard`) before it kills: a step that takes longer is lost, as with a
+kill.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class StopRequest:
         self._deferred = False
 
     def on_signal(self, _signum: int, _frame: Any) -> None:
-        """Note it; leave, unless a loop has promised to. Further signals change nothing: cleaning up is not interrupted."""
+        """Note it; leave, unless a loop has promised to. Further signals change nothing: cleaning up is not
+        interrupted.
+        """
         if not self.asked:
             self.asked = True
             if not self._deferred:

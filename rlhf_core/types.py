@@ -28,7 +28,8 @@ class ArtifactRef:
     key: str
     """Stage key, 16 hex digits; the folder is `{store}/artifacts/{kind}/{key}/`."""
     digest: str
-    """sha256 over names, sizes and hashes of its files: the same content has the same digest, whenever made."""
+    """sha256 over names, sizes and hashes of its files: the same content has the same digest, whenever made.
+    """
     uri: str
     """Full address of the folder, for people and for lineage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -52,7 +53,9 @@ class PromptExample:
     prompt: str
     """What the user asked, as plain text (chat messages joined), for rewards and for reading."""
     input_ids: tuple[int, ...]
-    """(P,) tokens with the chat template and the generation prompt applied once; starts with BOS if the model has one."""
+    """(P,) tokens with the chat template and the generation prompt applied once; starts with BOS if the model
+    has one.
+    """
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Whatever the source row had besides (`answer`, gold specification): JSON, for rule rewards."""
     source: str = ""
@@ -155,7 +158,9 @@ class Checkpoints(Protocol):
         """(step, verified local folder) of the newest whole checkpoint, or None when none was ever committed."""
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
-        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size` bytes free."""
+        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size`
+        bytes free.
+        """
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
@@ -167,8 +172,8 @@ class Checkpoints(Protocol):
         """
 
     def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score. `known` is as
-        in `save`.
+        """Return the address of the checkpoint with the highest score, or None if none has a score. `known`
+        is as in `save`.
         """
 
 
@@ -211,7 +216,9 @@ class Services:
     """
 
     def name_of(self, stage: StageName) -> str:
-        """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its folder."""
+        """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its
+        folder.
+        """
         if self.lineage is None:
             return str(self.inputs[stage])
         return f"artifacts/{stage}/{self.lineage.inputs[stage].key}"

@@ -9,10 +9,12 @@
                   late()          parts that stood still, or were halted by a SIGSTOP, for longer than their limit
                   blame(...)      the error that names them, with the stacks of all parts saved
                   give_up(error)  fails the stage: for a thread that knows why whoever waits will wait in vain
-              Whoever waits for parts asks it. For where nobody asks, or whoever asks is stuck, `fail` is called.
+              Whoever waits for parts asks it. For where nobody asks, or whoever asks is stuck, `fail` is
+              called.
 
-Seconds are counted by the watching thread, so that no clock is compared and a machine that was asleep blames nobody.
-Parts on other hosts are seen where the folder is shared, but neither signalled nor asked for their stacks.
+Seconds are counted by the watching thread, so that no clock is compared and a machine that was asleep blames
+nobody. Parts on other hosts are seen where the folder is shared, but neither signalled nor asked for their
+stacks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _RECORD_BYTES = 400
 State = Literal["running", "halted", "gone"]
 
 
-# -- in a part --------------------------------------------------------------------------------------------------------
+# -- in a part --
 
 
 class _Own:
@@ -69,7 +71,9 @@ class _Own:
         os.pwrite(self._file, record.ljust(_RECORD_BYTES).encode(), 0)
 
     def dump_stacks(self) -> None:
-        """Not by the signal: its handler walks the other threads' frames while they run, which can end the process."""
+        """Not by the signal: its handler walks the other threads' frames while they run, which can end the
+        process.
+        """
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def close(self) -> None:
@@ -82,8 +86,9 @@ _own: _Own | None = None
 
 
 def take_part(folder: Path, name: str, limit: float) -> None:
-    """From now on this process is the part `name` of the stage watched in `folder`; it may stand still for `limit`
-    seconds, unless `doing` says otherwise."""
+    """From now on this process is the part `name` of the stage watched in `folder`; it may stand still for
+    `limit` seconds, unless `doing` says otherwise.
+    """
     global _own
     leave_part()
     _own = _Own(folder, name, limit)
@@ -98,7 +103,9 @@ def leave_part() -> None:
 
 
 def doing(what: str, limit: float | None = None) -> None:
-    """This process moved, and is at `what` now, for `limit` seconds at most (None: its own). Nothing if it is no part."""
+    """This process moved, and is at `what` now, for `limit` seconds at most (None: its own). Nothing if it is
+    no part.
+    """
     if _own is not None:
         _own.write(what, _own.limit if limit is None else limit)
 
@@ -113,7 +120,7 @@ def idle() -> None:
     doing("")
 
 
-# -- in the stage's own process ---------------------------------------------------------------------------------------
+# -- in the stage's own process --
 
 
 @dataclass
@@ -136,7 +143,9 @@ class Part:
     @property
     def late(self) -> bool:
         """Stuck for longer than its limit; an idle one need not move, but must be able to."""
-        return self.seconds > self.limit and (self.state == "halted" or (self.state == "running" and self.what != ""))
+        return self.seconds > self.limit and (
+            self.state == "halted" or (self.state == "running" and self.what != "")
+        )
 
     @property
     def here(self) -> bool:
@@ -154,8 +163,9 @@ class Part:
 
 
 class Watch:
-    """Looks at the parts in `folder` (None: a temporary one) while it is entered. `fail` gets the error where parts are
-    late for `GRACE_SECONDS` more, in a thread of its own; it should end the process."""
+    """Looks at the parts in `folder` (None: a temporary one) while it is entered. `fail` gets the error where
+    parts are late for `GRACE_SECONDS` more, in a thread of its own; it should end the process.
+    """
 
     def __init__(self, folder: Path | None = None, fail: Callable[[RLHFError], None] | None = None) -> None:
         self._temporary = folder is None
@@ -198,11 +208,15 @@ class Watch:
 
     def busy(self) -> bool:
         """Whether any part but this process works."""
-        return any(part.what and part.process.pid != os.getpid() for part in self._all() if part.state == "running")
+        return any(
+            part.what and part.process.pid != os.getpid() for part in self._all() if part.state == "running"
+        )
 
     def blame(self, waiting_for: str, limit: str) -> InfrastructureError:
-        """The error for a wait that failed: WorkerDied or WorkerStuck, naming who is gone, else halted, else late, else
-        longest at the same thing. `limit`: the setting that bounds it. The stacks of all parts are saved by then."""
+        """The error for a wait that failed: WorkerDied or WorkerStuck, naming who is gone, else halted, else
+        late, else longest at the same thing. `limit`: the setting that bounds it. The stacks of all parts are
+        saved by then.
+        """
         self._look(0.0)
         if not self._saved:
             self.save_stacks()
@@ -255,7 +269,7 @@ class Watch:
                 _file(self.folder, part.name).unlink(missing_ok=True)
                 self._parts.pop(part.name, None)
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- looking --
 
     def _all(self) -> list[Part]:
         with self._lock:

@@ -28,7 +28,8 @@ class S3Server:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LINES] = []
     config.stash[_COUNTS] = Counter()
-    # A shell starts background commands with SIGINT ignored, and so would be every process that a test interrupts.
+    # A shell starts background commands with SIGINT ignored, and so would be every process that a test
+    # interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -50,7 +51,10 @@ def summary_counts(pytestconfig: pytest.Config) -> Counter[str]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # one of pytest-xdist's processes
-        session.config.workeroutput["counted"] = [session.config.stash[_LINES], dict(session.config.stash[_COUNTS])]
+        session.config.workeroutput["counted"] = [
+            session.config.stash[_LINES],
+            dict(session.config.stash[_COUNTS]),
+        ]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,7 +74,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """A real S3-compatible server on loopback, with one bucket; child processes reach it through the environment."""
+    """A real S3-compatible server on loopback, with one bucket; child processes reach it through the
+    environment.
+    """
     import boto3
     from moto.server import ThreadedMotoServer
 

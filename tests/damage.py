@@ -1,4 +1,5 @@
-"""Every file of a bundle x every mutation, on any store: what the tests of the folder and of the bucket share.
+"""Every file of a bundle x every mutation, on any store: what the tests of the folder and of the bucket
+share.
 
 `Case` says what is changed; `unnoticed` changes it, looks with fresh eyes, and puts everything back.
 """
@@ -75,7 +76,10 @@ FORGERIES: dict[str, Mutation] = {
     "an entry more": forged(lambda m: m["files"].append({"path": "more", "size": 0, "sha256": "0" * 64})),
     "an entry twice": forged(lambda m: m["files"].append(m["files"][0])),
     "two entries swapped": forged(
-        lambda m: (m["files"][0].update(path=m["files"][1]["path"]), m["files"][1].update(path=m["files"][0]["path"]))
+        lambda m: (
+            m["files"][0].update(path=m["files"][1]["path"]),
+            m["files"][1].update(path=m["files"][0]["path"]),
+        )
     ),
     "path out of the folder": forged(lambda m: m["files"][0].update(path="../x")),
     "absolute path": forged(lambda m: m["files"][0].update(path="/etc/passwd")),
@@ -87,8 +91,8 @@ FORGERIES: dict[str, Mutation] = {
 }
 
 
-# A full file: 11 of ANY_FILE + swap + file beside it = 13; an empty one: 4 of ANY_FILE change it + 2 = 6. A manifest: 15
-# + 14 forgeries = 29; newest.json: 11 + 2 = 13.
+# A full file: 11 of ANY_FILE + swap + file beside it = 13; an empty one: 4 of ANY_FILE change it + 2 = 6. A
+# manifest: 15 + 14 forgeries = 29; newest.json: 11 + 2 = 13.
 ARTIFACT_CASES = 3 * 13 + 6 + 29
 CHECKPOINT_CASES = 5 * 13 + 29 + 13
 
@@ -142,7 +146,9 @@ def newest(step: int) -> bytes:
     return json.dumps({"step": step, "checksum": checksum_of({"step": step})}).encode()
 
 
-def unnoticed(bundle: Bundle, tmp_path: Path, records: list[logging.LogRecord]) -> tuple[Counter[str], list[str]]:
+def unnoticed(
+    bundle: Bundle, tmp_path: Path, records: list[logging.LogRecord]
+) -> tuple[Counter[str], list[str]]:
     """(cases by name, those that were not noticed or not said)."""
     before = {key: bundle.store.read_bytes(key) or b"" for key in bundle.names()}
     counted: Counter[str] = Counter()
@@ -176,7 +182,9 @@ def artifact(store: Store, tmp_path: Path) -> Bundle:
     (folder / "policy" / "config.json").write_text('{"hidden": 32}')
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (folder / "empty.txt").write_bytes(b"")
-    ref = ArtifactStore(store, tmp_path).publish("ppo", "k", folder, parents={}, metrics={"kl": 1.0}, config={})
+    ref = ArtifactStore(store, tmp_path).publish(
+        "ppo", "k", folder, parents={}, metrics={"kl": 1.0}, config={}
+    )
     prefix = "artifacts/ppo/k"
     data = f"{prefix}/{ref.uri.rsplit('/', 1)[-1]}"
 
@@ -201,7 +209,9 @@ def checkpoint(store: Store, tmp_path: Path) -> Bundle:
         (folder / "policy" / "state").mkdir(parents=True)
         (folder / "policy" / "latest").write_text("state")
         (folder / "policy" / "state" / "mp_rank_00_model_states.pt").write_bytes(bytes([step, 2, 3]) * 300)
-        (folder / "policy" / "state" / "zero_pp_rank_0_optim_states.pt").write_bytes(bytes([step, 9, 8]) * 300)
+        (folder / "policy" / "state" / "zero_pp_rank_0_optim_states.pt").write_bytes(
+            bytes([step, 9, 8]) * 300
+        )
         (folder / "controller.json").write_text(json.dumps({"done": step}))
         (folder / "metrics.jsonl").write_text('{"step": 1}\n' * step)
         saver.save(step, folder)
@@ -210,7 +220,9 @@ def checkpoint(store: Store, tmp_path: Path) -> Bundle:
 
     def look(work: Path) -> str:
         found = CheckpointStore(store, "k", work, 2).latest()
-        assert found is not None and json.loads((found[1] / "controller.json").read_text()) == {"done": found[0]}
+        assert found is not None and json.loads((found[1] / "controller.json").read_text()) == {
+            "done": found[0]
+        }
         return {1: "damaged", 2: "used"}[found[0]]
 
     return Bundle(store, root, f"{prefix}/manifest.json", data, look)

@@ -23,13 +23,26 @@ def safetensors(**tensors: list[int]) -> bytes:
 def model_folder(folder: Path, **changes: Any) -> Path:
     """A folder that passes; `changes` replaces files by name (bytes, a JSON value, or None to leave it out)."""
     files: dict[str, Any] = {
-        "config.json": {"max_position_embeddings": 256, "vocab_size": 8, "hidden_size": 64, "num_attention_heads": 2},
-        "tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 7, "content": "</s>"}]},
+        "config.json": {
+            "max_position_embeddings": 256,
+            "vocab_size": 8,
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+        },
+        "tokenizer.json": {
+            "model": {"vocab": {"a": 0, "b": 1}},
+            "added_tokens": [{"id": 7, "content": "</s>"}],
+        },
         "tokenizer_config.json": {"chat_template": "{{ messages }}"},
         "model.safetensors": safetensors(model__embed_tokens__weight=[8, 64], model__norm__weight=[64]),
     }
     folder.mkdir(parents=True)
-    for name, content in {**files, **{name.replace("__", "."): value for name, value in changes.items()}}.items():
+    for name, content in {
+        **files,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }.items():
         if content is not None:
-            (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+            (folder / name).write_bytes(
+                content if isinstance(content, bytes) else json.dumps(content).encode()
+            )
     return folder

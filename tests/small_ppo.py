@@ -1,5 +1,6 @@
-"""PPO on a rule reward with models of a few thousand parameters: Ray, vLLM and DeepSpeed for real, and no stages,
-data, checkpoints or tracking around them."""
+"""PPO on a rule reward with models of a few thousand parameters: Ray, vLLM and DeepSpeed for real, and no
+stages, data, checkpoints or tracking around them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ def services(folder: Path) -> Services:
 
 def save_small_model(folder: Path, vocabulary: int = VOCABULARY) -> Path:
     return save_tiny_llama(
-        folder, vocab_size=vocabulary, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="float32"
+        folder,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
     )
 
 
@@ -83,8 +89,9 @@ def small_ppo(
     watch: Watch | None = None,
     roles: Mapping[Role, Path] | None = None,
 ) -> Iterator[PPOController]:
-    """A controller whose fleet has started, every role from `model` but for `roles`, and whose engines have the policy's
-    weights."""
+    """A controller whose fleet has started, every role from `model` but for `roles`, and whose engines have
+    the policy's weights.
+    """
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
     with (
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,

@@ -8,7 +8,8 @@ from typing import Any
 
 
 def save_tiny_llama(folder: Path, seed: int = 0, **shape: Any) -> Path:
-    """Write one in Hugging Face layout, the same for the same `seed` and `shape` (LlamaConfig's names); returns `folder`.
+    """Write one in Hugging Face layout, the same for the same `seed` and `shape` (LlamaConfig's names);
+    returns `folder`.
 
     With `eos_token_id=None` nothing ends a response before its full length.
     """

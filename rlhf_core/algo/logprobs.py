@@ -38,7 +38,7 @@ def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1
     _check(logits_BTV, temperature)
     if labels_BT.shape != logits_BTV.shape[:-1]:
         raise ValueError(
-            f"labels must have the shape of the logits without the vocabulary; "
+            "labels must have the shape of the logits without the vocabulary; "
             f"got {tuple(labels_BT.shape)} and {tuple(logits_BTV.shape)}"
         )
     logits = _flat(logits_BTV)

@@ -1,6 +1,7 @@
 """Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>` = 1, and
+    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>`
+    = 1, and
                                                                  with `stop` the end of the run
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
@@ -32,7 +33,9 @@ NAMES = (
 
 
 def alarm(name: str, text: str) -> None:
-    """Log one warning, which appears on the terminal and in Prefect. Its name becomes a tag of the MLflow run."""
+    """Log one warning, which appears on the terminal and in Prefect. Its name becomes a tag of the MLflow
+    run.
+    """
     log.warning("%s", text, extra={"guard": name})
 
 
@@ -77,57 +80,79 @@ class Alarms:
         if (eos := now("rollout/eos_rate", 1.0)) < guards.eos_loss_ratio * first("rollout/eos_rate", 0.0):
             yield (
                 "eos_loss",
-                f"{eos:.1%} of the responses end with EOS, initially {first('rollout/eos_rate'):.1%}; raise "
-                "ppo.missing_eos_penalty or ppo.kl.coef",
+                (
+                    f"{eos:.1%} of the responses end with EOS, initially {first('rollout/eos_rate'):.1%};"
+                    " raise ppo.missing_eos_penalty or ppo.kl.coef"
+                ),
             )
         entropy, at_first = now("policy/entropy", 0.0), first("policy/entropy", 0.0)
         if entropy < guards.entropy_collapse_ratio * at_first:
             yield (
                 "entropy_collapse",
-                f"the policy's entropy is {entropy:.2g} nats per token, initially {at_first:.2g}; raise ppo.kl.coef or "
-                "ppo.entropy_coef, or lower ppo.policy.learning_rate",
+                (
+                    f"the policy's entropy is {entropy:.2g} nats per token, initially {at_first:.2g}; raise"
+                    " ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
+                ),
             )
         if entropy > guards.entropy_explosion_ratio * at_first:
             yield (
                 "entropy_explosion",
-                f"the policy's entropy is {entropy:.2g} nats per token, initially {at_first:.2g}; lower "
-                "ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef",
+                (
+                    f"the policy's entropy is {entropy:.2g} nats per token, initially {at_first:.2g}; lower "
+                    "ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
+                ),
             )
         if (kl := now("objective/kl", 0.0)) < -guards.negative_kl_limit:
             yield (
                 "negative_kl",
-                f"the KL to the reference is {kl:.3g} nats per response, which is impossible for responses of the trained policy; "
-                "check rollout/logprob_gap_mean and the sampling settings",
+                (
+                    f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"
+                    " responses of the trained policy; check rollout/logprob_gap_mean and the sampling"
+                    " settings"
+                ),
             )
         length, long = now("rollout/length", 0.0), first("rollout/length", 0.0)
         if length > guards.length_drift_ratio * long or length < long / guards.length_drift_ratio:
             yield (
                 "length_drift",
-                f"responses have {length:.0f} tokens on average, initially {long:.0f}; check whether the reward depends on "
-                "the length, or raise ppo.kl.coef",
+                (
+                    f"responses have {length:.0f} tokens on average, initially {long:.0f}; check whether the"
+                    " reward depends on the length, or raise ppo.kl.coef"
+                ),
             )
         if (share := now("rollout/repeating_rate", 0.0)) >= guards.loops_share > 0:
             yield (
                 "loops",
-                f"{share:.0%} of the responses contain loops; raise ppo.kl.coef, or add a reward of type repetition",
+                (
+                    f"{share:.0%} of the responses contain loops; raise ppo.kl.coef, or add a reward of type"
+                    " repetition"
+                ),
             )
         if (correlation := now("rollout/score_length_correlation", 0.0)) >= guards.score_length_correlation:
             yield (
                 "score_length",
-                f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the reward mostly depends on "
-                "the length; check the reward model's length bias",
+                (
+                    f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the"
+                    " reward mostly depends on the length; check the reward model's length bias"
+                ),
             )
-        # With equal scores, the returns vary by the KL and the critic's own values only, which tells nothing of it.
+        # With equal scores, the returns vary by the KL and the critic's own values only, which tells nothing
+        # of it.
         scores_vary = now("objective/scores_std", 1.0) > 0
         if (explained := now("value/explained_variance", 1.0)) <= 0 and scores_vary:
             yield (
                 "blind_critic",
-                f"the critic does not predict the returns (explained variance {explained:.2g}); raise "
-                "ppo.critic.learning_rate or ppo.critic_warmup_steps",
+                (
+                    f"the critic does not predict the returns (explained variance {explained:.2g}); raise "
+                    "ppo.critic.learning_rate or ppo.critic_warmup_steps"
+                ),
             )
         if (clipped := now("objective/score_clipfrac", 0.0)) > guards.score_clip_share:
             yield (
                 "score_clip",
-                f"{clipped:.1%} of the reward model's scores are beyond ppo.score_clip={self._ppo.score_clip:g} and are "
-                "clipped; raise it, or check the responses with these scores",
+                (
+                    f"{clipped:.1%} of the reward model's scores are beyond"
+                    f" ppo.score_clip={self._ppo.score_clip:g} and are clipped; raise it, or check the"
+                    " responses with these scores"
+                ),
             )

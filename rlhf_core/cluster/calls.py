@@ -58,7 +58,9 @@ def called(limit: Literal["start", "stall", "sync"] = "stall") -> Callable[[Call
 
 
 def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
-    """Results in order. Errors of actors as they were raised; a dead actor is a WorkerDied. Raises TimeoutError."""
+    """Results in order. Errors of actors as they were raised; a dead actor is a WorkerDied. Raises
+    TimeoutError.
+    """
     import ray
     from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
@@ -78,7 +80,9 @@ def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
 
 
 def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
-    """Those of `actors` that Ray knows to be gone, which no watch can see on another host. Busy ones are not among them."""
+    """Those of `actors` that Ray knows to be gone, which no watch can see on another host. Busy ones are not
+    among them.
+    """
     import ray
 
     calls = [actor.usage.remote() for actor in actors]
@@ -101,7 +105,9 @@ class Calls:
         self.timeouts = timeouts
 
     def wait(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Results in order. Raises what an actor raised, unless others are the reason: who is gone or stuck is named."""
+        """Results in order. Raises what an actor raised, unless others are the reason: who is gone or stuck
+        is named.
+        """
         began = time.monotonic()
         try:
             while True:

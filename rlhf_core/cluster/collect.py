@@ -5,8 +5,8 @@
                  ^                                   | too few
                  +-----------------------------------+
 
-Consumes the prompts of the data artifact; produces a `RolloutBatch` of always the same size. Waits for every engine,
-and for the reward workers when filtering.
+Consumes the prompts of the data artifact; produces a `RolloutBatch` of always the same size. Waits for every
+engine, and for the reward workers when filtering.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RolloutBatch:
     replaced: int = 0
     """Prompts whose samples all scored alike and that were replaced."""
     scores_before: float | None = None
-    """Mean score with penalties of the first round, before any prompt was replaced. None without filtering."""
+    """Mean score with penalties of the first round, before any prompt was replaced. None without filtering.
+    """
     kept: bool = False
     """Sampled by an earlier attempt."""
 
@@ -92,7 +93,9 @@ class Collector:
         return batch
 
     def rewards(self, batch: RolloutBatch, model_scores: Sequence[float] | None = None) -> RewardBatch:
-        """Composed scores; `model_scores` as `start_scores` gave them, asked for here if needed and not given."""
+        """Composed scores; `model_scores` as `start_scores` gave them, asked for here if needed and not
+        given.
+        """
         if model_scores is None and "reward" in self._fleet.groups:
             model_scores = self._fleet.insist(lambda: self.start_scores(batch).gather(), "the scoring")
         inputs = reward_inputs(self._decode, batch.prompts, batch.rollouts)
@@ -103,8 +106,8 @@ class Collector:
         return Spread(self._fleet, self._ppo, "reward", "scores", batch.sequences)
 
     def _replacements(self, step: int, round_: int, count: int, asked: Sequence[int]) -> list[int]:
-        """Return the indices of up to `count` prompts that are not in `asked`, the prompts already used in this
-        step.
+        """Return the indices of up to `count` prompts that are not in `asked`, the prompts already used in
+        this step.
         """
         order = permutation(len(self._prompts), derive_seed(self._seed, "replacements", step, round_))
         used = set(asked)
@@ -132,7 +135,9 @@ class Collector:
         ordered = [rollout for i in range(len(prompts)) for rollout in by_prompt[i]]
         stale = {r.policy_version for r in ordered} - {version}
         if stale:
-            raise WeightSyncError(f"step {step} was sampled from policy version {sorted(stale)}, not {version}")
+            raise WeightSyncError(
+                f"step {step} was sampled from policy version {sorted(stale)}, not {version}"
+            )
         return RolloutBatch(ordered, [p for p in prompts for _ in range(ppo.samples_per_prompt)])
 
     def _replace(self, batch: RolloutBatch, groups: list[int], fresh: RolloutBatch) -> None:

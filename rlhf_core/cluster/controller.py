@@ -5,10 +5,10 @@
                           reference,             critic    -> engines
                           critic, reward         (both at once)
 
-Consumes the prompts of the data artifact; produces `metrics.jsonl`, sample tables, checkpoints and, at the end, the
-policy. Waits for every engine and rank as long as it moves (`rlhf_core.watch`); a dead engine is replaced on the way.
-A step's engines hold the weights of the step before: with synchronous steps the policy version of every rollout is the
-number of steps done.
+Consumes the prompts of the data artifact; produces `metrics.jsonl`, sample tables, checkpoints and, at the
+end, the policy. Waits for every engine and rank as long as it moves (`rlhf_core.watch`); a dead engine is
+replaced on the way. A step's engines hold the weights of the step before: with synchronous steps the policy
+version of every rollout is the number of steps done.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class PPOController:
         demonstrations: Sequence[SFTExample] = (),
         cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
-        """`demonstrations`: for the pretraining loss. `cpu_seconds`: CPU time of all processes so far; given, each
-        phase's share is measured too."""
+        """`demonstrations`: for the pretraining loss. `cpu_seconds`: CPU time of all processes so far; given,
+        each phase's share is measured too.
+        """
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
@@ -76,11 +77,12 @@ class PPOController:
         )
         self._metrics_file = services.out / "metrics.jsonl"
         self._clocked: Metrics = {}
-        """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest must be the
-        same wherever and however fast it is made."""
+        """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest
+        must be the same wherever and however fast it is made.
+        """
         self._scores: dict[int, float] = {}
-        """Scores of the checkpoints by step. A score is known after the checkpoint's policy has sampled the next
-        step.
+        """Scores of the checkpoints by step. A score is known after the checkpoint's policy has sampled the
+        next step.
         """
         self._guards = StepGuards(ppo, lambda: services.checkpoints.best(self._scores))
         self.done = 0
@@ -90,10 +92,12 @@ class PPOController:
         self._restorable = 0
         """Step that another attempt would continue after."""
 
-    # -- the loop -----------------------------------------------------------------------------------------------
+    # -- the loop --
 
     def run(self) -> None:
-        """To the last step, from the last checkpoint if there is one. Asked to stop, it leaves after the step in hand."""
+        """To the last step, from the last checkpoint if there is one. Asked to stop, it leaves after the step
+        in hand.
+        """
         self._restore()
         self.sync()
         stop = self._services.stop
@@ -144,13 +148,15 @@ class PPOController:
             **self._clocked,
         }
 
-    # -- steps of the loop --------------------------------------------------------------------------------------
+    # -- steps of the loop --
 
     def collect(self) -> RolloutBatch:
         """The next step's rollouts; those of an earlier attempt, if it left the same step."""
         step, resumable = self.done + 1, self.done == self._restorable
         if resumable and (kept := self._journal.read(step)) is not None:
-            log.info("step %d: training on the %d rollouts that an earlier attempt left", step, len(kept.rollouts))
+            log.info(
+                "step %d: training on the %d rollouts that an earlier attempt left", step, len(kept.rollouts)
+            )
             return kept
         batch = self._collector.collect(step, self.done)
         if resumable:
@@ -192,21 +198,26 @@ class PPOController:
             metrics["rollout/replaced_prompts"] = float(batch.replaced)
             if batch.scores_before is not None:
                 metrics["objective/scores_before_filtering"] = batch.scores_before
-        plain = weighted_sum(ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False)
-        metrics["objective/net_score"] = shaped_scores(batch.rollouts, plain, ppo).nanmean().item() - ppo.kl.coef * kl
+        plain = weighted_sum(
+            ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False
+        )
+        metrics["objective/net_score"] = (
+            shaped_scores(batch.rollouts, plain, ppo).nanmean().item() - ppo.kl.coef * kl
+        )
         return metrics
 
     def _note_score(self, metrics: Metrics) -> None:
-        """Store the score of the previous checkpoint. The rollouts of a step are sampled by the policy of that
-        checkpoint.
+        """Store the score of the previous checkpoint. The rollouts of a step are sampled by the policy of
+        that checkpoint.
         """
         score = metrics.get("objective/net_score", math.nan)
         if self.done > 0 and self.done == self._restorable and math.isfinite(score):
             self._scores[self.done] = score
 
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
-        """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are not finite is
-        kept for reading, also where it ends the run."""
+        """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are
+        not finite is kept for reading, also where it ends the run.
+        """
         update: Metrics = {}
         everything = len(batch.rollouts)
         try:
@@ -233,15 +244,18 @@ class PPOController:
         }
         return report.version
 
-    # -- log, checkpoint ----------------------------------------------------------------------------------------
+    # -- log, checkpoint --
 
     def _log(self, metrics: Metrics) -> None:
         with self._metrics_file.open("a") as file:
-            # Metrics of guards are not stored in the artifact, because their settings are not part of its key.
+            # Metrics of guards are not stored in the artifact, because their settings are not part of its
+            # key.
             kept = {
                 name: value
                 for name, value in metrics.items()
-                if name not in self._clocked and not name.startswith("guards/") and name != "rollout/logprob_gap_alarm"
+                if name not in self._clocked
+                and not name.startswith("guards/")
+                and name != "rollout/logprob_gap_alarm"
             }
             file.write(json.dumps({"step": self.done, **kept}) + "\n")
         self._services.metrics.log_metrics(metrics, self.done)
@@ -253,7 +267,9 @@ class PPOController:
         }
         self._services.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
 
-    def _log_samples(self, batch: RolloutBatch, experience: Experience, kind: str, step: int, most: int = 16) -> None:
+    def _log_samples(
+        self, batch: RolloutBatch, experience: Experience, kind: str, step: int, most: int = 16
+    ) -> None:
         rows = [
             {
                 "step": step,
@@ -279,7 +295,9 @@ class PPOController:
         started = time.monotonic()
         folder = self._services.work / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
-        self._services.checkpoints.prepare(self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size")))
+        self._services.checkpoints.prepare(
+            self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size"))
+        )
         saving = []
         for role in self._trained:
             saving += self._fleet.groups[role].submit("save_checkpoint", role, str(folder / role))
@@ -306,7 +324,9 @@ class PPOController:
         loading = []
         for role in self._trained:
             scratch = self._services.work / f"converted-{role}"
-            loading += self._fleet.groups[role].submit("load_checkpoint", role, str(folder / role), str(scratch))
+            loading += self._fleet.groups[role].submit(
+                "load_checkpoint", role, str(folder / role), str(scratch)
+            )
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
         self.done = self._restorable = int(state["done"])
@@ -322,8 +342,8 @@ class PPOController:
         self._fleet.wait(saving, "the policy to be saved")
 
     def trained_logprobs(self, count: int) -> tuple[Sequence[PromptAndResponse], list[FloatArray]]:
-        """Return the first responses of the last step and their log-probabilities with the current weights, (T,)
-        each.
+        """Return the first responses of the last step and their log-probabilities with the current weights,
+        (T,) each.
         """
         sequences = self._last[:count]
         answers = Spread(self._fleet, self._ppo, "policy", "logprobs", sequences, ("policy",), (False,))

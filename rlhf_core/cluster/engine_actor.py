@@ -1,4 +1,6 @@
-"""A vLLM engine as a Ray actor, and the client through which policy rank 0 drives the engines' weight updates."""
+"""A vLLM engine as a Ray actor, and the client through which policy rank 0 drives the engines' weight
+updates.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ class EngineActor(Actor):
 
     @called()
     def generate(
-        self, prompts: Sequence[PromptExample], n: int, max_new_tokens: int, temperature: float, seeds: Sequence[int]
+        self,
+        prompts: Sequence[PromptExample],
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        seeds: Sequence[int],
     ) -> list[Rollout]:
         """See `Engine.generate`; stamped with the version that was acknowledged last."""
         failpoint("engine.generate")
@@ -101,7 +108,8 @@ class EngineActor(Actor):
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
             return
-        # Finishing throws all adapters out of the engine; the version counts once the new one is in. Numbers start at 1.
+        # Finishing throws all adapters out of the engine; the version counts once the new one is in. Numbers
+        # start at 1.
         llm.finish_weight_update()
         llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
         llm.update_weight_version(weight_version)
@@ -123,7 +131,9 @@ class EngineActor(Actor):
 
 
 class RayEngineClient:
-    """`weight_sync.sender.EngineClient` over actor handles; every call waits for all engines, at most `timeout` seconds."""
+    """`weight_sync.sender.EngineClient` over actor handles; every call waits for all engines, at most
+    `timeout` seconds.
+    """
 
     def __init__(self, engines: list[Any], timeout: float) -> None:
         self._engines = engines
@@ -134,7 +144,8 @@ class RayEngineClient:
 
     def _each(self, method: str, args_by_place: list[tuple[Any, ...]]) -> list[Any]:
         calls = [
-            getattr(engine, method).remote(*args) for engine, args in zip(self._engines, args_by_place, strict=True)
+            getattr(engine, method).remote(*args)
+            for engine, args in zip(self._engines, args_by_place, strict=True)
         ]
         try:
             return fetch(calls, self._timeout)

@@ -51,11 +51,14 @@ class Engines:
             self.health.note(self._names[index], "synced")
 
     def ask(self, method: str, arguments: Mapping[int, Sequence[Any]], what: str) -> dict[int, Any]:
-        """`method` on those engines, all at once. Who is missing in the answers is dead. Raises what they raise, and
-        WorkerDied where too few are left."""
+        """`method` on those engines, all at once. Who is missing in the answers is dead. Raises what they
+        raise, and WorkerDied where too few are left.
+        """
         import ray
 
-        calls = {index: getattr(self._handles[index], method).remote(*args) for index, args in arguments.items()}
+        calls = {
+            index: getattr(self._handles[index], method).remote(*args) for index, args in arguments.items()
+        }
         answers: dict[int, Any] = {}
         moved = time.monotonic()
         limits = self._calls.timeouts
@@ -79,9 +82,12 @@ class Engines:
         return answers
 
     def bury(self, reason: str, *, failed: bool) -> list[int]:
-        """Those that are gone or stuck. `failed`: something did, so that those also count that are halted, or that only
-        Ray knows to be gone."""
-        lost = [index for index in self._handles if self._alive(index) and self._is_lost(index, failed=failed)]
+        """Those that are gone or stuck. `failed`: something did, so that those also count that are halted, or
+        that only Ray knows to be gone.
+        """
+        lost = [
+            index for index in self._handles if self._alive(index) and self._is_lost(index, failed=failed)
+        ]
         for index in lost:
             self._bury(index, reason)
         return lost
@@ -92,15 +98,21 @@ class Engines:
             self._bury(index, reason)
 
     def restart(self) -> bool:
-        """Start the dead ones again, as far as they have restarts left; the others are given up. False: none was dead."""
+        """Start the dead ones again, as far as they have restarts left; the others are given up. False: none
+        was dead.
+        """
         dead = [
-            index for index, name in enumerate(self._names) if self.health[name] == "dead" and index in self._handles
+            index
+            for index, name in enumerate(self._names)
+            if self.health[name] == "dead" and index in self._handles
         ]
         pending = list(dead)
         while pending:
             for index in list(pending):
                 if not self.health.may_restart(self._names[index]):
-                    log.error("engine %d is given up; the run goes on with %s", index, self.health.remaining())
+                    log.error(
+                        "engine %d is given up; the run goes on with %s", index, self.health.remaining()
+                    )
                     del self._handles[index]
                     pending.remove(index)
                     continue
@@ -110,7 +122,7 @@ class Engines:
             pending = [index for index in pending if not self._loaded(index)]
         return bool(dead)
 
-    # -- one engine ---------------------------------------------------------------------------------------------
+    # -- one engine --
 
     def _loaded(self, index: int) -> bool:
         handle = self._handles[index]
@@ -129,10 +141,14 @@ class Engines:
         return self.health[self._names[index]] != "dead"
 
     def _stuck(self, index: int, what: str) -> bool:
-        """Whether an engine that was asked has to be buried; a halted one is suspect until its limit has passed."""
+        """Whether an engine that was asked has to be buried; a halted one is suspect until its limit has
+        passed.
+        """
         part = self._calls.watch.part(self._names[index])
         if part is not None and part.late:
-            self._bury(index, f"{part.describe()}, while {what} was waited for; stacks: {self._calls.watch.folder}")
+            self._bury(
+                index, f"{part.describe()}, while {what} was waited for; stacks: {self._calls.watch.folder}"
+            )
             return True
         if part is not None and part.state == "halted" and self.health[self._names[index]] == "healthy":
             self.health.note(self._names[index], "silent")

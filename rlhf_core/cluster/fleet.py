@@ -1,8 +1,8 @@
 """Ray: starts the processes of a placement plan, and ends them.
 
-Workers that train keep to their group: where one dies or is stuck, the attempt fails and the next continues from the
-checkpoint. What holds nothing that is not held elsewhere is replaced: a group of frozen models (reward, reference),
-which is then asked again, and engines, which serve again after a completed sync.
+Workers that train keep to their group: where one dies or is stuck, the attempt fails and the next continues
+from the checkpoint. What holds nothing that is not held elsewhere is replaced: a group of frozen models
+(reward, reference), which is then asked again, and engines, which serve again after a completed sync.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class WorkerGroup:
 
     def submit_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Each rank its own arguments."""
-        return [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, args_by_rank, strict=True)]
+        return [
+            getattr(actor, method).remote(*args)
+            for actor, args in zip(self.actors, args_by_rank, strict=True)
+        ]
 
 
 class Fleet:
@@ -70,8 +73,9 @@ class Fleet:
         pad_id: int,
         watch: Watch | None = None,
     ) -> None:
-        """`folders`: the model each role starts from; the policy's is also the engines'. `watch`: the stage's, entered;
-        None: one's own."""
+        """`folders`: the model each role starts from; the policy's is also the engines'. `watch`: the
+        stage's, entered; None: one's own.
+        """
         self._config = config
         self._plan = plan
         self._device = device
@@ -115,7 +119,7 @@ class Fleet:
         if self._given_watch is None:
             self._watch.__exit__()
 
-    # -- start --------------------------------------------------------------------------------------------------
+    # -- start --
 
     def _start_ray(self) -> None:
         import ray
@@ -126,8 +130,8 @@ class Fleet:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray's monitor serves metrics to the whole network. With an invalid port it only logs that it cannot.
         os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-        # Otherwise Ray puts the working folder first on its workers' search path, and would import a `queue.py`
-        # from there.
+        # Otherwise Ray puts the working folder first on its workers' search path, and would import a
+        # `queue.py` from there.
         job = JobConfig(_client_job=True)
         if not self._local:
             ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
@@ -221,7 +225,11 @@ class Fleet:
                 [worker_group.actors[0].listen.remote(self._local)], f"{worker_group.group.name} to start"
             )[0]
             loading += worker_group.submit_each(
-                "load", [(rank, worker_group.ranks, address, port, self._device) for rank in range(worker_group.ranks)]
+                "load",
+                [
+                    (rank, worker_group.ranks, address, port, self._device)
+                    for rank in range(worker_group.ranks)
+                ],
             )
         ranks = len(loading)
         loading += [engine.load.remote() for engine in engines]
@@ -242,7 +250,7 @@ class Fleet:
             "engine": _threads(max(1, threads // self._plan.engines)),
         }
 
-    # -- calls --------------------------------------------------------------------------------------------------
+    # -- calls --
 
     @property
     def distinct_groups(self) -> list[WorkerGroup]:
@@ -269,11 +277,13 @@ class Fleet:
         """Results in order; see `Calls.wait`."""
         return self._calls.wait(references, what)
 
-    # -- frozen models ------------------------------------------------------------------------------------------
+    # -- frozen models --
 
     def insist(self, ask: Callable[[], T], what: str) -> T:
-        """What `ask` returns, asked again after a group of frozen models was lost and started anew; `FROZEN_RESTARTS`
-        times at most. Raises what `ask` raises where that is not the reason, or is not all that was lost."""
+        """What `ask` returns, asked again after a group of frozen models was lost and started anew;
+        `FROZEN_RESTARTS` times at most. Raises what `ask` raises where that is not the reason, or is not all
+        that was lost.
+        """
         for left in reversed(range(FROZEN_RESTARTS + 1)):
             try:
                 return ask()
@@ -282,7 +292,9 @@ class Fleet:
                 if not left or not lost or any(_trains(group) for group in lost):
                     raise
                 for group in lost:
-                    log.warning("%s is lost and started again; %s is asked for anew: %s", group.name, what, error)
+                    log.warning(
+                        "%s is lost and started again; %s is asked for anew: %s", group.name, what, error
+                    )
                     self._end(self.groups[group.roles[0]])
                 self._load([self._start_group(group) for group in lost])
         raise AssertionError("the last round raises or returns")
@@ -294,7 +306,9 @@ class Fleet:
         return [
             workers.group
             for workers in self.distinct_groups
-            if any(_rank_name(workers.group, rank) in lost or a in dead for rank, a in enumerate(workers.actors))
+            if any(
+                _rank_name(workers.group, rank) in lost or a in dead for rank, a in enumerate(workers.actors)
+            )
         ]
 
     def _end(self, workers: WorkerGroup) -> None:
@@ -304,10 +318,12 @@ class Fleet:
             ray.kill(actor)
         self._watch.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
 
-    # -- engines ------------------------------------------------------------------------------------------------
+    # -- engines --
 
     def sync(self, version: int) -> SyncReport:
-        """Weights of policy `version` into all engines, acknowledged. Those that died before or on the way are replaced."""
+        """Weights of policy `version` into all engines, acknowledged. Those that died before or on the way
+        are replaced.
+        """
         what = f"the weight sync of version {version}"
         self.engines.bury(f"before {what}", failed=False)
         while True:
@@ -325,28 +341,38 @@ class Fleet:
             return report
 
     def rollouts(
-        self, shares: list[list[int]], arguments: Callable[[list[int]], tuple[Any, ...]], version: int, what: str
+        self,
+        shares: list[list[int]],
+        arguments: Callable[[list[int]], tuple[Any, ...]],
+        version: int,
+        what: str,
     ) -> dict[int, list[Any]]:
         """`EngineActor.generate` on each share of prompts; the rollouts of each prompt, by its index.
 
-        What a lost engine was asked is asked again in one piece, of the engine that replaces it, so that it comes out
-        the same; where none does, of the others. `arguments` of a share carry its own seeds.
+        What a lost engine was asked is asked again in one piece, of the engine that replaces it, so that it
+        comes out the same; where none does, of the others. `arguments` of a share carry its own seeds.
         """
         found: dict[int, list[Any]] = {}
         asked = {index: share for index, share in zip(self.engines.serving, shares, strict=True) if share}
         while asked:
-            answers = self.engines.ask("generate", {index: arguments(share) for index, share in asked.items()}, what)
+            answers = self.engines.ask(
+                "generate", {index: arguments(share) for index, share in asked.items()}, what
+            )
             for index, rollouts in answers.items():
                 share = asked.pop(index)
                 samples = len(rollouts) // len(share)
-                found |= {i: rollouts[place * samples : (place + 1) * samples] for place, i in enumerate(share)}
+                found |= {
+                    i: rollouts[place * samples : (place + 1) * samples] for place, i in enumerate(share)
+                }
             if asked:
                 self.sync(version)
                 asked = reassign(asked, self.engines.serving)
         return found
 
     def _connect(self) -> None:
-        """The policy's ranks and the engines there are, for weight sync; nothing if these are connected already."""
+        """The policy's ranks and the engines there are, for weight sync; nothing if these are connected
+        already.
+        """
         engines, policy = self.engines.handles, self.groups["policy"]
         if engines == self._connected:
             return

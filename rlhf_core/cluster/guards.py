@@ -21,8 +21,16 @@ from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncE
 
 log = logging.getLogger(__name__)
 
-WATCHED = ("objective/kl", "objective/rlhf_reward", "policy/entropy", "value/mean", "rollout/logprob_gap_mean")
-"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only masks its own."""
+WATCHED = (
+    "objective/kl",
+    "objective/rlhf_reward",
+    "policy/entropy",
+    "value/mean",
+    "rollout/logprob_gap_mean",
+)
+"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only
+masks its own.
+"""
 _PATIENCE = 3
 """Bad steps in a row that end the run."""
 
@@ -56,16 +64,17 @@ class StepGuards:
         self._alarms.load_state_dict(state["alarms"])
 
     def usable(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
-        """False for a step that must be skipped. `metrics` of its experience, which has so many `responses`. Raises
-        NonFiniteError for the third in a row."""
+        """False for a step that must be skipped. `metrics` of its experience, which has so many `responses`.
+        Raises NonFiniteError for the third in a row.
+        """
         bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
         if metrics["rollout/unscored"] == responses:
             bad.append("every score")
         self._unusable = self._unusable + 1 if bad else 0
         if self._unusable >= _PATIENCE:
             raise NonFiniteError(
-                f"ppo steps {step - _PATIENCE + 1} to {step} had to be skipped: {', '.join(bad)} not finite; see the tables "
-                "`skipped/` of the run for their samples"
+                f"ppo steps {step - _PATIENCE + 1} to {step} had to be skipped: {', '.join(bad)} not finite;"
+                " see the tables `skipped/` of the run for their samples"
             )
         if bad:
             log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
@@ -81,7 +90,8 @@ class StepGuards:
         self._check_scores(metrics, step)
         if grave := self._alarms.check(metrics, step):
             raise GateFailed(
-                f"ppo step {step}: {'; '.join(grave)}; ppo.guards is set to stop, which ends the run{self._best_kept()}"
+                f"ppo step {step}: {'; '.join(grave)}; ppo.guards is set to stop, which ends the"
+                f" run{self._best_kept()}"
             )
         limit = self._ppo.kl_limit
         self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
@@ -99,33 +109,39 @@ class StepGuards:
         limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
         if sync.canary and gap > limit:
             raise WeightSyncError(
-                f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the same weights "
-                f"(ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other weights"
+                f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the"
+                f" same weights (ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other"
+                " weights"
             )
         far = gap > (self._ppo.logprob_gap_limit or limit / 2)
         metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
         if far:
-            alarm("engine_gap", f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} on average")
+            alarm(
+                "engine_gap",
+                f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} on average",
+            )
 
     def _check_text(self, metrics: dict[str, float], step: int) -> None:
         empty = metrics["rollout/empty_rate"]
         if empty >= 0.9:
             raise GateFailed(
-                f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise ppo.kl.coef, "
-                f"lower ppo.policy.learning_rate, or check the reward{self._best_kept()}"
+                f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
+                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self._best_kept()}"
             )
         metrics["guards/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
             alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
 
     def _check_scores(self, metrics: dict[str, float], step: int) -> None:
-        uniform = metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
+        uniform = (
+            metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
+        )
         metrics["guards/uniform_scores"] = float(uniform)
         if uniform and not self._uniform:
             alarm(
                 "uniform_scores",
-                f"step {step}: nearly all scores that are compared with each other are equal, so nothing is learned from "
-                "them; check the reward, or raise ppo.samples_per_prompt or ppo.temperature",
+                f"step {step}: nearly all scores that are compared with each other are equal, so nothing is"
+                " learned from them; check the reward, or raise ppo.samples_per_prompt or ppo.temperature",
             )
         self._uniform = uniform
 
@@ -134,7 +150,8 @@ class StepGuards:
         with suppress(StoreError):  # it must not take the place of the verdict
             best = self._best()
         return (
-            f"; the best checkpoint, by the reward of its own responses minus ppo.kl.coef x their KL, is kept: {best}"
+            "; the best checkpoint, by the reward of its own responses minus ppo.kl.coef x their KL, is"
+            f" kept: {best}"
             if best
             else ""
         )

@@ -1,12 +1,14 @@
-"""What is known of the health of engines and workers, as a small state machine. Pure: it starts and kills nothing.
+"""What is known of the health of engines and workers, as a small state machine. Pure: it starts and kills
+nothing.
 
     stale --synced--> healthy <--answered-- suspect --died--> dead --restart--> restarting --loaded--> stale
                          |                     ^
                          +-------silent--------+          died leads to dead, from wherever
 
-Only a healthy member is asked for anything: one that was started again holds old weights until a sync has completed.
-A suspect one has been asked, does not move, and may still answer. An answer makes up for the restarts before it. One
-that is dead and has no restart left stays so; the run stops when so many are that less than the floor remain.
+Only a healthy member is asked for anything: one that was started again holds old weights until a sync has
+completed. A suspect one has been asked, does not move, and may still answer. An answer makes up for the
+restarts before it. One that is dead and has no restart left stays so; the run stops when so many are that
+less than the floor remain.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     ("restarting", "loaded"): "stale",
     ("restarting", "died"): "dead",
 }
-"""Everything else is a mistake of the caller: an engine that answers while it is stale was asked too early."""
+"""Everything else is a mistake of the caller: an engine that answers while it is stale was asked too early.
+"""
 
 
 class Health:
     """Of `members`, all of one kind. They start stale: loaded, with weights that nobody has confirmed."""
 
     def __init__(self, members: Sequence[str], *, max_restarts: int, floor: int) -> None:
-        """`max_restarts`: of each member, in a row without an answer. `floor`: how many must remain; the others may be given up."""
+        """`max_restarts`: of each member, in a row without an answer. `floor`: how many must remain; the
+        others may be given up.
+        """
         self._states: dict[str, State] = dict.fromkeys(members, "stale")
         self._restarts = dict.fromkeys(members, 0)
         self._max_restarts = max_restarts
@@ -51,8 +56,9 @@ class Health:
         return self._states[member]
 
     def note(self, member: str, event: Event) -> State:
-        """What `event` makes of `member`. Raises WorkerDied where a death leaves less than the floor, or where a member
-        without restarts left is to be restarted."""
+        """What `event` makes of `member`. Raises WorkerDied where a death leaves less than the floor, or
+        where a member without restarts left is to be restarted.
+        """
         state = self._states[member]
         if (state, event) not in TRANSITIONS:
             raise AssertionError(f"{member} is {state}; {event} cannot happen to it")
@@ -80,12 +86,14 @@ class Health:
 
     def remaining(self) -> list[str]:
         """Those that serve, or will again."""
-        return [member for member, state in self._states.items() if state != "dead" or self.may_restart(member)]
+        return [
+            member for member, state in self._states.items() if state != "dead" or self.may_restart(member)
+        ]
 
     def _check_floor(self, member: str) -> None:
         left = len(self.remaining())
         if left < self._floor:
             raise WorkerDied(
-                f"{member} is lost after {self._restarts[member]} restarts: {left} of {len(self._states)} remain, "
-                f"{self._floor} are needed"
+                f"{member} is lost after {self._restarts[member]} restarts: {left} of {len(self._states)}"
+                f" remain, {self._floor} are needed"
             )

@@ -1,8 +1,9 @@
 """The rollouts of the step in hand, written before anything trains on them.
 
-A checkpoint holds the weights that the next step samples with. An attempt that is killed in that step, or before the
-checkpoint after it, leaves the rollouts here; the attempt that continues from the checkpoint uses them instead of
-sampling again, which on GPUs would not even give the same tokens. Only that one step can be of use, so only it is kept.
+A checkpoint holds the weights that the next step samples with. An attempt that is killed in that step, or
+before the checkpoint after it, leaves the rollouts here; the attempt that continues from the checkpoint uses
+them instead of sampling again, which on GPUs would not even give the same tokens. Only that one step can be
+of use, so only it is kept.
 
 Consumes and produces `RolloutBatch`es. One JSON file, replaced as a whole, with a checksum of its content.
 """

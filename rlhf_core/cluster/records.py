@@ -1,4 +1,5 @@
-"""What travels between the controller and the workers: plain records with numpy arrays, so Ray can share them.
+"""What travels between the controller and the workers: plain records with numpy arrays, so Ray can share
+them.
 
 Axes: `T` response tokens of one sequence.
 """

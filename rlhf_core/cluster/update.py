@@ -25,14 +25,18 @@ _IdsAndMask = tuple[tuple[int, ...], tuple[int, ...]]
 class Updater:
     """Epochs x minibatches optimizer steps on policy and critic, at the same time."""
 
-    def __init__(self, ppo: PPOConfig, fleet: Fleet, seed: int, demonstrations: Sequence[SFTExample] = ()) -> None:
+    def __init__(
+        self, ppo: PPOConfig, fleet: Fleet, seed: int, demonstrations: Sequence[SFTExample] = ()
+    ) -> None:
         """`demonstrations`: for the pretraining loss, where `ppo.ptx` asks for it."""
         self._ppo = ppo
         self._fleet = fleet
         self._seed = seed
         self._demonstrations = demonstrations
 
-    def update(self, rollouts: Sequence[Rollout], experience: Experience, step: int, kl_coef: float) -> Metrics:
+    def update(
+        self, rollouts: Sequence[Rollout], experience: Experience, step: int, kl_coef: float
+    ) -> Metrics:
         """Train on the experience of one step. Responses without a score are left out.
 
         A minibatch that only contains such responses causes no optimizer step, because Adam's moments would
@@ -108,7 +112,9 @@ class Updater:
         for batch in batches:
             chosen = [samples[i] for i in batch]
             tokens = sum(len(s.response_ids) for s in chosen)
-            denominator = max(1.0, step_denominator(self._ppo.loss_sum, tokens, len(chosen))) * self._ppo.loss_divisor
+            denominator = (
+                max(1.0, step_denominator(self._ppo.loss_sum, tokens, len(chosen))) * self._ppo.loss_divisor
+            )
             lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
             plan = plan_ranks(lengths, ranks, self._ppo.micro_batch_tokens, pack=self._ppo.packs)
             for rank, micros in enumerate(plan):
@@ -129,7 +135,9 @@ class Updater:
         for number in range(len(steps[0])):
             batch = self._demonstrations_at((step - 1) * per_iteration + number, size)
             targets = sum(sum(d.loss_mask[1:]) for d in batch)  # nothing predicts the first token
-            plan = plan_ranks([len(d.input_ids) for d in batch], len(steps), ppo.micro_batch_tokens, pack=ppo.packs)
+            plan = plan_ranks(
+                [len(d.input_ids) for d in batch], len(steps), ppo.micro_batch_tokens, pack=ppo.packs
+            )
             for rank, micros in enumerate(plan):
                 old = steps[rank][number]
                 numbered = renumber(micros, start=len(rows[rank]))

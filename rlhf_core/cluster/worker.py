@@ -2,8 +2,8 @@
 
 Consumes: lists of sequences or samples, already cut into micro-batches with equal counts on all ranks.
 Produces: per-sequence numbers and sums of metrics; the controller adds them up over ranks.
-Waits for: the other ranks of its group, inside collectives bounded by `run.timeouts.stall`. It never calls another group; policy ranks
-call the engines during a weight sync.
+Waits for: the other ranks of its group, inside collectives bounded by `run.timeouts.stall`. It never calls
+another group; policy ranks call the engines during a weight sync.
 """
 
 from __future__ import annotations
@@ -108,18 +108,25 @@ class ModelWorker(Actor):
         ema_decay = ppo.ema_decay if role == "policy" else None
         return TrainingEngine(model, deepspeed, optimizer, self._rank, ema_decay=ema_decay)
 
-    # -- experience ---------------------------------------------------------------------------------------------
+    # -- experience --
 
     @called()
     def logprobs(
-        self, role: Role, sequences: list[PromptAndResponse], micro_batches: list[list[int]], with_entropy: bool
+        self,
+        role: Role,
+        sequences: list[PromptAndResponse],
+        micro_batches: list[list[int]],
+        with_entropy: bool,
     ) -> LogprobResult:
         """Of each response token, in float32, at the sampling temperature."""
         from rlhf_core.models.scoring import sequence_logprobs
 
         bad = failpoint(f"{role}.logprobs", "nan")
         logprobs, entropy = sequence_logprobs(
-            self._models[role], self._batches(sequences, micro_batches), self._config.ppo.temperature, with_entropy
+            self._models[role],
+            self._batches(sequences, micro_batches),
+            self._config.ppo.temperature,
+            with_entropy,
         )
         arrays = [values.numpy() for values in logprobs]
         if bad == "nan":
@@ -154,7 +161,7 @@ class ModelWorker(Actor):
         device, pack = self._rank.torch_device, self._config.ppo.packs
         return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
 
-    # -- update -------------------------------------------------------------------------------------------------
+    # -- update --
 
     @called()
     def update_policy(
@@ -164,8 +171,9 @@ class ModelWorker(Actor):
         kl_coef: float,
         demonstrations: list[tuple[tuple[int, ...], tuple[int, ...]]],
     ) -> dict[str, float]:
-        """All optimizer steps of one PPO iteration; sums over this rank (see `training.ppo`). `demonstrations`:
-        (input ids, target mask) each, for the pretraining loss."""
+        """All optimizer steps of one PPO iteration; sums over this rank (see `training.ppo`).
+        `demonstrations`: (input ids, target mask) each, for the pretraining loss.
+        """
         from rlhf_core.models.batching import TokenSequence
         from rlhf_core.training.ppo import update_policy
 
@@ -192,7 +200,7 @@ class ModelWorker(Actor):
             self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
         )
 
-    # -- weights ------------------------------------------------------------------------------------------------
+    # -- weights --
 
     @called("start")
     def connect_engines(self, backend: str, address: str, engines: list[Any], receivers: int) -> None:
@@ -231,8 +239,8 @@ class ModelWorker(Actor):
     def save_model(self, role: Role, folder: str, average: bool) -> None:
         """Save the model in Hugging Face layout. This is a collective operation.
 
-        `average` saves the moving average of the weights. A model with an adapter is saved in float32, because
-        a merge that is rounded to bfloat16 would be a different policy.
+        `average` saves the moving average of the weights. A model with an adapter is saved in float32,
+        because a merge that is rounded to bfloat16 would be a different policy.
         """
         import torch
 

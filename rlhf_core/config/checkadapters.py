@@ -15,7 +15,9 @@ _TINY_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
-    """Targets that the model does not have, and quantization that this machine or the other settings do not allow."""
+    """Targets that the model does not have, and quantization that this machine or the other settings do not
+    allow.
+    """
     ppo = config.ppo
     for field, lora, trainers in (
         ("sft", config.sft.lora, (config.sft.deepspeed,)),
@@ -32,13 +34,20 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
         if not runs_on_gpu(config):
             yield ConfigError(f"{what} needs a GPU; got 0 visible; leave it out")
         elif importlib.util.find_spec("bitsandbytes") is None:
-            yield ConfigError(f"{what} needs bitsandbytes, which is not installed; install it, or leave quantize out")
-        if any(deepspeed.zero_stage == 3 for deepspeed in trainers):
-            yield ConfigError(f"{what} needs zero_stage 0, 1 or 2: ZeRO cannot shard packed weights; got 3; use 2")
-        if field == "ppo" and (ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")):
             yield ConfigError(
-                f"{what} needs ppo.weight_sync.lora=merged and ppo.colocate=pairs, policy_reference or all, so that engines "
-                f"and reference have the policy's rounded weights; got {ppo.weight_sync.lora or 'merged'} and {ppo.colocate}"
+                f"{what} needs bitsandbytes, which is not installed; install it, or leave quantize out"
+            )
+        if any(deepspeed.zero_stage == 3 for deepspeed in trainers):
+            yield ConfigError(
+                f"{what} needs zero_stage 0, 1 or 2: ZeRO cannot shard packed weights; got 3; use 2"
+            )
+        if field == "ppo" and (
+            ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")
+        ):
+            yield ConfigError(
+                f"{what} needs ppo.weight_sync.lora=merged and ppo.colocate=pairs, policy_reference or all,"
+                " so that engines and reference have the policy's rounded weights; got"
+                f" {ppo.weight_sync.lora or 'merged'} and {ppo.colocate}"
             )
 
 
@@ -56,6 +65,6 @@ def _targets(field: str, targets: tuple[str, ...], path: str | None) -> Iterator
         return
     if have and (unknown := sorted(set(targets) - have)):
         yield ModelError(
-            f"{field}.lora.targets: {where} has no {', '.join(unknown)} in its layers; it has {', '.join(sorted(have))}; "
-            "name linear layers among them, or leave targets out"
+            f"{field}.lora.targets: {where} has no {', '.join(unknown)} in its layers; it has"
+            f" {', '.join(sorted(have))}; name linear layers among them, or leave targets out"
         )

@@ -1,7 +1,7 @@
 """Looks at where data sources lead and at the beginnings of their files; reads no file as a whole.
 
-`check_source` yields findings: an `InputError` for what would make the run fail, a text for what the user should know.
-`impostor` is asked again when the files are read.
+`check_source` yields findings: an `InputError` for what would make the run fail, a text for what the user
+should know. `impostor` is asked again when the files are read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ MAX_FILES = 50_000
 def suffix_of(name: str) -> str | None:
     """The supported suffix of a file name, the longest that fits, or None."""
     lower = name.lower()
-    return next((suffix for suffix in sorted(DATA_SUFFIXES, key=len, reverse=True) if lower.endswith(suffix)), None)
+    return next(
+        (suffix for suffix in sorted(DATA_SUFFIXES, key=len, reverse=True) if lower.endswith(suffix)), None
+    )
 
 
 def impostor(suffix: str, head: bytes) -> str | None:
-    """What is wrong with a file that begins with `head` (64 bytes or more, all if it is shorter) and has the name of a
-    `suffix` file, with a fix; None if its beginning fits."""
+    """What is wrong with a file that begins with `head` (64 bytes or more, all if it is shorter) and has the
+    name of a `suffix` file, with a fix; None if its beginning fits.
+    """
     start = head.lstrip()[:64].lower()
     binary = {"parquet": head.startswith(b"PAR1"), "gzip": head.startswith(b"\x1f\x8b")}
     wanted = {".parquet": "parquet", ".jsonl.gz": "gzip"}.get(suffix)
@@ -70,7 +73,9 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
         return
     if path.startswith("s3://"):
         if not re.match(r"s3://[^/]+/.", path):
-            yield ConfigError(f"{field}.path: must be s3://bucket/key; got {path!r}; name the bucket and a key in it")
+            yield ConfigError(
+                f"{field}.path: must be s3://bucket/key; got {path!r}; name the bucket and a key in it"
+            )
         return
     if "://" in path and not path.startswith("file://"):
         scheme = path.split("://")[0][:20]
@@ -82,11 +87,13 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
     if not is_local(path):
         if difflib.SequenceMatcher(a=path.lower(), b="synthetic").ratio() >= 0.85:
             yield DataError(
-                f"{field}.path: file not found: {path}; did you mean synthetic? A hub data set is owner/name, a local file "
-                f"./{path}"
+                f"{field}.path: file not found: {path}; did you mean synthetic? A hub data set is owner/name,"
+                f" a local file ./{path}"
             )
         elif not HUB_ID.fullmatch(path):
-            yield DataError(f"{field}.path: file not found, and {path[:80]!r} is no hub id either; correct the path")
+            yield DataError(
+                f"{field}.path: file not found, and {path[:80]!r} is no hub id either; correct the path"
+            )
         elif revision is None:
             yield (
                 f"{field}.path: {path} is no local path, so it is read from the Hugging Face hub; "
@@ -96,7 +103,9 @@ def check_source(field: str, path: str, revision: str | None) -> Iterator[Findin
     local = path.removeprefix("file://")
     if not exists(local):
         what = path if path.isprintable() and len(path) < 300 else shown(path)
-        yield DataError(f"{field}.path: file not found: {what}; correct the path (relative ones start at {Path.cwd()})")
+        yield DataError(
+            f"{field}.path: file not found: {what}; correct the path (relative ones start at {Path.cwd()})"
+        )
         return
     place = Path(local)
     if place.is_dir():
@@ -111,9 +120,13 @@ def _folder(field: str, folder: Path) -> Iterator[Finding]:
     inside = list(islice(folder.rglob("*"), MAX_FILES + 1))
     files = sorted(file for file in inside if suffix_of(file.name) and file.is_file())
     if len(inside) > MAX_FILES:
-        yield DataError(f"{field}.path: {folder} holds over {MAX_FILES} files; give the folder of the data alone")
+        yield DataError(
+            f"{field}.path: {folder} holds over {MAX_FILES} files; give the folder of the data alone"
+        )
     elif not files:
-        yield DataError(f"{field}.path: {folder} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
+        yield DataError(
+            f"{field}.path: {folder} has no data files; put {', '.join(DATA_SUFFIXES)} files into it"
+        )
     else:
         for file in files[:3]:
             yield from _data_file(field, file)
@@ -161,7 +174,9 @@ def _csv(file: Path) -> str | None:
 
 
 def _json_lines(file: Path) -> str | None:
-    """A file none of whose first rows is an object is of another kind; single bad rows are for the data stage."""
+    """A file none of whose first rows is an object is of another kind; single bad rows are for the data
+    stage.
+    """
     reasons: list[str] = []
     with gzip.open(file, "rb") if suffix_of(file.name) == ".jsonl.gz" else open_regular(file) as stream:
         seen = 0
@@ -205,13 +220,18 @@ def _json_array(file: Path) -> str | None:
         data = stream.read(_MAX_READ + 1)
     first = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":
-        return f"1: must be a JSON array of objects; got {first!r} as its first character; name it .jsonl if each line is an object"
+        return (
+            f"1: must be a JSON array of objects; got {first!r} as its first character; name it .jsonl if"
+            " each line is an object"
+        )
     if len(data) > _MAX_READ:
         return None
     try:
         rows = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return f"byte 0x{data[error.start]:02x} at position {error.start} is not UTF-8; save the file as UTF-8"
+        return (
+            f"byte 0x{data[error.start]:02x} at position {error.start} is not UTF-8; save the file as UTF-8"
+        )
     except RecursionError:
         return "JSON nested too deep; flatten it"
     except ValueError as error:

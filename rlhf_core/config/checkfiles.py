@@ -1,6 +1,7 @@
 """Looks at a model's folder; loads nothing and runs nothing.
 
-Every function yields findings: an `InputError` for what would make the run fail, a text for what the user should know.
+Every function yields findings: an `InputError` for what would make the run fail, a text for what the user
+should know.
 """
 
 from __future__ import annotations
@@ -70,10 +71,17 @@ def exists(path: str) -> bool:
 
 
 def check_model(
-    path: str, revision: str | None, tokens: int, needs_template: bool, sdpa: bool, head_sizes: Sequence[int] | None
+    path: str,
+    revision: str | None,
+    tokens: int,
+    needs_template: bool,
+    sdpa: bool,
+    head_sizes: Sequence[int] | None,
 ) -> Iterator[Finding]:
-    """The base model. `tokens`: longest sequence it must hold; `needs_template`: the tokenizer's chat template is used;
-    `sdpa`: attention is to be plainly causal; `head_sizes`: heads that the engines can compute, None for any."""
+    """The base model. `tokens`: longest sequence it must hold; `needs_template`: the tokenizer's chat
+    template is used; `sdpa`: attention is to be plainly causal; `head_sizes`: heads that the engines can
+    compute, None for any.
+    """
     if not is_local(path) and HUB_ID.fullmatch(path):
         if revision is None:
             yield (
@@ -83,11 +91,17 @@ def check_model(
         return
     folder = Path(path)
     if not exists(path):
-        yield ModelError(f"model.path: model path not found: {path[:200]}; correct it, or give a hub id as owner/name")
+        yield ModelError(
+            f"model.path: model path not found: {path[:200]}; correct it, or give a hub id as owner/name"
+        )
     elif not folder.is_dir():
-        yield ModelError(f"model.path: must be a folder in Hugging Face layout; got the file {path}; give its folder")
+        yield ModelError(
+            f"model.path: must be a folder in Hugging Face layout; got the file {path}; give its folder"
+        )
     elif not any(folder.iterdir()):
-        yield ModelError(f"model.path: {path} is empty; it must hold config.json, a tokenizer and *.safetensors")
+        yield ModelError(
+            f"model.path: {path} is empty; it must hold config.json, a tokenizer and *.safetensors"
+        )
     else:
         yield from _model_folder(folder, tokens, needs_template, sdpa, head_sizes)
 
@@ -103,8 +117,9 @@ def _model_folder(
     context = shape.get("max_position_embeddings")
     if isinstance(context, int) and context < tokens:
         yield ConfigError(
-            f"model.path: the longest prompt and response are {tokens} tokens, but {folder} has a context of {context} "
-            f"(max_position_embeddings); lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
+            f"model.path: the longest prompt and response are {tokens} tokens, but {folder} has a context of"
+            f" {context} (max_position_embeddings); lower data.max_prompt_tokens, data.max_response_tokens or"
+            " ppo.max_new_tokens"
         )
     head = _head_size(shape)
     if head_sizes is not None and head is not None and head not in head_sizes:
@@ -122,8 +137,8 @@ def _model_folder(
     for count in sorted(rows):
         if isinstance(vocabulary, int) and count != vocabulary:
             yield ModelError(
-                f"model.path: {folder}: the embedding has {count} rows, but config.json says vocab_size {vocabulary}; "
-                "they must be equal; take weights and config.json from the same model"
+                f"model.path: {folder}: the embedding has {count} rows, but config.json says vocab_size"
+                f" {vocabulary}; they must be equal; take weights and config.json from the same model"
             )
 
 
@@ -133,41 +148,43 @@ def _fields(folder: Path, shape: dict[str, Any]) -> Iterator[Finding]:
         value = shape.get(name)
         if value is not None and (type(value) is not int or not 0 < value <= 10**8):
             yield ModelError(
-                f"model.path: {folder}/config.json: {name} must be an integer from 1 to 10^8; got {shown(str(value))}; take "
-                "config.json from where the model is from"
+                f"model.path: {folder}/config.json: {name} must be an integer from 1 to 10^8; got"
+                f" {shown(str(value))}; take config.json from where the model is from"
             )
     for name in ("_attn_implementation", "attn_implementation"):
         if shape.get(name) is not None:
             yield (
-                f"model.path: {folder}/config.json asks for attention {shown(str(shape[name]))} ({name}); it is ignored: "
-                "model.attention decides"
+                f"model.path: {folder}/config.json asks for attention {shown(str(shape[name]))} ({name}); it"
+                " is ignored: model.attention decides"
             )
     if (folder / "adapter_config.json").exists():
         yield ModelError(
-            f"model.path: {folder} holds an adapter (adapter_config.json), which would be loaded over the weights; merge it "
-            "into the model and give that folder"
+            f"model.path: {folder} holds an adapter (adapter_config.json), which would be loaded over the"
+            " weights; merge it into the model and give that folder"
         )
 
 
 def _arithmetic(folder: Path, shape: dict[str, Any], tokens: int, sdpa: bool) -> Iterator[Finding]:
-    """What a model computes beyond plain causal attention and a plain head, and training here would leave out."""
+    """What a model computes beyond plain causal attention and a plain head, and training here would leave
+    out.
+    """
     for name, without in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
         if shape.get(name) not in (None, without):
             yield ModelError(
-                f"model.path: {folder} scales or caps its logits ({name} is {shape[name]}), which training here leaves out; "
-                "use a model whose logits are its head's, such as Llama, Qwen or Mistral"
+                f"model.path: {folder} scales or caps its logits ({name} is {shape[name]}), which training"
+                " here leaves out; use a model whose logits are its head's, such as Llama, Qwen or Mistral"
             )
     window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
     if sdpa and isinstance(window, int) and window < tokens:
         yield ConfigError(
-            f"model.path: {folder} attends to a window of {window} tokens (sliding_window), but the longest prompt and response "
-            f"are {tokens}; lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens, or set "
-            "model.attention=eager"
+            f"model.path: {folder} attends to a window of {window} tokens (sliding_window), but the longest"
+            f" prompt and response are {tokens}; lower data.max_prompt_tokens, data.max_response_tokens or"
+            " ppo.max_new_tokens, or set model.attention=eager"
         )
     if sdpa and shape.get("attn_logit_softcapping") is not None:
         yield ConfigError(
-            f"model.path: {folder} caps its attention scores (attn_logit_softcapping is {shape['attn_logit_softcapping']}), "
-            "which sdpa does not compute; set model.attention=eager"
+            f"model.path: {folder} caps its attention scores (attn_logit_softcapping is"
+            f" {shape['attn_logit_softcapping']}), which sdpa does not compute; set model.attention=eager"
         )
 
 
@@ -182,7 +199,8 @@ def _tokenizer(folder: Path, vocabulary: Any, needs_template: bool) -> Iterator[
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
     if not any((folder / name).is_file() for name in names):
         yield ModelError(
-            f"model.path: {folder} has no tokenizer ({', '.join(names)}); copy it from where the model is from"
+            f"model.path: {folder} has no tokenizer ({', '.join(names)}); copy it from where the model is"
+            " from"
         )
         return
     if (folder / "tokenizer.json").is_file():
@@ -191,15 +209,15 @@ def _tokenizer(folder: Path, vocabulary: Any, needs_template: bool) -> Iterator[
             yield ModelError(f"model.path: {problem}; fetch it again")
         elif isinstance(vocabulary, int) and (size := _token_count(content)) > vocabulary:
             yield ModelError(
-                f"model.path: {folder}: the tokenizer has {size} tokens, but config.json says vocab_size {vocabulary}; "
-                "the embedding would have no row for some; take the tokenizer of this model"
+                f"model.path: {folder}: the tokenizer has {size} tokens, but config.json says vocab_size"
+                f" {vocabulary}; the embedding would have no row for some; take the tokenizer of this model"
             )
     settings, _ = _read_json(folder / "tokenizer_config.json")
     has_template = settings.get("chat_template") or (folder / "chat_template.jinja").is_file()
     if needs_template and not has_template:
         yield ModelError(
-            f"model.path: the tokenizer of {folder} has no chat template; set data.chat_template to a Jinja file, "
-            "or data.template=plain"
+            f"model.path: the tokenizer of {folder} has no chat template; set data.chat_template to a Jinja"
+            " file, or data.template=plain"
         )
 
 
@@ -237,8 +255,8 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
         strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
         if strange:
             yield ModelError(
-                f"model.path: {index} names {shown(strange[0])}, but each of its shards must be a *.safetensors file of "
-                "this folder; take the index from where the model is from"
+                f"model.path: {index} names {shown(strange[0])}, but each of its shards must be a"
+                " *.safetensors file of this folder; take the index from where the model is from"
             )
             return
         files = [folder / name for name in names]
@@ -259,14 +277,16 @@ def _weights(folder: Path, rows: set[int], shape: dict[str, Any]) -> Iterator[Fi
         for name, entry in header.items():
             if found := _LAYER.search(name):
                 numbers.add(int(found[1]))
-            if name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")):
+            if name.endswith(
+                ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+            ):
                 rows.update(entry["shape"][:1])
     layers, predicting = shape.get("num_hidden_layers"), shape.get("num_nextn_predict_layers")
     allowed = (layers, layers + predicting) if type(layers) is int and type(predicting) is int else (layers,)
     if type(layers) is int and numbers and max(numbers) + 1 not in allowed:
         yield ModelError(
-            f"model.path: {folder}: config.json says num_hidden_layers {layers}, but the weights have {max(numbers) + 1}; take "
-            "weights and config.json from the same model"
+            f"model.path: {folder}: config.json says num_hidden_layers {layers}, but the weights have"
+            f" {max(numbers) + 1}; take weights and config.json from the same model"
         )
 
 
@@ -275,8 +295,9 @@ def _no_weights(folder: Path) -> ModelError:
     named = sorted(file.name for file in folder.glob("*.safetensors"))
     if named:
         return ModelError(
-            f"model.path: {folder} has {named[0]}, but neither model.safetensors nor model.safetensors.index.json, so its "
-            "weights would not be loaded; rename the file, or fetch the index of the shards"
+            f"model.path: {folder} has {named[0]}, but neither model.safetensors nor"
+            " model.safetensors.index.json, so its weights would not be loaded; rename the file, or fetch"
+            " the index of the shards"
         )
     other = next((file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)), None)
     has = f"only {other}, whose loading can run code" if other else "no weights"
@@ -367,7 +388,8 @@ def writable(folder: Path) -> str | None:
 
 
 def tensors(folder: Path) -> dict[str, Any]:
-    """Return the header entries of the tensors that transformers loads, by name. Damaged files have no entries.
+    """Return the header entries of the tensors that transformers loads, by name. Damaged files have no
+    entries.
 
     The files are `model.safetensors`, or those of the index if that file does not exist.
     """

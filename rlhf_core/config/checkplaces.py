@@ -56,12 +56,13 @@ def _store(config: PipelineConfig) -> Iterator[Finding]:
         bucket = url.removeprefix("s3://").split("/")[0]
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
             yield ConfigError(
-                f"store.url: must be s3://bucket/prefix with a bucket name of 3 to 63 a-z, 0-9, `.` and `-`; "
+                "store.url: must be s3://bucket/prefix with a bucket name of 3 to 63 a-z, 0-9, `.` and `-`; "
                 f"got {shown(url)}; name a bucket"
             )
     elif url is not None and "://" in url and not url.startswith("file://"):
         yield ConfigError(
-            f"store.url: must be a folder, file:// or s3://bucket/prefix; got scheme {url.split('://')[0][:20]}://; use s3://"
+            "store.url: must be a folder, file:// or s3://bucket/prefix; got scheme"
+            f" {url.split('://')[0][:20]}://; use s3://"
         )
     if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
         yield ConfigError(
@@ -72,8 +73,8 @@ def _store(config: PipelineConfig) -> Iterator[Finding]:
 def home_problem(folder: Path) -> str | None:
     """Return the reason for which `folder` cannot be used as `run.home`, or None.
 
-    The folder contains databases that MLflow and Prefect address by URL. The characters `#`, `%` and `?` would
-    change such a URL, so that it names a different file.
+    The folder contains databases that MLflow and Prefect address by URL. The characters `#`, `%` and `?`
+    would change such a URL, so that it names a different file.
     """
     if problem := writable(folder):
         return problem
@@ -91,8 +92,13 @@ def tracker_problem(uri: str) -> str | None:
     kind = scheme.split("+")[0]
     if not separator or kind not in _TRACKERS:
         got = f"scheme {scheme[:20]}://" if separator else shown(uri)
-        return f"must begin with one of {', '.join(_TRACKERS)}; got {got}; use http://host:port or sqlite:///path/of/a/file.db"
-    if kind == "sqlite" and (len(rest) < 2 or not rest.startswith("/") or any(sign in rest for sign in "#%?")):
+        return (
+            f"must begin with one of {', '.join(_TRACKERS)}; got {got}; use http://host:port or"
+            " sqlite:///path/of/a/file.db"
+        )
+    if kind == "sqlite" and (
+        len(rest) < 2 or not rest.startswith("/") or any(sign in rest for sign in "#%?")
+    ):
         return f"must be sqlite:///path/of/a/file.db; got {shown(uri)}; name the file"
     if kind != "sqlite" and not rest.strip("/"):
         return f"must name a host; got {shown(uri)}; use http://host:port"
@@ -113,12 +119,15 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
         )
     elif endpoint and not re.match(r"https?://[^/\s]+", endpoint):
         yield ConfigError(
-            f"AWS_ENDPOINT_URL_S3: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+            f"AWS_ENDPOINT_URL_S3: must be http(s)://host:port; got {shown(endpoint)}; add the scheme and"
+            " host"
         )
     for name in ("TMPDIR", "RAY_TMPDIR"):
         folder = environ.get(name)
         if folder and os.path.exists(folder) and (problem := writable(Path(folder))):
-            yield ConfigError(f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder")
+            yield ConfigError(
+                f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder"
+            )
     yield from _ray(environ)
     faults = environ.get("RLHF_FAIL")
     if faults and not all(re.fullmatch(r"[\w.]+:\d+:\w+", fault) for fault in faults.split(",")):
@@ -126,29 +135,37 @@ def check_environment(config: PipelineConfig) -> Iterator[Finding]:
             f"RLHF_FAIL: must be name:nth:action, several by commas; got {shown(faults)}; correct or unset it"
         )
     for name, what in _DOORS.items():
-        if environ.get(name, "").lower() not in ("", "0", "false") or (name == "PYTHONOPTIMIZE" and sys.flags.optimize):
+        if environ.get(name, "").lower() not in ("", "0", "false") or (
+            name == "PYTHONOPTIMIZE" and sys.flags.optimize
+        ):
             yield ConfigError(f"{name}: {what}; got {shown(environ.get(name, 'python -O'))}; unset it")
     if environ.get("RAY_AUTH_MODE", "token").lower() != "token" and not environ.get("RAY_ADDRESS"):
         yield ConfigError(
-            f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(environ['RAY_AUTH_MODE'])}; unset it"
+            "RAY_AUTH_MODE: must be token where Ray runs on this machine; got"
+            f" {shown(environ['RAY_AUTH_MODE'])}; unset it"
         )
 
 
 def _tracker(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check variables of MLflow's client that would make every call fail. Otherwise only `register` would fail, at
-    the end.
+    """Check variables of MLflow's client that would make every call fail. Otherwise only `register` would
+    fail, at the end.
     """
     token = environ.get("MLFLOW_TRACKING_TOKEN", "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
         yield ConfigError(
-            f"MLFLOW_TRACKING_TOKEN: must be printable ASCII characters without blanks or line breaks around them; got "
-            f"{HIDDEN}; take them off (a file read into a variable keeps its last line break in some shells)"
+            "MLFLOW_TRACKING_TOKEN: must be printable ASCII characters without blanks or line breaks around"
+            f" them; got {HIDDEN}; take them off (a file read into a variable keeps its last line break in"
+            " some shells)"
         )
-    for name, low, high in (("MLFLOW_HTTP_REQUEST_TIMEOUT", 1, 3600), ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", 0, 10)):
+    for name, low, high in (
+        ("MLFLOW_HTTP_REQUEST_TIMEOUT", 1, 3600),
+        ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", 0, 10),
+    ):
         value = environ.get(name)
         if value is not None and not (re.fullmatch("[0-9]{1,4}", value) and low <= int(value) <= high):
             yield ConfigError(
-                f"{name}: must be a whole number from {low} to {high}; got {shown(value)}; correct or unset it"
+                f"{name}: must be a whole number from {low} to {high}; got {shown(value)}; correct or"
+                " unset it"
             )
 
 
@@ -156,8 +173,8 @@ _RAY_SECONDS = 5.0
 
 
 def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check whether a server answers at RAY_ADDRESS. Otherwise the error would only appear when PPO starts, after
-    hours.
+    """Check whether a server answers at RAY_ADDRESS. Otherwise the error would only appear when PPO starts,
+    after hours.
     """
     address = environ.get("RAY_ADDRESS")
     if not address:
@@ -165,8 +182,8 @@ def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
     found = re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})", address)
     if found is None:
         yield ConfigError(
-            f"RAY_ADDRESS: must be host:port of a running cluster's head; got {shown(address)}; give it (`ray status` shows "
-            "it), or unset it to start Ray on this machine"
+            f"RAY_ADDRESS: must be host:port of a running cluster's head; got {shown(address)}; give it (`ray"
+            " status` shows it), or unset it to start Ray on this machine"
         )
         return
     try:
@@ -174,6 +191,6 @@ def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
             return
     except (OSError, ValueError, OverflowError) as error:
         yield ConfigError(
-            f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to start Ray on this "
-            "machine"
+            f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to"
+            " start Ray on this machine"
         )

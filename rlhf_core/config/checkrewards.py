@@ -40,7 +40,10 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
     elif isinstance(source, RemoteReward):
         yield from _hosts(source, field)
     elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
-        yield f"{field}: type gold supports the demo task only, but data.prompts has other sources, whose true reward is unknown"
+        yield (
+            f"{field}: type gold supports the demo task only, but data.prompts has other sources, whose true"
+            " reward is unknown"
+        )
 
 
 def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:
@@ -53,8 +56,8 @@ def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:
         addresses = [str(entry[4][0]) for entry in found]
         if address := forbidden(host, addresses, source.allowed_hosts):
             yield ConfigError(
-                f"{field}.urls: must lead to public addresses or to listed ones; got {host}, which is {address}; if that is "
-                f"meant, add the address or its network to {field}.allowed_hosts"
+                f"{field}.urls: must lead to public addresses or to listed ones; got {host}, which is"
+                f" {address}; if that is meant, add the address or its network to {field}.allowed_hosts"
             )
 
 
@@ -63,13 +66,15 @@ def _function_problem(source: PythonReward) -> str | None:
     if source.file is not None:
         file = Path(source.file)
         if not exists(source.file) or not file.is_file():
-            return f"FIELD.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
+            return (
+                f"FIELD.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
+            )
         if file.suffix != ".py":
             return f"FIELD.file: must be a *.py file; got {file}; rename it"
     elif module.partition(".")[0] in sys.stdlib_module_names:
         return (
-            f"FIELD.function: must be your own; got {source.function} of Python's standard library; name your function, and its "
-            "file as FIELD.file"
+            f"FIELD.function: must be your own; got {source.function} of Python's standard library; name your"
+            " function, and its file as FIELD.file"
         )
     else:
         found = module_file(module)
@@ -84,7 +89,9 @@ def _function_problem(source: PythonReward) -> str | None:
         line = getattr(error, "lineno", None)
         return f"FIELD.function: {file}{f':{line}' if line else ''} is not valid Python ({error}); correct it"
     if names is not None and name not in names:
-        return f"FIELD.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
+        return (
+            f"FIELD.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
+        )
     return None
 
 
@@ -105,7 +112,9 @@ def module_file(module: str) -> Path | None:
 
 
 def _names(body: list[ast.stmt]) -> set[str] | None:
-    """Names of what may be a function at a module's top level; None if a star import or `__getattr__` may add others."""
+    """Names of what may be a function at a module's top level; None if a star import or `__getattr__` may add
+    others.
+    """
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -114,7 +123,9 @@ def _names(body: list[ast.stmt]) -> set[str] | None:
             if isinstance(node.value, ast.Constant):
                 continue  # no function
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names.update(part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+            names.update(
+                part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)
+            )
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
         else:

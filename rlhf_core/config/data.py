@@ -15,10 +15,12 @@ class Source(Section):
     """One place to read rows from."""
 
     path: UserPath = Field(
-        min_length=1, description="`synthetic`, a local file or folder, `s3://bucket/key`, or a Hugging Face dataset id"
+        min_length=1,
+        description="`synthetic`, a local file or folder, `s3://bucket/key`, or a Hugging Face dataset id",
     )
     split: str = Field(
-        "train", description="Split of a hub dataset; for local rows with a `split` field, only used if `only_split`"
+        "train",
+        description="Split of a hub dataset; for local rows with a `split` field, only used if `only_split`",
     )
     only_split: bool = Field(False, description="Keep only the rows whose `split` field equals `split`")
     revision: str | None = Field(
@@ -26,7 +28,10 @@ class Source(Section):
     )
     format: Format = Field(
         "auto",
-        description="`text`, `messages`, `completion` (prompt+completion), `preference` (prompt+chosen+rejected), `prompt`, or by the fields present",
+        description=(
+            "`text`, `messages`, `completion` (prompt+completion), `preference` (prompt+chosen+rejected),"
+            " `prompt`, or by the fields present"
+        ),
     )
     limit: PositiveInt | None = Field(None, description="Read at most so many rows")
     rename: dict[str, str] = Field(
@@ -49,7 +54,9 @@ class DataConfig(Section):
     """From sources to token files."""
 
     sft: tuple[Source, ...] = Field(
-        (Source(path="synthetic"),), min_length=1, description="Demonstrations: text, messages or prompt+completion"
+        (Source(path="synthetic"),),
+        min_length=1,
+        description="Demonstrations: text, messages or prompt+completion",
     )
     preference: tuple[Source, ...] = Field(
         (Source(path="synthetic"),),
@@ -65,24 +72,37 @@ class DataConfig(Section):
     )
     template: Literal["chat", "plain"] = Field(
         "chat",
-        description="`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response as they are",
+        description=(
+            "`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response as"
+            " they are"
+        ),
     )
-    chat_template: UserPath | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template")
+    chat_template: UserPath | None = Field(
+        None, description="A Jinja file that replaces the tokenizer's chat template"
+    )
     max_prompt_tokens: PositiveInt = Field(64, description="Longer prompts are dropped and counted")
     max_response_tokens: PositiveInt = Field(
         64, description="Responses of pairs and demonstrations longer than this are dropped and counted"
     )
-    max_text_tokens: PositiveInt = Field(512, description="`text` and `messages` rows are cut to this many tokens")
+    max_text_tokens: PositiveInt = Field(
+        512, description="`text` and `messages` rows are cut to this many tokens"
+    )
     eval_fraction: Fraction = Field(
         0.1, description="Share of the distinct prompts held out, the same in all three sets"
     )
     split_seed: NonNegativeInt = Field(
         0,
-        description="Determines, together with a prompt's text, whether it is held out. The held-out prompts are the same for every `run.seed`",
+        description=(
+            "Determines, together with a prompt's text, whether it is held out. The held-out prompts are the"
+            " same for every `run.seed`"
+        ),
     )
     max_eval: PositiveInt = Field(512, description="At most so many held-out rows of each set")
     deduplicate: bool = Field(True, description="Drop exact duplicates, counted")
     max_bad_rows: Fraction = Field(
-        0.05, description="A larger share of malformed rows stops the run; fewer are quarantined with line and reason"
+        0.05,
+        description=(
+            "A larger share of malformed rows stops the run; fewer are quarantined with line and reason"
+        ),
     )
     min_rows: NonNegativeInt = Field(2, description="Fewer usable rows in a set stop the run")

@@ -50,7 +50,9 @@ def _torch_is_cpu_build() -> bool:
 
 
 def gpu_names() -> list[str]:
-    """What the driver calls the GPUs of this machine, such as `NVIDIA A100-SXM4-80GB`; empty if it does not say."""
+    """What the driver calls the GPUs of this machine, such as `NVIDIA A100-SXM4-80GB`; empty if it does not
+    say.
+    """
     files = [folder / "information" for folder in sorted(_DRIVER.iterdir())] if _DRIVER.is_dir() else []
     lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

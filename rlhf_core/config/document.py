@@ -1,4 +1,5 @@
-"""The table of configuration, made from the schema: `python -m rlhf_core.config.document > docs/configuration.md`.
+"""The table of configuration, made from the schema: `python -m rlhf_core.config.document >
+docs/configuration.md`.
 
 The descriptions of the fields are the one source; a test compares the file with what this makes.
 """
@@ -56,13 +57,17 @@ def markdown() -> str:
     parts += list(_rewards())
     parts.append(_RANGES)
     parts.append("| field | from | to | why |\n|---|---|---|---|")
-    parts += [f"| `{name}` | {number(low)} | {number(high)} | {why} |" for name, (low, high, why) in RANGES.items()]
+    parts += [
+        f"| `{name}` | {number(low)} | {number(high)} | {why} |" for name, (low, high, why) in RANGES.items()
+    ]
     parts.append("")
     return "\n".join(parts)
 
 
 def _section(path: str, model: type[BaseModel], section: BaseModel | None) -> Iterator[str]:
-    """A section's table and those of the sections in it. `section`: the defaults, None for one that is absent."""
+    """A section's table and those of the sections in it. `section`: the defaults, None for one that is
+    absent.
+    """
     absent = "" if section is not None else " Absent (`null`) by default."
     yield f"## `{path}`\n\n{_summary(model)}{absent}\n"
     yield _table(model, section, leave_out_sections=True)
@@ -77,7 +82,9 @@ def _rewards() -> Iterator[str]:
     for tag, model in items.variants.items():
         yield f"### `type: {tag}`\n\n{_summary(model)}\n"
         own = {
-            name: info for name, info in fields(model).items() if name not in fields(RewardSource) and name != "type"
+            name: info
+            for name, info in fields(model).items()
+            if name not in fields(RewardSource) and name != "type"
         }
         if own:
             yield _rows(own, None)
@@ -107,7 +114,9 @@ def _type(info: FieldInfo) -> str:
     """The rule, without the article and without the bound that only keeps nonsense out."""
     text = re.sub(r"^an? |finite | from -1e\+09 to 1000000000", "", rule(kind(info.annotation, info)))
     return re.sub(
-        r"from (\S+) to 1000000000|, at most 1000000000", lambda found: f">= {found[1]}" if found[1] else "", text
+        r"from (\S+) to 1000000000|, at most 1000000000",
+        lambda found: f">= {found[1]}" if found[1] else "",
+        text,
     )
 
 

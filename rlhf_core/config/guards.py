@@ -13,14 +13,16 @@ GuardAction = Literal["warn", "stop", "off"]
 
 
 class GuardsConfig(Section):
-    """Conditions that indicate a failing training run, checked in the rollouts of every step: `warn`, `stop` (the
-    stage ends) or `off`.
+    """Conditions that indicate a failing training run, checked in the rollouts of every step: `warn`, `stop`
+    (the stage ends) or `off`.
 
-    The initial value of a metric is that of the first step, whose responses are sampled from the SFT model. See
-    docs/guards.md.
+    The initial value of a metric is that of the first step, whose responses are sampled from the SFT model.
+    See docs/guards.md.
     """
 
-    patience: PositiveInt = Field(3, description="Number of consecutive steps for which a condition must hold")
+    patience: PositiveInt = Field(
+        3, description="Number of consecutive steps for which a condition must hold"
+    )
     eos_loss: GuardAction = Field("warn", description="Responses no longer end with EOS")
     eos_loss_ratio: Fraction = Field(
         0.1, description="Raised below this multiple of the initial share of responses with EOS"
@@ -37,23 +39,37 @@ class GuardsConfig(Section):
         "warn", description="The KL is negative, so the responses are not samples of the trained policy"
     )
     negative_kl_limit: PositiveFloat = Field(
-        1.0, description="Raised if the KL is below minus this value, in nats per response (1 as in TRL's warning)"
+        1.0,
+        description=(
+            "Raised if the KL is below minus this value, in nats per response (1 as in TRL's warning)"
+        ),
     )
-    length_drift: GuardAction = Field("warn", description="Responses are much longer or shorter than initially")
+    length_drift: GuardAction = Field(
+        "warn", description="Responses are much longer or shorter than initially"
+    )
     length_drift_ratio: PositiveFloat = Field(
         2.0, description="Raised above this multiple of the initial mean length, or below its inverse"
     )
-    loops: GuardAction = Field("warn", description="Responses repeat a piece of text of any length several times")
+    loops: GuardAction = Field(
+        "warn", description="Responses repeat a piece of text of any length several times"
+    )
     loops_share: PositiveFloat = Field(0.2, description="Raised at this share of responses or more")
-    score_length: GuardAction = Field("warn", description="The score mostly depends on the length of the response")
+    score_length: GuardAction = Field(
+        "warn", description="The score mostly depends on the length of the response"
+    )
     score_length_correlation: PositiveFloat = Field(
         0.9, description="Raised at this Pearson correlation over the batch or more"
     )
     blind_critic: GuardAction = Field("warn", description="The critic does not predict the returns")
     blind_critic_steps: PositiveInt = Field(
-        20, description="Number of consecutive steps with an explained variance of 0 or less; replaces `patience`"
+        20,
+        description=(
+            "Number of consecutive steps with an explained variance of 0 or less; replaces `patience`"
+        ),
     )
-    score_clip: GuardAction = Field("warn", description="Scores of the reward model are clipped (`ppo.score_clip`)")
+    score_clip: GuardAction = Field(
+        "warn", description="Scores of the reward model are clipped (`ppo.score_clip`)"
+    )
     score_clip_share: Fraction = Field(0.01, description="Raised above this share of the scores")
 
     @model_validator(mode="after")
@@ -61,13 +77,13 @@ class GuardsConfig(Section):
         for name in ("entropy_explosion_ratio", "length_drift_ratio"):
             if (ratio := getattr(self, name)) <= 1:
                 raise ValueError(
-                    f"ppo.guards.{name} must be above 1, because an unchanged policy would raise the guard otherwise; got {ratio:g}; leave it "
-                    f"out ({type(self).model_fields[name].default:g})"
+                    f"ppo.guards.{name} must be above 1, because an unchanged policy would raise the guard"
+                    f" otherwise; got {ratio:g}; leave it out ({type(self).model_fields[name].default:g})"
                 )
         for name in ("eos_loss_ratio", "entropy_collapse_ratio"):
             if (ratio := getattr(self, name)) >= 1:
                 raise ValueError(
-                    f"ppo.guards.{name} must be below 1, because an unchanged policy would raise the guard otherwise; got {ratio:g}; leave it "
-                    f"out ({type(self).model_fields[name].default:g})"
+                    f"ppo.guards.{name} must be below 1, because an unchanged policy would raise the guard"
+                    f" otherwise; got {ratio:g}; leave it out ({type(self).model_fields[name].default:g})"
                 )
         return self

@@ -2,8 +2,8 @@
 
 A host must be in the allow-list. Private addresses are allowed only if the list names them. An address is
 private if it is not global: loopback, private networks, link-local addresses (used for cloud metadata) and
-multicast. An IPv6 address that contains an IPv4 address, either mapped or for a NAT64 gateway, is treated like
-that IPv4 address. Other IPv6 forms that contain an IPv4 address are private.
+multicast. An IPv6 address that contains an IPv4 address, either mapped or for a NAT64 gateway, is treated
+like that IPv4 address. Other IPv6 forms that contain an IPv4 address are private.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _host_problem(host: str) -> str | None:
         pass
     labels = host.removesuffix(".").split(".")
     if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
-        return "its host must be an address or a name of letters, digits, hyphens and dots (others as xn--...)"
+        return (
+            "its host must be an address or a name of letters, digits, hyphens and dots (others as xn--...)"
+        )
     if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):
         return "its host must be written as four decimal numbers without leading zeros, such as 127.0.0.1"
     for label in labels:
@@ -101,8 +103,9 @@ def is_listed(host: str, allowed: Sequence[str]) -> bool:
 def forbidden(host: str, addresses: Sequence[str], allowed: Sequence[str]) -> str | None:
     """The first address of `host` that may not be connected to, or None.
 
-    A name may stand for a private address only where the list names that address, or a network around it, as well:
-    otherwise whoever answers for the name could lead into the private network. `localhost` needs no second entry.
+    A name may stand for a private address only where the list names that address, or a network around it, as
+    well: otherwise whoever answers for the name could lead into the private network. `localhost` needs no
+    second entry.
     """
     for text in addresses:
         address = _address(text)

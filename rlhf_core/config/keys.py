@@ -1,7 +1,7 @@
 """Stage keys: what a stage's output depends on, as one hash.
 
-The same key is the same artifact, across runs and machines; a changed learning rate of PPO changes the keys of
-`ppo`, `evaluate` and `register` and of nothing before.
+The same key is the same artifact, across runs and machines; a changed learning rate of PPO changes the keys
+of `ppo`, `evaluate` and `register` and of nothing before.
 """
 
 from __future__ import annotations
@@ -75,7 +75,14 @@ _NOT_RESULTS = {
 }
 """Fields that change when and where things happen, not what comes out (more than by rounding)."""
 
-_ROUNDING = {"gradient_checkpointing", "hpz", "max_num_seqs", "micro_batch_tokens", "reference_ranks", "reward_ranks"}
+_ROUNDING = {
+    "gradient_checkpointing",
+    "hpz",
+    "max_num_seqs",
+    "micro_batch_tokens",
+    "reference_ranks",
+    "reward_ranks",
+}
 """Those of them by which sums are made in another order: the same numbers, but not the same bits."""
 
 _BY_CONTENT = {"chat_template", "file", "path", "revision"}
@@ -92,10 +99,15 @@ def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, .
 
 
 def stage_key(
-    config: PipelineConfig, stage: StageName, input_digests: Mapping[str, str], source_digests: Mapping[str, str]
+    config: PipelineConfig,
+    stage: StageName,
+    input_digests: Mapping[str, str],
+    source_digests: Mapping[str, str],
 ) -> str:
-    """16 hex digits. `input_digests`: manifest digest of each input artifact. `source_digests`: content digests of
-    what the stage reads from outside (data files, the base model's folder), see `rlhf_core.data.sources`."""
+    """16 hex digits. `input_digests`: manifest digest of each input artifact. `source_digests`: content
+    digests of what the stage reads from outside (data files, the base model's folder), see
+    `rlhf_core.data.sources`.
+    """
     dump = config.model_dump(mode="json", by_alias=True)
     payload: dict[str, Any] = {
         "stage": stage,
@@ -131,21 +143,30 @@ def tracking_uri(config: PipelineConfig) -> str:
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:
-    """16 hex digits for the whole pipeline: the same configuration of results, sources and code give the same key.
+    """16 hex digits for the whole pipeline: the same configuration of results, sources and code give the same
+    key.
 
-    Where things run and how often they are tried again is left out, so that a run continued elsewhere, or with
-    another timeout, is the same run.
+    Where things run and how often they are tried again is left out, so that a run continued elsewhere, or
+    with another timeout, is the same run.
     """
-    text = json.dumps(_decisive(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(
+        _decisive(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
-    """What is in the key of the whole pipeline, by flat names such as `ppo.kl.coef`: why two runs are not the same."""
+    """What is in the key of the whole pipeline, by flat names such as `ppo.kl.coef`: why two runs are not the
+    same.
+    """
     payload = _decisive(config, source_digests)
     own = {"run.seed": payload.pop("seed"), "run.name": payload.pop("name")}
     settings = [leaf for name, part in payload.pop("config").items() for leaf in leaves(name, part)]
-    return own | dict(settings) | {name: value for part in payload for name, value in leaves(part, payload[part])}
+    return (
+        own
+        | dict(settings)
+        | {name: value for part in payload for name, value in leaves(part, payload[part])}
+    )
 
 
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
@@ -157,7 +178,9 @@ def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
         "config": {
-            name: result_settings(part) for name, part in dump.items() if name not in ("run", "store", "tracking")
+            name: result_settings(part)
+            for name, part in dump.items()
+            if name not in ("run", "store", "tracking")
         },
         "sources": dict(sorted(source_digests.items())),
     }
@@ -169,8 +192,8 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 
 
 def result_settings(tree: Any) -> Any:
-    """Return the settings (dumped as JSON) without those that do not affect results, and without paths of files
-    with digests.
+    """Return the settings (dumped as JSON) without those that do not affect results, and without paths of
+    files with digests.
     """
     if isinstance(tree, dict):
         return {

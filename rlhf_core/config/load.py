@@ -1,10 +1,11 @@
-"""`load_config`: one YAML file and overrides such as `ppo.kl.coef=0.02` become one `PipelineConfig`, or one error.
+"""`load_config`: one YAML file and overrides such as `ppo.kl.coef=0.02` become one `PipelineConfig`, or one
+error.
 
-Everything wrong is listed in one ConfigError, a line each: `FILE:LINE: field: rule; got VALUE; fix`. Values that may
-be secrets are never shown. Nothing heavy is imported here.
+Everything wrong is listed in one ConfigError, a line each: `FILE:LINE: field: rule; got VALUE; fix`. Values
+that may be secrets are never shown. Nothing heavy is imported here.
 
-A section that the file gives in part keeps the rest of its defaults: with `ppo: {policy: {weight_decay: 0.1}}` the
-learning rate stays that of `ppo.policy`, not that of optimizers in general.
+A section that the file gives in part keeps the rest of its defaults: with `ppo: {policy: {weight_decay:
+0.1}}` the learning rate stays that of `ppo.policy`, not that of optimizers in general.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read, override and validate a configuration.
 
-    `overrides` are `section.field=value`; the value is YAML (`3`, `1e-5`, `text`, `[1, 2]`), items of lists are
-    reached by index (`ppo.rewards.0.weight=2`). Raises ConfigError with every problem found.
+    `overrides` are `section.field=value`; the value is YAML (`3`, `1e-5`, `text`, `[1, 2]`), items of lists
+    are reached by index (`ppo.rewards.0.weight=2`). Raises ConfigError with every problem found.
     """
     return _build(read(path), overrides)
 
@@ -75,7 +76,10 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
         problems.extend(sentences(error, place))
     except Exception as error:  # any exception of a validator or of the parser; a retry would not help
         path = _culprit(tree)
-        what = f"{dotted(path) or 'the configuration'}: cannot be checked ({type(error).__name__}: {str(error)[:200]})"
+        what = (
+            f"{dotted(path) or 'the configuration'}: cannot be checked ({type(error).__name__}:"
+            f" {str(error)[:200]})"
+        )
         problems.append(f"{place(path)}: {what}; correct the value")
     if problems:
         # Not chained: pydantic's error would carry the values that the message hides.
@@ -130,14 +134,18 @@ def _placer(document: Document, overrides: Mapping[Keys, str]) -> Place:
 def _named(override: str) -> str:
     key, equals, value = override.partition("=")
     text = f"{key}={HIDDEN}" if is_secret(key, value) else f"{key}{equals}{value}"
-    return f"override {text}" if len(text) <= 80 and text.isprintable() else f"override {shown(text, limit=80)}"
+    return (
+        f"override {text}" if len(text) <= 80 and text.isprintable() else f"override {shown(text, limit=80)}"
+    )
 
 
 def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     """Where nothing is said: bfloat16 on GPUs that know it, and the policy's precision for the engines."""
     run = tree.get("run")
     device = run.get("device", "auto") if isinstance(run, dict) else "auto"
-    usual = "bfloat16" if leads_to_gpu(device) and not any(map(_BEFORE_AMPERE.search, gpu_names())) else "float32"
+    usual = (
+        "bfloat16" if leads_to_gpu(device) and not any(map(_BEFORE_AMPERE.search, gpu_names())) else "float32"
+    )
     for path in (
         ("sft", "deepspeed"),
         ("reward", "deepspeed"),
@@ -188,7 +196,9 @@ def _override(tree: dict[str, Any], text: str) -> Keys:
     if not equals or not key:
         raise ConfigError(f"{name}: an override has the form section.field=value; add `=` and a value")
     if not value_text.strip():
-        raise ConfigError(f"{name}: has no value; write {key}=null to unset it, or {key}='\"\"' for empty text")
+        raise ConfigError(
+            f"{name}: has no value; write {key}=null to unset it, or {key}='\"\"' for empty text"
+        )
     try:
         value = parse_value(value_text, name)
     except ConfigError as error:
@@ -207,7 +217,8 @@ def _path(key: str, name: str) -> Keys:
         in_list = before.kind is not None and before.kind.items is not None
         if in_list and not (step.isascii() and step.isdigit() and len(step) < 5):
             raise ConfigError(
-                f"{name}: {dotted(steps)} is a list; got {shown(step)}; use an index, such as {dotted(steps)}.0"
+                f"{name}: {dotted(steps)} is a list; got {shown(step)}; use an index, such as"
+                f" {dotted(steps)}.0"
             )
         steps.append(int(step) if in_list else step)
         here = locate(steps)
@@ -236,13 +247,15 @@ def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
         if isinstance(here, list) and isinstance(step, int):
             if step > len(here):
                 raise ConfigError(
-                    f"{name}: {dotted(path[:depth])} has {len(here)} items; got index {step}; use 0 to {len(here)}"
+                    f"{name}: {dotted(path[:depth])} has {len(here)} items; got index {step}; use 0 to"
+                    f" {len(here)}"
                 )
             if step == len(here):
                 here.append({})
         elif not isinstance(here, dict):
             raise ConfigError(
-                f"{name}: {dotted(path[:depth])} is no section or list in the file; got {shown(here)}; correct it there"
+                f"{name}: {dotted(path[:depth])} is no section or list in the file; got {shown(here)};"
+                " correct it there"
             )
         elif not last and here.get(str(step)) is None:
             here[str(step)] = _default(path[: depth + 1])
@@ -253,7 +266,9 @@ def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
 
 
 def _default(path: Keys) -> Any:
-    """What the file would have to say to mean what it means without saying it: the default list, or an empty section."""
+    """What the file would have to say to mean what it means without saying it: the default list, or an empty
+    section.
+    """
     here: Any = json.loads(_default_json())
     for step in path:
         here = here.get(step) if isinstance(here, dict) else None

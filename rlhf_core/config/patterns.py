@@ -1,8 +1,8 @@
 """Regular expressions of the configuration, with the syntax and meaning of Python's `re` and a time limit.
 
-`re` has no time limit, so the package `regex` is used for matching. `regex` has additional syntax: for example,
-`{e<2}` means fuzzy matching and `[[:alpha:]]` is a POSIX class, while `re` treats these characters literally.
-They are escaped before compilation, so that a pattern has the same meaning as in `re`.
+`re` has no time limit, so the package `regex` is used for matching. `regex` has additional syntax: for
+example, `{e<2}` means fuzzy matching and `[[:alpha:]]` is a POSIX class, while `re` treats these characters
+literally. They are escaped before compilation, so that a pattern has the same meaning as in `re`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Return the reason for which `pattern` cannot be used, or None. It must compile with `re` and with `regex`."""
+    """Return the reason for which `pattern` cannot be used, or None. It must compile with `re` and with
+    `regex`.
+    """
     if _VERBOSE.search(pattern):
         return "has the flag x (verbose), which is not supported; leave it out, with the blanks and comments"
     try:

@@ -6,26 +6,40 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Section, UserPath
+from rlhf_core.config.base import (
+    Fraction,
+    Name,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UserPath,
+)
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
 
 
 class TimeoutsConfig(Section):
-    """Seconds without progress after which a process of a stage counts as stuck. Processes that make progress are
-    never stopped.
+    """Seconds without progress after which a process of a stage counts as stuck. Processes that make progress
+    are never stopped.
 
     The store has `store.retry_seconds`, and a Python reward has its own `timeout`. MLflow's client waits 10
     seconds and tries three times, which is 30 seconds in total.
     """
 
     start: PositiveFloat = Field(
-        300.0, description="Seconds until a training rank or engine is ready: its imports, its model, its connections"
+        300.0,
+        description=(
+            "Seconds until a training rank or engine is ready: its imports, its model, its connections"
+        ),
     )
     stall: PositiveFloat = Field(
         600.0,
-        description="Seconds for one movement of a rank or engine: a pass over a micro-batch, a collective, a step of decoding, a checkpoint written",
+        description=(
+            "Seconds for one movement of a rank or engine: a pass over a micro-batch, a collective, a step of"
+            " decoding, a checkpoint written"
+        ),
     )
     sync: PositiveFloat = Field(120.0, description="Seconds for one weight sync")
 
@@ -33,23 +47,35 @@ class TimeoutsConfig(Section):
 class RunConfig(Section):
     """The run itself. Nothing here but the seed and the device changes a result."""
 
-    name: Name = Field("rlhf", description="Name of the pipeline: MLflow experiment, flow run names, log folders")
+    name: Name = Field(
+        "rlhf", description="Name of the pipeline: MLflow experiment, flow run names, log folders"
+    )
     seed: NonNegativeInt = Field(0, description="Every random choice derives from it")
     home: UserPath = Field(
-        ".rlhf", min_length=1, description="Local folder for logs, scratch files and the embedded store and MLflow"
+        ".rlhf",
+        min_length=1,
+        description="Local folder for logs, scratch files and the embedded store and MLflow",
     )
     threads: NonNegativeInt = Field(
         0, description="CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: CUDA where there is any")
     retries: NonNegativeInt = Field(
-        2, description="How often in a row a stage is tried again that fails before it has made another checkpoint"
+        2,
+        description=(
+            "How often in a row a stage is tried again that fails before it has made another checkpoint"
+        ),
     )
-    retry_delay: PositiveFloat = Field(5.0, description="Seconds before the first retry; doubles, five times at most")
+    retry_delay: PositiveFloat = Field(
+        5.0, description="Seconds before the first retry; doubles, five times at most"
+    )
     stage_timeout: PositiveFloat = Field(
-        604800.0, description="Seconds after which a stage is stopped, all its attempts in one command counted"
+        604800.0,
+        description="Seconds after which a stage is stopped, all its attempts in one command counted",
     )
-    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="When a process counts as stuck")
+    timeouts: TimeoutsConfig = Field(
+        default_factory=TimeoutsConfig, description="When a process counts as stuck"
+    )
 
 
 class StoreConfig(Section):
@@ -64,24 +90,35 @@ class StoreConfig(Section):
     keep_checkpoints: PositiveInt = Field(2, description="Newest whole checkpoints kept per stage")
     keep_best: NonNegativeInt = Field(
         1,
-        description="Number of older checkpoints that are also kept because they are the best, by the reward of their own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, reward model)",
+        description=(
+            "Number of older checkpoints that are also kept because they are the best, by the reward of their"
+            " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT,"
+            " reward model)"
+        ),
     )
     retry_seconds: PositiveFloat = Field(
         60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"
     )
     allow_other_code: bool = Field(
-        False, description="Continue from a checkpoint that other code or other versions wrote; else that is an error"
+        False,
+        description=(
+            "Continue from a checkpoint that other code or other versions wrote; else that is an error"
+        ),
     )
     allow_fresh_start: bool = Field(
         False,
-        description="Train a stage from its beginning where all its checkpoints are damaged; else that is an error",
+        description=(
+            "Train a stage from its beginning where all its checkpoints are damaged; else that is an error"
+        ),
     )
 
 
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: str | None = Field(None, description="Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`")
+    uri: str | None = Field(
+        None, description="Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`"
+    )
     experiment: str | None = Field(
         None,
         pattern=r"^[^\x00-\x1f\x7f]{1,250}$",
@@ -107,8 +144,9 @@ class TinyModel(Section):
     def _head_size(self) -> Self:
         if self.hidden_size % self.heads or self.hidden_size // self.heads not in (32, 64, 80, 96, 112, 128):
             raise ValueError(
-                f"model.tiny.hidden_size / heads must be 32, 64, 80, 96, 112 or 128 (vLLM's attention on CPU); got "
-                f"{self.hidden_size} / {self.heads} = {self.hidden_size / self.heads:g}; use heads={max(1, self.hidden_size // 32)}"
+                "model.tiny.hidden_size / heads must be 32, 64, 80, 96, 112 or 128 (vLLM's attention on"
+                f" CPU); got {self.hidden_size} / {self.heads} = {self.hidden_size / self.heads:g}; use"
+                f" heads={max(1, self.hidden_size // 32)}"
             )
         return self
 
@@ -116,15 +154,20 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The model that everything starts from."""
 
-    path: UserPath | None = Field(None, description="Local folder or Hugging Face id; None: `tiny`, from scratch")
+    path: UserPath | None = Field(
+        None, description="Local folder or Hugging Face id; None: `tiny`, from scratch"
+    )
     revision: str | None = Field(None, description="Commit of a hub model")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="Attention of the training side"
     )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
-        description="Precision of the policy's logits in training and in the engines, if these compute in 16 bits. `float32`: the "
-        "output of the language-model head is not rounded in both. `model`: the same precision as the rest of the model",
+        description=(
+            "Precision of the policy's logits in training and in the engines, if these compute in 16 bits."
+            " `float32`: the output of the language-model head is not rounded in both. `model`: the same"
+            " precision as the rest of the model"
+        ),
     )
     tiny: TinyModel = Field(default_factory=TinyModel, description="Shape of the model from scratch")
 
@@ -140,7 +183,10 @@ class EvaluateConfig(Section):
     confidence: PositiveFloat = Field(0.95, description="Level of the intervals")
     judge: Literal["auto", "gold", "reward_model", "rules"] = Field(
         "auto",
-        description="The judge of a win. `auto`: the true reward if there is one, else the reward model, else the rules",
+        description=(
+            "The judge of a win. `auto`: the true reward if there is one, else the reward model, else the"
+            " rules"
+        ),
     )
     samples: PositiveInt = Field(20, description="Sample pairs in the table and report")
 
@@ -151,13 +197,18 @@ class RegisterConfig(Section):
     model: str | None = Field(
         None, pattern=r"^[\w.-]{1,100}$", description="Registered name; default `{run.name}-policy`"
     )
-    min_win_rate: Fraction = Field(0.5, description="Against SFT; below this value the alias `champion` is not set")
+    min_win_rate: Fraction = Field(
+        0.5, description="Against SFT; below this value the alias `champion` is not set"
+    )
     min_prompts: NonNegativeInt = Field(
         50, description="A match or evaluation with fewer prompts does not set the alias `champion`"
     )
     alpha: PositiveFloat = Field(
         0.05,
-        description="Maximum probability that any of the candidates that are not better than a champion replaces it; the k-th test has the level alpha / (k (k + 1))",
+        description=(
+            "Maximum probability that any of the candidates that are not better than a champion replaces it;"
+            " the k-th test has the level alpha / (k (k + 1))"
+        ),
     )
 
 
@@ -173,7 +224,9 @@ class PipelineConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Reward model")
     ppo: PPOConfig = Field(default_factory=PPOConfig, description="PPO")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation")
-    register_: RegisterConfig = Field(default_factory=RegisterConfig, alias="register", description="Model registry")
+    register_: RegisterConfig = Field(
+        default_factory=RegisterConfig, alias="register", description="Model registry"
+    )
 
     @property
     def store_url(self) -> str:
@@ -200,23 +253,27 @@ class PipelineConfig(Section):
     def _sections_agree(self) -> Self:
         if self.ppo.uses_reward_model and not (self.reward.enabled and self.data.preference):
             raise ValueError(
-                "ppo.rewards has a source of type `model`, but there is no reward model: set reward.enabled=true and "
-                "data.preference, or use rule rewards"
+                "ppo.rewards has a source of type `model`, but there is no reward model: set"
+                " reward.enabled=true and data.preference, or use rule rewards"
             )
         if self.model.path is None and self.sft.lora is not None:
             raise ValueError(
-                "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose weights nobody "
-                "has trained; leave sft.lora out (reward.lora and ppo.lora may stay)"
+                "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose"
+                " weights nobody has trained; leave sft.lora out (reward.lora and ppo.lora may stay)"
             )
         if self.model.path is None:
-            longest = max(self.max_sequence_tokens, self.data.max_prompt_tokens + self.data.max_response_tokens)
+            longest = max(
+                self.max_sequence_tokens, self.data.max_prompt_tokens + self.data.max_response_tokens
+            )
             if longest > self.model.tiny.max_positions:
                 raise ValueError(
-                    f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit model.tiny.max_positions "
-                    f"({self.model.tiny.max_positions}); raise it or lower ppo.max_new_tokens"
+                    f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit"
+                    f" model.tiny.max_positions ({self.model.tiny.max_positions}); raise it or lower"
+                    " ppo.max_new_tokens"
                 )
         if self.run.device == "cpu" and self.ppo.weight_sync.backend in ("nccl", "ipc"):
             raise ValueError(
-                f"ppo.weight_sync.backend={self.ppo.weight_sync.backend} needs GPUs; use auto or gloo with run.device=cpu"
+                f"ppo.weight_sync.backend={self.ppo.weight_sync.backend} needs GPUs; use auto or gloo with"
+                " run.device=cpu"
             )
         return self

@@ -43,10 +43,16 @@ class Group:
         """How the model of `role` lies over the ranks."""
         settings = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
         # Groups of frozen models only, with a size of their own: whole copies.
-        return settings if settings.ranks == self.ranks else DeepSpeedConfig(ranks=self.ranks, dtype=settings.dtype)
+        return (
+            settings
+            if settings.ranks == self.ranks
+            else DeepSpeedConfig(ranks=self.ranks, dtype=settings.dtype)
+        )
 
     def adapted_from(self, role: Role, ppo: PPOConfig) -> Role | None:
-        """The trained model beside it that is `role` while its adapter is off; None where `role` has its own weights."""
+        """The trained model beside it that is `role` while its adapter is off; None where `role` has its own
+        weights.
+        """
         trained = _ADAPTED_FROM.get(role)
         return trained if ppo.lora is not None and trained in self.roles else None
 
@@ -114,7 +120,11 @@ def plan(ppo: PPOConfig) -> PlacementPlan:
             wanted += [(("critic", "reward"), critic)]
         else:
             wanted += [(("critic",), critic), (("reward",), ppo.reward_ranks)]
-    absent = {role for role, exists in (("critic", ppo.uses_critic), ("reward", ppo.uses_reward_model)) if not exists}
+    absent = {
+        role
+        for role, exists in (("critic", ppo.uses_critic), ("reward", ppo.uses_reward_model))
+        if not exists
+    }
     kept = [(tuple(role for role in roles if role not in absent), ranks) for roles, ranks in wanted]
     groups = tuple(Group(roles, ranks) for roles, ranks in kept if roles)
     return PlacementPlan(groups, ppo.engine.count, ppo.engine.tensor_parallel, ppo.colocate == "all")

@@ -7,7 +7,15 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
@@ -24,23 +32,39 @@ class KLConfig(Section):
 
     coef: NonNegativeFloat = Field(
         0.02,
-        description="Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02 (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
+        description=(
+            "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
+            " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01"
+        ),
     )
     place: Literal["reward", "loss"] = Field(
         "reward",
-        description="Where the KL is applied: subtracted from each token's reward, or added to the policy loss",
+        description=(
+            "Where the KL is applied: subtracted from each token's reward, or added to the policy loss"
+        ),
     )
     estimator: Literal["k1", "abs", "k2", "k3"] | None = Field(
         None,
-        description="Per-token estimator (Schulman, Approximating KL divergence). None: k1 in the reward and k2 in the loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is refused; other estimators cause a warning (arXiv 2512.21852)",
+        description=(
+            "Per-token estimator (Schulman, Approximating KL divergence). None: k1 in the reward and k2 in"
+            " the loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and"
+            " is refused; other estimators cause a warning (arXiv 2512.21852)"
+        ),
     )
     target: PositiveFloat | None = Field(
         None,
-        description="If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the token sum)",
+        description=(
+            "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of"
+            " the token sum)"
+        ),
     )
     horizon: PositiveInt | None = Field(
         None,
-        description="With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al. 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 % per step",
+        description=(
+            "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
+            " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1"
+            " % per step"
+        ),
     )
 
     @property
@@ -52,8 +76,8 @@ class KLConfig(Section):
     def _has_a_gradient(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
-                "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in "
-                "expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
+                "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
+                " expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
             )
         return self
 
@@ -69,7 +93,10 @@ class DynamicFilteringConfig(Section):
     """DAPO's dynamic sampling: prompts whose samples all score alike teach nothing and are replaced."""
 
     max_rounds: PositiveInt = Field(
-        3, description="Rounds of replacement prompts in one step; what is still missing then stays, and is counted"
+        3,
+        description=(
+            "Rounds of replacement prompts in one step; what is still missing then stays, and is counted"
+        ),
     )
 
 
@@ -97,11 +124,17 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = Field(256, description="Sequences decoded at once by one engine")
     enforce_eager: bool = Field(True, description="No CUDA graphs: slower decoding, faster start")
     max_restarts: NonNegativeInt = Field(
-        3, description="How often in a row an engine is started again that dies or gets stuck before it has answered"
+        3,
+        description=(
+            "How often in a row an engine is started again that dies or gets stuck before it has answered"
+        ),
     )
     min_count: PositiveInt | None = Field(
         None,
-        description="The run goes on without engines that used up their restarts while so many are left; None: all are needed, since fewer would sample in other batches",
+        description=(
+            "The run goes on without engines that used up their restarts while so many are left; None: all"
+            " are needed, since fewer would sample in other batches"
+        ),
     )
 
     @property
@@ -126,15 +159,28 @@ class WeightSyncConfig(Section):
     )
     lora: Literal["merged", "adapter"] | None = Field(
         None,
-        description="With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the adapter, which the engines then apply (`adapter`). Evaluation loads the policy in the same way. None: `merged` if policy and engines compute in float32 or the adapter is quantized or above rank 512, else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a small update. `adapter` needs a model class that supports LoRA in vLLM. For other classes the engine does not start, and `merged` must be set",
+        description=(
+            "With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the"
+            " adapter, which the engines then apply (`adapter`). Evaluation loads the policy in the same way."
+            " None: `merged` if policy and engines compute in float32 or the adapter is quantized or above"
+            " rank 512, else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a"
+            " small update. `adapter` needs a model class that supports LoRA in vLLM. For other classes the"
+            " engine does not start, and `merged` must be set"
+        ),
     )
     bucket_mib: PositiveInt = Field(64, description="Weights are sent in packed buckets of this size")
     canary: bool = Field(
         True,
-        description="In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ",
+        description=(
+            "In every step, compare engine and trainer log-probabilities of the same tokens and stop if they"
+            " differ"
+        ),
     )
     canary_tolerance: PositiveFloat = Field(
-        1e-3, description="Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05"
+        1e-3,
+        description=(
+            "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05"
+        ),
     )
 
 
@@ -143,7 +189,10 @@ class PPOConfig(Section):
 
     algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = Field(
         "ppo",
-        description="`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`",
+        description=(
+            "`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and"
+            " by group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`"
+        ),
     )
     steps: PositiveInt = Field(100, description="PPO iterations")
     prompts_per_step: PositiveInt = Field(64, description="Prompts of one rollout batch")
@@ -155,74 +204,118 @@ class PPOConfig(Section):
     micro_batch_tokens: PositiveInt = Field(16384, description="Tokens per forward pass of one rank")
     pack: Packing = Field("auto", description=PACK)
     policy: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"), description="Policy optimizer"
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"),
+        description="Policy optimizer",
     )
     critic: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
-        description="Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy is trained",
+        description=(
+            "Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy"
+            " is trained"
+        ),
     )
     policy_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Policy ranks")
     critic_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Critic ranks")
     lora: LoraConfig | None = Field(
         None,
-        description="Train adapters of policy and critic (and its head) only; the reference is then the policy without its adapter; None: all parameters",
+        description=(
+            "Train adapters of policy and critic (and its head) only; the reference is then the policy"
+            " without its adapter; None: all parameters"
+        ),
     )
     reference_ranks: PositiveInt = Field(
         1, description="Reference workers; ignored where the reference is colocated with the policy"
     )
-    reward_ranks: PositiveInt = Field(1, description="Reward-model workers; ignored where colocated with the critic")
+    reward_ranks: PositiveInt = Field(
+        1, description="Reward-model workers; ignored where colocated with the critic"
+    )
     colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = Field(
         "pairs",
-        description="Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four together",
+        description=(
+            "Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four"
+            " together"
+        ),
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM engines")
-    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig, description="Weights into the engines")
+    weight_sync: WeightSyncConfig = Field(
+        default_factory=WeightSyncConfig, description="Weights into the engines"
+    )
     rewards: tuple[AnyReward, ...] = Field(
         (ModelReward(),), min_length=1, description="Reward sources; their weighted sum is the score"
     )
     missing_eos_penalty: NonNegativeFloat | None = Field(
         None,
-        description="Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model, which was not trained with truncated responses (one standard deviation of its scores; Huang et al. 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
+        description=(
+            "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward"
+            " model, which was not trained with truncated responses (one standard deviation of its scores;"
+            " Huang et al. 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`"
+        ),
     )
-    overlong: OverlongConfig | None = Field(None, description="Soft penalty near the length limit; None: none")
+    overlong: OverlongConfig | None = Field(
+        None, description="Soft penalty near the length limit; None: none"
+    )
     dynamic_filtering: DynamicFilteringConfig | None = Field(
         None, description="Replace prompts whose samples all score alike; None: keep them"
     )
     score_clip: PositiveFloat | None = Field(
         5.0,
-        description="The reward model's normalised scores are clipped to +- this value, before weight, other rewards, penalties and KL are applied. Rules are not clipped. null: no clip",
+        description=(
+            "The reward model's normalised scores are clipped to +- this value, before weight, other rewards,"
+            " penalties and KL are applied. Rules are not clipped. null: no clip"
+        ),
     )
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
     gamma: Fraction = Field(1.0, description="Discount per token")
     lam: Fraction = Field(
         1.0,
-        description="GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens only through the critic",
+        description=(
+            "GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500"
+            " tokens only through the critic"
+        ),
     )
     whiten_advantages: bool | None = Field(
         None,
-        description="Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp and reinforce_baseline, off for the others",
+        description=(
+            "Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp"
+            " and reinforce_baseline, off for the others"
+        ),
     )
     clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - this")
     clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + this")
     dual_clip: PositiveFloat | None = Field(
         3.0,
-        description="Bound c > 1 of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
+        description=(
+            "Bound c > 1 of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none"
+        ),
     )
     value_clip: PositiveFloat | None = Field(
         0.5,
-        description="Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied during the critic's warm-up; null: no limit",
+        description=(
+            "Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied"
+            " during the critic's warm-up; null: no limit"
+        ),
     )
     entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus")
     aggregation: (
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
+        Literal[
+            "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+        ]
         | None
     ) = Field(
         None,
-        description="How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also divides by `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean (Shao et al. 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each length), others token-mean",
+        description=(
+            "How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also"
+            " divides by `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean"
+            " (Shao et al. 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in"
+            " place of each length), others token-mean"
+        ),
     )
     importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = Field(
         None,
-        description="Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al. 2025) if engine or policy is not float32, else `none`",
+        description=(
+            "Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al."
+            " 2025) if engine or policy is not float32, else `none`"
+        ),
     )
     importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = Field(
         (0.0, 2.0), description="Lowest and highest weight that `importance` allows"
@@ -230,20 +323,34 @@ class PPOConfig(Section):
     ptx: PTXConfig | None = Field(None, description="Pretraining loss in the policy's update; None: none")
     ema_decay: Decay | None = Field(
         None,
-        description="Decay per optimizer step of a moving average of the policy's weights, which is saved as well; None: none",
+        description=(
+            "Decay per optimizer step of a moving average of the policy's weights, which is saved as well;"
+            " None: none"
+        ),
     )
     logprob_gap_limit: PositiveFloat | None = Field(
         None,
-        description="If the mean |old - rollout| log-probability is above this, a warning is logged and rollout/logprob_gap_alarm is set; None: half of the limit of the canary",
+        description=(
+            "If the mean |old - rollout| log-probability is above this, a warning is logged and"
+            " rollout/logprob_gap_alarm is set; None: half of the limit of the canary"
+        ),
     )
     critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
     published_loss_limit: PositiveFloat = Field(
         0.1,
-        description="With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the files that evaluation loads, relative to the change by training (both on the last rollouts). If it is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (docs/decisions/0018)",
+        description=(
+            "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
+            " files that evaluation loads, relative to the change by training (both on the last rollouts). If"
+            " it is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update"
+            " (docs/decisions/0018)"
+        ),
     )
     max_kl: PositiveFloat | None = Field(
         None,
-        description="If the KL per response is above this for three consecutive steps, the run stops; null: 5 times `kl.target`, or 100 without a target",
+        description=(
+            "If the KL per response is above this for three consecutive steps, the run stops; null: 5 times"
+            " `kl.target`, or 100 without a target"
+        ),
     )
     guards: GuardsConfig = Field(
         default_factory=GuardsConfig, description="Conditions that indicate a failing training run"
@@ -263,7 +370,9 @@ class PPOConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the models are tested, `auto` means padding, which is always correct."""
+        """Whether rows are packed. Until the models are tested, `auto` means padding, which is always
+        correct.
+        """
         return self.pack is True
 
     @property
@@ -284,8 +393,8 @@ class PPOConfig(Section):
 
     @property
     def served_dtype(self) -> str:
-        """The precision to which weights are rounded for the engines: that of the engines, or of training if it is
-        float32.
+        """The precision to which weights are rounded for the engines: that of the engines, or of training if
+        it is float32.
         """
         return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
 
@@ -350,7 +459,9 @@ class PPOConfig(Section):
 
     @property
     def policy_optimizer_steps(self) -> int:
-        """Of the whole run: epochs x minibatches x iterations that train the policy, whatever the micro-batches."""
+        """Of the whole run: epochs x minibatches x iterations that train the policy, whatever the
+        micro-batches.
+        """
         return (self.steps - self.warmup_steps) * self.epochs * self.minibatches
 
     @property
@@ -366,13 +477,13 @@ class PPOConfig(Section):
     def _algorithm_fits(self) -> Self:
         if self.by_group and self.samples_per_prompt < 2:
             raise ValueError(
-                f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must be at least 2; "
-                f"got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
+                f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must"
+                f" be at least 2; got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
             )
         if self.dynamic_filtering and not self.by_group:
             raise ValueError(
-                f"ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got ppo.algorithm="
-                f"{self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
+                "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"
+                f" ppo.algorithm={self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
             )
         if self.critic_warmup_steps and not self.uses_critic:
             raise ValueError(
@@ -381,16 +492,19 @@ class PPOConfig(Section):
             )
         if self.overlong and self.missing_eos_penalty:
             raise ValueError(
-                "ppo.overlong and ppo.missing_eos_penalty both punish a response that the limit cut; set one of them"
+                "ppo.overlong and ppo.missing_eos_penalty both punish a response that the limit cut; set one"
+                " of them"
             )
         if self.overlong and self.overlong.buffer > self.max_new_tokens:
             raise ValueError(
-                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got {self.overlong.buffer}"
+                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got"
+                f" {self.overlong.buffer}"
             )
         if self.weight_sync.lora == "adapter" and (self.lora is None or self.lora.r > MAX_ENGINE_RANK):
             raise ValueError(
-                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got "
-                f"{'no ppo.lora' if self.lora is None else f'r={self.lora.r}'}; set ppo.lora.r or ppo.weight_sync.lora=merged"
+                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got"
+                f" {'no ppo.lora' if self.lora is None else f'r={self.lora.r}'}; set ppo.lora.r or"
+                " ppo.weight_sync.lora=merged"
             )
         return self
 
@@ -399,17 +513,18 @@ class PPOConfig(Section):
         low, high = self.importance_bounds
         if not low < high or not low <= 1 <= high:
             raise ValueError(
-                f"ppo.importance_bounds must be increasing and include 1 (no gap); got {low:g}, {high:g}; leave it out"
+                f"ppo.importance_bounds must be increasing and include 1 (no gap); got {low:g}, {high:g};"
+                " leave it out"
             )
         if self.kl.target is not None and self.kl.target >= self.kl_limit:
             raise ValueError(
-                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), because a policy at its target would be stopped otherwise; got "
-                f"{self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
+                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), because a policy at its target"
+                f" would be stopped otherwise; got {self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
             )
         if self.critic_warmup_steps >= self.steps:
             raise ValueError(
-                f"ppo.critic_warmup_steps must be below ppo.steps ({self.steps}), because the policy would never be trained otherwise; got "
-                f"{self.critic_warmup_steps}; lower it"
+                f"ppo.critic_warmup_steps must be below ppo.steps ({self.steps}), because the policy would"
+                f" never be trained otherwise; got {self.critic_warmup_steps}; lower it"
             )
         return self
 
@@ -419,16 +534,17 @@ class PPOConfig(Section):
         if total % parts:
             near = _divisors_near(total, parts)
             raise ValueError(
-                f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step} x "
-                f"{self.samples_per_prompt} = {total}); got {parts}; use {', '.join(map(str, sorted(near)))}"
+                f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step}"
+                f" x {self.samples_per_prompt} = {total}); got {parts}; use"
+                f" {', '.join(map(str, sorted(near)))}"
             )
         groups = [("policy", self.policy_deepspeed.ranks)]
         groups += [("critic", self.critic_deepspeed.ranks)] if self.uses_critic else []
         for role, ranks in groups:
             if self.minibatch_size < ranks:
                 raise ValueError(
-                    f"ppo.{role}_deepspeed.ranks must be at most the minibatch of {self.minibatch_size} responses "
-                    f"({total} / {parts}); got {ranks}"
+                    f"ppo.{role}_deepspeed.ranks must be at most the minibatch of {self.minibatch_size}"
+                    f" responses ({total} / {parts}); got {ranks}"
                 )
         if self.colocate == "all" and self.policy_deepspeed.ranks != self.critic_deepspeed.ranks:
             raise ValueError(
@@ -438,21 +554,23 @@ class PPOConfig(Section):
         shared = self.engine.tensor_parallel == 1 and self.engine.count <= self.policy_deepspeed.ranks
         if self.colocate == "all" and not shared:
             raise ValueError(
-                "ppo.colocate=all puts each engine on the device of one rank: it needs ppo.engine.tensor_parallel=1 and "
-                f"ppo.engine.count at most ppo.policy_deepspeed.ranks ({self.policy_deepspeed.ranks}); got "
-                f"{self.engine.tensor_parallel} and {self.engine.count}"
+                "ppo.colocate=all puts each engine on the device of one rank: it needs"
+                " ppo.engine.tensor_parallel=1 and ppo.engine.count at most ppo.policy_deepspeed.ranks"
+                f" ({self.policy_deepspeed.ranks}); got {self.engine.tensor_parallel} and {self.engine.count}"
             )
         backend = self.weight_sync.backend
         if (backend == "ipc" and self.colocate != "all") or (backend == "nccl" and self.colocate == "all"):
             shares = "share" if self.colocate == "all" else "do not share"
             raise ValueError(
-                f"ppo.weight_sync.backend={backend} needs engines that {'share' if backend == 'ipc' else 'do not share'} "
-                f"GPUs with the policy, but with ppo.colocate={self.colocate} they {shares} them; use auto"
+                f"ppo.weight_sync.backend={backend} needs engines that"
+                f" {'share' if backend == 'ipc' else 'do not share'} GPUs with the policy, but with"
+                f" ppo.colocate={self.colocate} they {shares} them; use auto"
             )
         if self.kl.target is not None and self.kl_horizon * 5 <= total:
             raise ValueError(
-                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the coefficient could "
-                f"become negative otherwise; got {self.kl.horizon}; leave it out, or use {20 * total}"
+                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the"
+                f" coefficient could become negative otherwise; got {self.kl.horizon}; leave it out, or use"
+                f" {20 * total}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")
@@ -467,5 +585,7 @@ class PPOConfig(Section):
 def _divisors_near(total: int, wanted: int) -> list[int]:
     """Return up to three divisors of `total` that are nearest to `wanted`, or 1 if none is within 10,000."""
     start = min(wanted, total)
-    around = (n for distance in range(10_000) for n in {start - distance, start + distance} if 1 <= n <= total)
+    around = (
+        n for distance in range(10_000) for n in {start - distance, start + distance} if 1 <= n <= total
+    )
     return list(islice((n for n in around if total % n == 0), 3)) or [1]

@@ -1,7 +1,8 @@
-"""Everything about a run that can be checked before anything heavy starts: files, folders, devices, arithmetic.
+"""Everything about a run that can be checked before anything heavy starts: files, folders, devices,
+arithmetic.
 
-`check` looks and raises one error that lists all problems. Nothing is imported or executed on the way: reward functions
-and models are only looked at.
+`check` looks and raises one error that lists all problems. Nothing is imported or executed on the way: reward
+functions and models are only looked at.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _BYTES_PER_PARAMETER = 16
 
 
 def check(config: PipelineConfig) -> list[str]:
-    """Warnings, one sentence each. Raises ConfigError, DataError or ModelError (the class of the first problem) whose
-    message lists every problem, a line each."""
+    """Warnings, one sentence each. Raises ConfigError, DataError or ModelError (the class of the first
+    problem) whose message lists every problem, a line each.
+    """
     parts = (
         ("store, run.home, tracking", check_places),
         ("environment", check_environment),
@@ -77,8 +79,8 @@ def _data(config: PipelineConfig) -> Iterator[Finding]:
         training = round(data.synthetic.prompts * (1 - data.eval_fraction))
         if config.ppo.prompts_per_step > training:
             yield (
-                f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts are for "
-                "training: some come twice in one step; raise data.synthetic.prompts"
+                f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts"
+                " are for training: some come twice in one step; raise data.synthetic.prompts"
             )
 
 
@@ -112,12 +114,18 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
             "reward.enabled: is true, but data.preference is empty; add pairs, or set reward.enabled=false"
         )
     elif config.reward.enabled and not ppo.uses_reward_model:
-        yield "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only judges"
+        yield (
+            "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only"
+            " judges"
+        )
     if judge == "reward_model" and not config.reward.enabled:
-        yield ConfigError("evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules")
+        yield ConfigError(
+            "evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules"
+        )
     if judge == "rules" and not rules:
         yield ConfigError(
-            "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or reward_model"
+            "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"
+            " reward_model"
         )
     if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
         yield ConfigError("evaluate.judge: gold knows the demo task only; got other data.prompts; use auto")
@@ -128,12 +136,14 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
         )
     if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
         yield ConfigError(
-            f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both share processes "
-            f"(ppo.colocate=all); got {ppo.critic_deepspeed.hpz}"
+            f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"
+            f" share processes (ppo.colocate=all); got {ppo.critic_deepspeed.hpz}"
         )
     for field, deepspeed in _trainers(config):
         if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
-            yield ConfigError(f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1")
+            yield ConfigError(
+                f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1"
+            )
         offloads = {"optimizer": (1, 2, 3), "all": (3,)}.get(deepspeed.offload)
         if offloads is not None and deepspeed.zero_stage not in offloads:
             yield ConfigError(
@@ -149,13 +159,16 @@ def _consistency(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _accumulation(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Finding]:
-    """Check float32 sums of 16-bit gradients. DeepSpeed 0.19 supports them under ZeRO 2 and 3, without offload."""
+    """Check float32 sums of 16-bit gradients. DeepSpeed 0.19 supports them under ZeRO 2 and 3, without
+    offload.
+    """
     rule = f"{field}.grad_accum_dtype: float32 needs"
     if deepspeed.dtype != "bfloat16":
         yield ConfigError(f"{rule} {field}.dtype=bfloat16 (or float32); got {deepspeed.dtype}; leave it out")
     if deepspeed.zero_stage < 2:
         yield ConfigError(
-            f"{rule} {field}.zero_stage 2 or 3; got {deepspeed.zero_stage}; set zero_stage=2, also on one rank, or leave it out"
+            f"{rule} {field}.zero_stage 2 or 3; got {deepspeed.zero_stage}; set zero_stage=2, also on one"
+            " rank, or leave it out"
         )
     if deepspeed.offload != "none":
         yield ConfigError(f"{rule} {field}.offload=none; got {deepspeed.offload}; set it, or leave it out")
@@ -180,7 +193,9 @@ def _devices(config: PipelineConfig) -> Iterator[Finding]:
     cluster = bool(os.environ.get("RAY_ADDRESS"))
     gpus = visible_gpus()
     if config.run.device == "cuda" and gpus == 0:
-        yield ConfigError("run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu")
+        yield ConfigError(
+            "run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu"
+        )
     elif runs_on_gpu(config):
         yield from _gpu_counts(config, gpus, cluster)
         yield from _flash_attention(config)
@@ -194,12 +209,14 @@ def _gpu_counts(config: PipelineConfig, gpus: int, cluster: bool) -> Iterator[Fi
         ("reward.deepspeed", config.reward.deepspeed.ranks),
     ):
         if ranks > gpus:
-            yield ConfigError(f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}")
+            yield ConfigError(
+                f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}"
+            )
     plan = placement(config.ppo)
     if plan.devices > gpus and not cluster:
         yield ConfigError(
-            f"ppo: needs {plan.devices} GPUs ({plan.describe()}; colocate={config.ppo.colocate}); got {gpus} visible; "
-            "lower ranks or ppo.engine.count, or use ppo.colocate=all"
+            f"ppo: needs {plan.devices} GPUs ({plan.describe()}; colocate={config.ppo.colocate}); got {gpus}"
+            " visible; lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
 
 
@@ -208,23 +225,27 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
         return
     if find_spec("flash_attn") is None:
         yield ConfigError(
-            "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install it, or use sdpa"
+            "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install"
+            " it, or use sdpa"
         )
     exact = [f"{field}.dtype" for field, deepspeed in _trainers(config) if deepspeed.dtype == "float32"]
     if exact:
         yield ConfigError(
-            f"model.attention: flash_attention_2 has no float32, which {', '.join(exact)} {'is' if len(exact) == 1 else 'are'} "
-            "here; use bfloat16 there, or model.attention=sdpa"
+            f"model.attention: flash_attention_2 has no float32, which {', '.join(exact)}"
+            f" {'is' if len(exact) == 1 else 'are'} here; use bfloat16 there, or model.attention=sdpa"
         )
 
 
 def _tensor_parallel(config: PipelineConfig) -> Iterator[Finding]:
     ways, path = config.ppo.engine.tensor_parallel, config.model.path
-    heads = config.model.tiny.heads if path is None else attention_heads(Path(path)) if is_local(path) else None
+    heads = (
+        config.model.tiny.heads if path is None else attention_heads(Path(path)) if is_local(path) else None
+    )
     if heads is not None and heads % ways:
         fits = max(n for n in range(1, ways) if heads % n == 0)
         yield ConfigError(
-            f"ppo.engine.tensor_parallel: must divide the {heads} attention heads of the model; got {ways}; use {fits}"
+            f"ppo.engine.tensor_parallel: must divide the {heads} attention heads of the model; got {ways};"
+            f" use {fits}"
         )
 
 
@@ -246,20 +267,20 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
     for field, ranks in (("sft", config.sft.deepspeed.ranks), ("reward", config.reward.deepspeed.ranks)):
         if ranks > cores:
             yield (
-                f"{field}.deepspeed.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each with a copy of "
-                "the model; lower it"
+                f"{field}.deepspeed.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
+                " with a copy of the model; lower it"
             )
     if plan.busy > cores:
         yield (
-            f"ppo has {plan.busy} processes at work at once ({plan.describe()}) on {cores} CPU cores: they will take "
-            "turns; lower ranks or ppo.engine.count for speed"
+            f"ppo has {plan.busy} processes at work at once ({plan.describe()}) on {cores} CPU cores: they"
+            " will take turns; lower ranks or ppo.engine.count for speed"
         )
     memory = ppo.engine.count * ppo.engine.kv_cache_gib
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if memory > total:
         yield ConfigError(
-            f"ppo.engine.kv_cache_gib: {ppo.engine.count} engines x {ppo.engine.kv_cache_gib:g} GiB = {memory:g} GiB must fit "
-            f"in memory; got {total:.0f} GiB; lower it"
+            f"ppo.engine.kv_cache_gib: {ppo.engine.count} engines x {ppo.engine.kv_cache_gib:g} GiB ="
+            f" {memory:g} GiB must fit in memory; got {total:.0f} GiB; lower it"
         )
 
 
@@ -278,19 +299,23 @@ def _disk(config: PipelineConfig) -> Iterator[Finding]:
     place = Path(config.run.home).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    copies = config.store.keep_checkpoints + config.store.keep_best + 1 if "://" not in config.store_url else 1
+    copies = (
+        config.store.keep_checkpoints + config.store.keep_best + 1 if "://" not in config.store_url else 1
+    )
     # With an adapter nothing large is in a checkpoint; the merged model is saved once.
     each = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
     need = 200_000_000 + 2 * _parameters(config) * each
     disk = shutil.disk_usage(place)
     free = disk.free
-    if disk.total > 0 and free < _LEAST_DISK:  # file systems that are not disks, such as /proc, have a total of 0
+    if (
+        disk.total > 0 and free < _LEAST_DISK
+    ):  # file systems that are not disks, such as /proc, have a total of 0
         yield ConfigError(
-            f"run.home: {place} has {free / 1e6:.0f} MB free; databases and logs alone need {_LEAST_DISK / 1e6:.0f} MB; free "
-            "some, or set run.home"
+            f"run.home: {place} has {free / 1e6:.0f} MB free; databases and logs alone need"
+            f" {_LEAST_DISK / 1e6:.0f} MB; free some, or set run.home"
         )
     elif free < need:
         yield (
-            f"run.home: {place} has {free / 1e9:.1f} GB free, but policy and critic with {copies} checkpoints need about "
-            f"{need / 1e9:.1f} GB; free some, or set run.home and store.url"
+            f"run.home: {place} has {free / 1e9:.1f} GB free, but policy and critic with {copies} checkpoints"
+            f" need about {need / 1e9:.1f} GB; free some, or set run.home and store.url"
         )

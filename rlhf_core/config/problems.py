@@ -107,7 +107,9 @@ def _tag(found: ErrorDetails, spot: Spot, place: Place) -> str:
     tag = found["input"].get("type") if isinstance(found["input"], dict) else None
     near = difflib.get_close_matches(str(tag), known, n=1)
     fix = f"did you mean {near[0]}?" if near else f"use, for example, {known[0]}"
-    return f"{place(path)}: {dotted(path)}: must be one of {', '.join(known)}; got {shown(tag, 'type')}; {fix}"
+    return (
+        f"{place(path)}: {dotted(path)}: must be one of {', '.join(known)}; got {shown(tag, 'type')}; {fix}"
+    )
 
 
 def _fix(spot: Spot, wanted: Kind, value: Any) -> str:
@@ -125,7 +127,12 @@ def _fix(spot: Spot, wanted: Kind, value: Any) -> str:
         return f"write {'true' if str(value).lower() in ('yes', 'on', 'y') else 'false'}"
     if annotation is str and isinstance(value, int | float):
         return "put it in quotes"
-    if annotation is str and isinstance(value, str) and wanted.limit("pattern") and spot.path[-1:] == ("name",):
+    if (
+        annotation is str
+        and isinstance(value, str)
+        and wanted.limit("pattern")
+        and spot.path[-1:] == ("name",)
+    ):
         tame = re.sub(r"[^a-z0-9_]+", "_", value.lower()).strip("_")[:32]
         return f"use, for example, {tame or 'rlhf'}"
     options = [str(option) for option in get_args(annotation)] if annotation is not str else []

@@ -70,8 +70,12 @@ RANGES: dict[str, Range] = {
     "ppo.weight_sync.bucket_mib": Range(1, 16384, "a bucket is held twice in memory"),
     "ppo.dynamic_filtering.max_rounds": Range(1, 100, "each round samples a whole batch"),
     "evaluate.temperature": _TEMPERATURE,
-    "evaluate.bootstrap": Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
-    "evaluate.confidence": Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
+    "evaluate.bootstrap": Range(
+        1, 200_000, "intervals no longer change, and each resample is held in memory"
+    ),
+    "evaluate.confidence": Range(
+        0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"
+    ),
     "evaluate.samples": Range(1, 10_000, "rows of one table"),
     "register.alpha": Range(
         1e-6, 0.5, "the probability of a wrong champion; 0 allows no champion, and above 0.5 chance decides"
@@ -107,11 +111,17 @@ def out_of_range(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, str]]:
         found = RANGES.get(".".join("*" if isinstance(key, int) else key for key in path))
         # Values that the type refuses (0, negative, above 10^9, NaN) are reported by the rule of the type.
         if found is not None and 0 < tree <= 1e9 and not found.low <= tree <= found.high:
-            fix = f"use {number(found.low)} or more" if tree < found.low else f"use at most {number(found.high)}"
+            fix = (
+                f"use {number(found.low)} or more"
+                if tree < found.low
+                else f"use at most {number(found.high)}"
+            )
             yield (
                 path,
-                f"{field}: must be from {number(found.low)} to {number(found.high)} ({found.reason}); "
-                f"got {shown(tree)}; {fix}",
+                (
+                    f"{field}: must be from {number(found.low)} to {number(found.high)} ({found.reason}); "
+                    f"got {shown(tree)}; {fix}"
+                ),
             )
 
 

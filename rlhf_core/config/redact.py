@@ -43,8 +43,12 @@ _SECRET_VALUE = re.compile(
 """Secret values that can be recognised by their format."""
 
 _SLASHES = r"(?:https?:[/\\]+|:[/\\]{2,}|(?<![^\s'\"=(,])//(?=[^/\s@]*:))"
-"""What precedes the host or user of a URL. Clients treat a backslash as a slash and accept URLs without a scheme."""
-_URL_USER = re.compile(rf"({_SLASHES})(?:[^/\\\s@?#'\"]{{1,4000}}|[^/\s@'\"]{{0,200}}:[^@\s'\"]{{0,1000}})@", re.I)
+"""What precedes the host or user of a URL. Clients treat a backslash as a slash and accept URLs without a
+scheme.
+"""
+_URL_USER = re.compile(
+    rf"({_SLASHES})(?:[^/\\\s@?#'\"]{{1,4000}}|[^/\s@'\"]{{0,200}}:[^@\s'\"]{{0,1000}})@", re.I
+)
 _HEADER = re.compile(
     r"(authorization['\"]?\s*[:=]\s*['\"b]*(?:(?:basic|bearer|digest|token|negotiate)\s+)?|"
     r"\b(?:bearer|basic)\s+(?=\S*\d))[\w.~+/=%;:-]{8,}",
@@ -91,7 +95,9 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def shown(value: Any, name: str = "", limit: int = 60) -> str:
-    """A value as messages show it: short, on one line, without control characters, `(hidden)` if it may be secret."""
+    """A value as messages show it: short, on one line, without control characters, `(hidden)` if it may be
+    secret.
+    """
     if is_secret(name, value):
         return HIDDEN
     if value is None:
@@ -111,8 +117,8 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
 def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` with secrets replaced.
 
-    This covers user parts and secret parameters of URLs, authorization headers, keys in known formats, and the
-    values of all variables whose name indicates a secret, in all common encodings. It is applied to all
+    This covers user parts and secret parameters of URLs, authorization headers, keys in known formats, and
+    the values of all variables whose name indicates a secret, in all common encodings. It is applied to all
     outputs, because error messages of libraries may contain the values that were passed to them.
     """
     for form in _secret_forms(tuple(environ.items())):
@@ -145,7 +151,9 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
     values |= {unquote(value) for value in values}
     long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}
-    return tuple(sorted({form for value in long for form in _encoded(value)}, key=lambda form: (-len(form), form)))
+    return tuple(
+        sorted({form for value in long for form in _encoded(value)}, key=lambda form: (-len(form), form))
+    )
 
 
 def _encoded(value: str) -> Iterator[str]:
@@ -173,7 +181,9 @@ class ScrubbingFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """`text` with control and direction characters spelled out: what comes from outside must not steer a terminal."""
+    """`text` with control and direction characters spelled out: what comes from outside must not steer a
+    terminal.
+    """
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

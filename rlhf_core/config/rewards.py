@@ -16,7 +16,9 @@ from rlhf_core.config.redact import shown
 class RewardSource(Section):
     """What all sources have."""
 
-    name: str | None = Field(None, pattern=r"^[a-z0-9_]{1,32}$", description="Name in metrics; the type if not given")
+    name: str | None = Field(
+        None, pattern=r"^[a-z0-9_]{1,32}$", description="Name in metrics; the type if not given"
+    )
     weight: FiniteFloat = Field(1.0, description="Factor in the sum")
     normalize: Literal["none", "batch"] = Field(
         "none", description="`batch`: mean 0, std 1 over the rollout batch, before the weight"
@@ -57,13 +59,17 @@ class FormatReward(RewardSource):
     """1 if the whole response matches the regular expression, else 0."""
 
     type: Literal["format"] = "format"
-    pattern: str = Field(min_length=1, description="Python regular expression, matched against the whole response")
+    pattern: str = Field(
+        min_length=1, description="Python regular expression, matched against the whole response"
+    )
 
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
         if problem := pattern_problem(pattern):
-            raise ValueError(f"pattern must be a Python regular expression; got {shown(pattern)}, which {problem}")
+            raise ValueError(
+                f"pattern must be a Python regular expression; got {shown(pattern)}, which {problem}"
+            )
         return pattern
 
 
@@ -82,7 +88,9 @@ class RelevanceReward(RewardSource):
 
 
 class WellFormedReward(RewardSource):
-    """Mean of four checks: ended by EOS, not empty, ends with a full stop or like mark, begins with a capital or digit."""
+    """Mean of four checks: ended by EOS, not empty, ends with a full stop or like mark, begins with a capital
+    or digit.
+    """
 
     type: Literal["well_formed"] = "well_formed"
 
@@ -95,13 +103,20 @@ class TokenShareReward(RewardSource):
 
 
 class AnswerReward(RewardSource):
-    """1 if the response's final answer equals the one that the prompt's row gives, else 0: for problems with a known result."""
+    """1 if the response's final answer equals the one that the prompt's row gives, else 0: for problems with
+    a known result.
+    """
 
     type: Literal["answer"] = "answer"
-    field: str = Field("answer", min_length=1, description="Field of the prompt's row that holds the right answer")
+    field: str = Field(
+        "answer", min_length=1, description="Field of the prompt's row that holds the right answer"
+    )
     extract: Literal["auto", "final_number", "boxed"] = Field(
         "auto",
-        description="Where the response's answer stands: its last number (behind `####` if there is one), its last \\boxed{}, or `auto`: boxed if there is one",
+        description=(
+            "Where the response's answer stands: its last number (behind `####` if there is one), its last"
+            " \\boxed{}, or `auto`: boxed if there is one"
+        ),
     )
 
 
@@ -110,7 +125,10 @@ class ExternalReward(RewardSource):
 
     on_error: Literal["abort", "mask"] = Field(
         "abort",
-        description="A response that has no value after all tries: `abort` ends the step with an error that names it, `mask` leaves it out of the update and the metrics, and counts it",
+        description=(
+            "A response that has no value after all tries: `abort` ends the step with an error that names it,"
+            " `mask` leaves it out of the update and the metrics, and counts it"
+        ),
     )
 
 
@@ -120,14 +138,19 @@ class PythonReward(ExternalReward):
     type: Literal["python"] = "python"
     function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="`package.module:function`")
     file: UserPath | None = Field(
-        None, description="Python file that holds it, if it is not importable; then `function` is `anything:function`"
+        None,
+        description=(
+            "Python file that holds it, if it is not importable; then `function` is `anything:function`"
+        ),
     )
     timeout: PositiveFloat = Field(30.0, description="Seconds for one batch")
     retries: NonNegativeInt = Field(1, description="Further tries of a batch that failed")
 
 
 class RemoteReward(ExternalReward):
-    """A service that scores over HTTP, such as `rlhf serve-reward`; the protocol is in `rlhf_core/rewards/remote.py`."""
+    """A service that scores over HTTP, such as `rlhf serve-reward`; the protocol is in
+    `rlhf_core/rewards/remote.py`.
+    """
 
     type: Literal["remote"] = "remote"
     urls: tuple[str, ...] = Field(
@@ -135,7 +158,10 @@ class RemoteReward(ExternalReward):
     )
     allowed_hosts: tuple[str, ...] = Field(
         min_length=1,
-        description="Hosts that may be asked. A name that leads to a private or loopback address needs that address, or a network like 10.0.0.0/8, here as well",
+        description=(
+            "Hosts that may be asked. A name that leads to a private or loopback address needs that address,"
+            " or a network like 10.0.0.0/8, here as well"
+        ),
     )
     items_per_request: PositiveInt = Field(64, description="Responses in one request")
     concurrency: PositiveInt = Field(4, description="Requests at once to each replica")
@@ -147,9 +173,14 @@ class RemoteReward(ExternalReward):
     )
     retries: NonNegativeInt = Field(4, description="Further tries of a request that failed")
     backoff: PositiveFloat = Field(
-        1.0, description="Seconds before the first further try, twice as long before each next one, times 0.5 to 1.5"
+        1.0,
+        description=(
+            "Seconds before the first further try, twice as long before each next one, times 0.5 to 1.5"
+        ),
     )
-    breaker_failures: PositiveInt = Field(5, description="Failures in a row after which a replica is left alone")
+    breaker_failures: PositiveInt = Field(
+        5, description="Failures in a row after which a replica is left alone"
+    )
     breaker_seconds: PositiveFloat = Field(
         15.0, description="How long it is left alone; a single request then tries it again"
     )
@@ -164,7 +195,8 @@ class RemoteReward(ExternalReward):
                 raise ValueError(f"allowed_hosts must hold networks without host bits; {error}") from error
             if name and not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})", entry):
                 raise ValueError(
-                    f"allowed_hosts must hold host names, addresses or networks; got {entry!r}; leave scheme, port and path out"
+                    f"allowed_hosts must hold host names, addresses or networks; got {entry!r}; leave scheme,"
+                    " port and path out"
                 )
         return allowed
 
@@ -175,7 +207,8 @@ class RemoteReward(ExternalReward):
                 raise ValueError(f"urls: {problem}; correct url {self.urls.index(url)}")
             if not is_listed(host_of(url), self.allowed_hosts):
                 raise ValueError(
-                    f"urls must lead to allowed_hosts ({', '.join(self.allowed_hosts)}); got {host_of(url)}; add it there"
+                    f"urls must lead to allowed_hosts ({', '.join(self.allowed_hosts)}); got {host_of(url)};"
+                    " add it there"
                 )
         return self
 

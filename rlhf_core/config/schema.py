@@ -64,7 +64,8 @@ class Kind:
         if self.discriminator is None:
             return {}
         return {
-            get_args(model.model_fields[self.discriminator].annotation)[0]: model for model in get_args(self.annotation)
+            get_args(model.model_fields[self.discriminator].annotation)[0]: model
+            for model in get_args(self.annotation)
         }
 
 
@@ -83,7 +84,7 @@ def kind(annotation: Any, field: FieldInfo | None = None) -> Kind:
                     limits.append(extra)
         elif get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation):
             rest = tuple(part for part in get_args(annotation) if part is not type(None))
-            annotation, optional = rest[0] if len(rest) == 1 else Union[rest], True  # noqa: UP007 - built at run time
+            annotation, optional = (rest[0] if len(rest) == 1 else Union[rest]), True  # noqa: UP007 - built at run time
         else:
             name = discriminator if isinstance(discriminator, str) else None
             return Kind(annotation, tuple(limits), optional, name)
@@ -146,7 +147,9 @@ def locate(location: Sequence[str | int]) -> Spot:
     return Spot(tuple(path), here, owner, info, variant)
 
 
-def all_fields(model: type[BaseModel] = PipelineConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def all_fields(
+    model: type[BaseModel] = PipelineConfig, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """Paths of all fields that are not in lists."""
     for name, found in kinds(model).items():
         yield (*path, name)

@@ -11,8 +11,8 @@ _LEAST = 16
 
 
 def reward_token(*, guards: bool = False) -> str | None:
-    """Return the value of `TOKEN_VARIABLE` without surrounding blanks and line breaks, or None if it is empty or
-    not set.
+    """Return the value of `TOKEN_VARIABLE` without surrounding blanks and line breaks, or None if it is empty
+    or not set.
 
     Raises a `ConfigError` that does not contain the value if it cannot be sent in an HTTP header. If `guards`
     is true, the token is the only protection of a service, and a short token is refused because it could be
@@ -26,12 +26,12 @@ def reward_token(*, guards: bool = False) -> str | None:
         raise ConfigError(f"{TOKEN_VARIABLE} must not be blank; give a token, or unset it")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} must be printable ASCII characters without blanks; its {len(token)} characters hold others; "
-            "make one by `openssl rand -hex 24`"
+            f"{TOKEN_VARIABLE} must be printable ASCII characters without blanks; its {len(token)} characters"
+            " hold others; make one by `openssl rand -hex 24`"
         )
     if guards and len(token) < _LEAST:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} must have at least {_LEAST} characters to protect a service; got {len(token)}; "
-            "make one by `openssl rand -hex 24`"
+            f"{TOKEN_VARIABLE} must have at least {_LEAST} characters to protect a service; got {len(token)};"
+            " make one by `openssl rand -hex 24`"
         )
     return token

@@ -22,8 +22,9 @@ def _packing(value: Any) -> Any:
 Packing = Annotated[bool | Literal["auto"], BeforeValidator(_packing)]
 """`auto` is resolved to true or false when the model is loaded (`models.selftest`)."""
 PACK = (
-    "Put several sequences into one row without influence on each other. `false`: right-padded rows. `auto`: rows are packed if "
-    "the model supports it, which is tested when it is loaded. `true`: a model that does not support it is refused"
+    "Put several sequences into one row without influence on each other. `false`: right-padded rows. `auto`:"
+    " rows are packed if the model supports it, which is tested when it is loaded. `true`: a model that does"
+    " not support it is refused"
 )
 
 
@@ -51,34 +52,48 @@ class DeepSpeedConfig(Section):
     )
     hpz: PositiveInt = Field(
         1,
-        description="ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy that "
-        "is sharded over so many neighbouring ranks, those of one host; 1: no such copy",
+        description=(
+            "ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy"
+            " that is sharded over so many neighbouring ranks, those of one host; 1: no such copy"
+        ),
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well (ZeRO 3)",
+        description=(
+            "Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well"
+            " (ZeRO 3)"
+        ),
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32 master weights, float16 (GPU, ZeRO 1-3) scales "
-        "the loss, at first by 65536 and by half of that after each gradient that overflows",
+        description=(
+            "Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32"
+            " master weights, float16 (GPU, ZeRO 1-3) scales the loss, at first by 65536 and by half of that"
+            " after each gradient that overflows"
+        ),
     )
     grad_accum_dtype: Literal["float32"] | None = Field(
         None,
-        description="`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without "
-        "offload); None: in bfloat16, where sums of several hundred micro-batches lose small values",
+        description=(
+            "`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without"
+            " offload); None: in bfloat16, where sums of several hundred micro-batches lose small values"
+        ),
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
     allow_other_ranks: bool = Field(
         False,
-        description="Continue from a checkpoint that another number of ranks wrote, converted: the same training up to "
-        "rounding; else that is an error",
+        description=(
+            "Continue from a checkpoint that another number of ranks wrote, converted: the same training up"
+            " to rounding; else that is an error"
+        ),
     )
 
     @model_validator(mode="after")
     def _hosts(self) -> Self:
         if self.ranks % self.hpz:
-            raise ValueError(f"hpz must divide ranks ({self.ranks}); got {self.hpz}; use the ranks of one host")
+            raise ValueError(
+                f"hpz must divide ranks ({self.ranks}); got {self.hpz}; use the ranks of one host"
+            )
         return self
 
 
@@ -93,7 +108,10 @@ class LoraConfig(Section):
         description="Names of the linear layers that get one, such as q_proj; None: all of the decoder's",
     )
     quantize: Literal["nf4"] | None = Field(
-        None, description="`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are"
+        None,
+        description=(
+            "`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are"
+        ),
     )
 
     @field_validator("targets")
@@ -101,7 +119,9 @@ class LoraConfig(Section):
     def _are_names(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in targets or ():
             if not re.fullmatch(r"[A-Za-z0-9_]+", name):
-                raise ValueError(f"targets must be names of layers, not patterns or paths; got {name!r}; use q_proj")
+                raise ValueError(
+                    f"targets must be names of layers, not patterns or paths; got {name!r}; use q_proj"
+                )
         return targets
 
 
@@ -130,7 +150,9 @@ class SFTConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """The end of the training when held-out pairs stop getting better, with the weights that were best on them."""
+    """The end of the training when held-out pairs stop getting better, with the weights that were best on
+    them.
+    """
 
     every: PositiveInt = Field(50, description="Optimizer steps between evaluations on the held-out pairs")
     patience: PositiveInt = Field(
@@ -146,16 +168,22 @@ class RewardConfig(Section):
         default_factory=lambda: OptimizerConfig(learning_rate=1e-5), description="AdamW and its schedule"
     )
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
-    lora: LoraConfig | None = Field(None, description="Train adapters and the score head only; None: all parameters")
+    lora: LoraConfig | None = Field(
+        None, description="Train adapters and the score head only; None: all parameters"
+    )
     epochs: PositiveInt = Field(1, description="Passes over the pairs")
     batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(8192, description="Tokens per forward pass of one rank")
     pack: Packing = Field("auto", description=PACK)
-    center: NonNegativeFloat = Field(0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0")
+    center: NonNegativeFloat = Field(
+        0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0"
+    )
     margin: Literal["none", "constant", "field"] = Field(
         "none",
-        description="By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023): "
-        "`constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
+        description=(
+            "By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023): "
+            "`constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`"
+        ),
     )
     margin_value: PositiveFloat = Field(1.0, description="The margin of all pairs with `margin: constant`")
     early_stop: EarlyStopConfig | None = Field(
@@ -164,7 +192,10 @@ class RewardConfig(Section):
     checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
     min_accuracy: Fraction = Field(
         0.55,
-        description="If the held-out accuracy is below this, the stage fails, because PPO with such a reward model would optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6",
+        description=(
+            "If the held-out accuracy is below this, the stage fails, because PPO with such a reward model"
+            " would optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6"
+        ),
     )
 
     @property
@@ -176,6 +207,7 @@ class RewardConfig(Section):
     def _pairs_fit(self) -> Self:
         if self.deepspeed.ranks > self.batch_size:
             raise ValueError(
-                f"reward.deepspeed.ranks must be at most reward.batch_size ({self.batch_size}); got {self.deepspeed.ranks}"
+                f"reward.deepspeed.ranks must be at most reward.batch_size ({self.batch_size}); got"
+                f" {self.deepspeed.ranks}"
             )
         return self

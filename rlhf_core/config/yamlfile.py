@@ -1,8 +1,8 @@
 """A small, strict reader of YAML: plain data with the line of every field, and nothing else.
 
 It differs from `yaml.safe_load` where that surprises: a key given twice is an error, `1e-5` is a number, only
-`true` and `false` are booleans, `012` and `22:30` stay text, tags are refused, aliases are counted and may not recurse.
-Nothing is ever constructed but dict, list, str, int, float, bool and None.
+`true` and `false` are booleans, `012` and `22:30` stay text, tags are refused, aliases are counted and may
+not recurse. Nothing is ever constructed but dict, list, str, int, float, bool and None.
 """
 
 from __future__ import annotations
@@ -66,19 +66,23 @@ def read(path: str | Path) -> Document:
         if Path(path).is_dir():
             raise ConfigError(f"{path}: is a directory; give the path of a YAML file in it") from error
         raise ConfigError(
-            f"{printable(str(error)[:300])}: a configuration cannot be read from it, as it is read several times; write it to a file "
-            "and give its path"
+            f"{printable(str(error)[:300])}: a configuration cannot be read from it, as it is read several"
+            " times; write it to a file and give its path"
         ) from error
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{shown(str(path))}: cannot be read ({what}); give the path of a YAML file") from error
+        raise ConfigError(
+            f"{shown(str(path))}: cannot be read ({what}); give the path of a YAML file"
+        ) from error
     return parse(data, str(path))
 
 
 def parse(data: bytes, name: str) -> Document:
     """Parse bytes; `name` is what messages call the file."""
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{name}: is larger than {MAX_BYTES} bytes; a configuration has a few hundred lines")
+        raise ConfigError(
+            f"{name}: is larger than {MAX_BYTES} bytes; a configuration has a few hundred lines"
+        )
     text = _decode(data, name)
     document = Document(name, *_build(text, name))
     if document.tree is None:
@@ -202,13 +206,17 @@ class _Builder:
 
     def _check_tag(self, event: Any, line: int) -> None:
         if event.tag is not None:
-            self._refuse(line, f"unsupported tag {str(event.tag)[:80]!r}: tags are refused", "write the plain value")
+            self._refuse(
+                line, f"unsupported tag {str(event.tag)[:80]!r}: tags are refused", "write the plain value"
+            )
 
     def _count(self, nodes: int, line: int) -> None:
         self._nodes += nodes
         if self._nodes > MAX_NODES:
             self._refuse(
-                line, f"more than {MAX_NODES} values once aliases are filled in: too many aliases", "write fewer"
+                line,
+                f"more than {MAX_NODES} values once aliases are filled in: too many aliases",
+                "write fewer",
             )
 
     def _aliased(self, anchor: str | None, line: int) -> Any:
@@ -220,7 +228,9 @@ class _Builder:
             self._refuse(line, f"recursive alias *{anchor[:40]}: it contains itself", "write the value out")
         if anchor not in self._anchors:
             self._refuse(
-                line, f"alias *{anchor[:40]} has no anchor before it", "quote the value if the asterisk is text"
+                line,
+                f"alias *{anchor[:40]} has no anchor before it",
+                "quote the value if the asterisk is text",
             )
         value, nodes = self._anchors[anchor]
         self._count(nodes, line)

@@ -1,7 +1,7 @@
 """The data card: sources with digests, counts, lengths, overlap and samples, as JSON and as Markdown.
 
-Texts come from outside. In Markdown they stand in fences longer than any run of backticks in them, without control
-and direction characters, so that nothing in a data set can become markup.
+Texts come from outside. In Markdown they stand in fences longer than any run of backticks in them, without
+control and direction characters, so that nothing in a data set can become markup.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ Splits = Mapping[SetName, Mapping[Split, Sequence[Made]]]
 
 
 def build_card(
-    config: PipelineConfig, digests: Mapping[str, str], counts: Mapping[SetName, Counts], splits: Splits, tokenizer: Any
+    config: PipelineConfig,
+    digests: Mapping[str, str],
+    counts: Mapping[SetName, Counts],
+    splits: Splits,
+    tokenizer: Any,
 ) -> dict[str, Any]:
     """Everything the card shows, as JSON."""
     return {
@@ -101,8 +105,9 @@ def _percentile(values: Sequence[int], percent: int) -> int:
 
 def overlap(splits: Splits) -> dict[str, int]:
     """`exact`: training rows of any set whose prompt is held out (0 by construction, and checked here).
-    `near`: other training rows whose prompt has the words of a held-out one (whatever its case, marks and width), and
-    demonstrations that begin with a held-out prompt or hold it as one of their paragraphs."""
+    `near`: other training rows whose prompt has the words of a held-out one (whatever its case, marks and
+    width), and demonstrations that begin with a held-out prompt or hold it as one of their paragraphs.
+    """
     held = {item.key for by_split in splits.values() for item in by_split["eval"]}
     words = {_words(key) for key in held}
     lengths = sorted({len(key) for key in held})
@@ -171,15 +176,19 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     lines = ["# Data card", ""]
     lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
     lines += [
-        f"Tokenizer from {_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos {_cell(tokenizer['bos'])}, "
-        f"eos {_cell(tokenizer['eos'])}, pad {_cell(tokenizer['pad'])}."
+        f"Tokenizer from {_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
+        f" {_cell(tokenizer['bos'])}, eos {_cell(tokenizer['eos'])}, pad {_cell(tokenizer['pad'])}."
     ]
     lines += ["", "## Sources", "", "| field | path | sha256 or revision |", "|---|---|---|"]
-    lines += [f"| {row['field']} | {_cell(row['path'])} | {_cell(row['digest'])} |" for row in card["sources"]]
+    lines += [
+        f"| {row['field']} | {_cell(row['path'])} | {_cell(row['digest'])} |" for row in card["sources"]
+    ]
     lines += ["", "## Rows", "", "| set | read | bad | dropped | train | eval |", "|---|---|---|---|---|---|"]
     for name, count in card["counts"].items():
         dropped = "; ".join(f"{number} {reason}" for reason, number in count["dropped"].items()) or "0"
-        lines.append(f"| {name} | {count['read']} | {count['bad']} | {dropped} | {count['train']} | {count['eval']} |")
+        lines.append(
+            f"| {name} | {count['read']} | {count['bad']} | {dropped} | {count['train']} | {count['eval']} |"
+        )
     lines += [
         "",
         "## Tokens",
@@ -193,8 +202,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     found = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
     lines += [
-        f"Training rows with a held-out prompt: {found['exact']}. Rows that differ from one in case and marks only, or "
-        f"demonstrations that contain one: {found['near']}."
+        f"Training rows with a held-out prompt: {found['exact']}. Rows that differ from one in case and marks"
+        f" only, or demonstrations that contain one: {found['near']}."
     ]
     lines += [
         "",
@@ -212,7 +221,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
 def _visible(text: str) -> str:
     """Without control and direction characters, newlines apart."""
     return "".join(
-        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co") else "�" for char in text
+        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co") else "�"
+        for char in text
     )
 
 

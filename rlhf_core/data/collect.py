@@ -90,7 +90,11 @@ class Quarantine:
 
 
 def load_set(
-    config: PipelineConfig, name: SetName, quarantine: Quarantine, counts: Counts, contents: Mapping[str, Contents]
+    config: PipelineConfig,
+    name: SetName,
+    quarantine: Quarantine,
+    counts: Counts,
+    contents: Mapping[str, Contents],
 ) -> list[Loaded]:
     """Return all usable records of a set. `contents` has the expected contents of the sources by field.
 
@@ -133,14 +137,17 @@ def check_bad_share(
     """DataError with the first three reasons if more rows are bad than `data.max_bad_rows` allows."""
     if bad > config.data.max_bad_rows * read:
         raise DataError(
-            f"{field_name}: {bad} of {read} rows of {path} cannot be used, more than data.max_bad_rows="
-            f"{config.data.max_bad_rows:g} allows: {'; '.join(quarantine.first[field_name])}; mend the rows or raise the limit"
+            f"{field_name}: {bad} of {read} rows of {path} cannot be used, more than"
+            f" data.max_bad_rows={config.data.max_bad_rows:g} allows:"
+            f" {'; '.join(quarantine.first[field_name])}; mend the rows or raise the limit"
         )
     if bad:
         log.warning("%s: %d of %d rows are in quarantine.jsonl", field_name, bad, read)
 
 
-def _rows(config: PipelineConfig, name: SetName, source: Source, contents: Contents) -> Iterator[Row | BadRow]:
+def _rows(
+    config: PipelineConfig, name: SetName, source: Source, contents: Contents
+) -> Iterator[Row | BadRow]:
     if kind_of(source.path) != "synthetic":
         yield from read_rows(source, config.store, contents)
         return
@@ -164,7 +171,9 @@ def _checked(row: Row, source: Source, name: SetName, known_as: str) -> Loaded |
                 "preference": "a pair needs 'chosen' and 'rejected'",
                 "prompts": "a prompt row needs 'prompt' or 'messages'",
             }
-            raise RowError(f"this is a `{record.kind}` row; {needs[name]}; use `rename` if fields are named otherwise")
+            raise RowError(
+                f"this is a `{record.kind}` row; {needs[name]}; use `rename` if fields are named otherwise"
+            )
     except RowError as error:
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
@@ -172,7 +181,9 @@ def _checked(row: Row, source: Source, name: SetName, known_as: str) -> Loaded |
     return Loaded(record, known_as, row.file, row.line)
 
 
-def drop_repeats(loaded: Sequence[Loaded], name: SetName, deduplicate: bool, dropped: Counter[str]) -> list[Loaded]:
+def drop_repeats(
+    loaded: Sequence[Loaded], name: SetName, deduplicate: bool, dropped: Counter[str]
+) -> list[Loaded]:
     """Distinct records in their order; of pairs with both orders of preference, none is kept."""
     contradictory = _contradictory(loaded) if name == "preference" else frozenset()
     kept = []
@@ -211,7 +222,9 @@ def split_key(prompt_text: str) -> str:
 
 
 def split_position(seed: int, key: str) -> float:
-    """Where a prompt stands in [0, 1): held out if below the evaluation share. Stable over sets, runs and machines."""
+    """Where a prompt stands in [0, 1): held out if below the evaluation share. Stable over sets, runs and
+    machines.
+    """
     digest = hashlib.blake2b(f"{seed}\x1fsplit\x1f{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -219,8 +232,8 @@ def split_position(seed: int, key: str) -> float:
 def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: float) -> frozenset[str]:
     """The prompts (as split keys) kept for evaluation, for all sets together.
 
-    By `split_position`; then, in sets too small for chance, the prompt nearest to the border is moved so that each
-    set has at least one prompt on either side. Raises DataError if a set has only one distinct prompt.
+    By `split_position`; then, in sets too small for chance, the prompt nearest to the border is moved so that
+    each set has at least one prompt on either side. Raises DataError if a set has only one distinct prompt.
     """
     position = {key: split_position(seed, key) for keys in keys_by_set.values() for key in keys}
     held = {key for key, at in position.items() if at < fraction}
@@ -230,7 +243,8 @@ def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: floa
             distinct = sorted(set(keys), key=lambda key: (position[key], key))
             if len(distinct) < 2:
                 raise DataError(
-                    f"data.{name}: only {len(distinct)} distinct prompt left; at least 2 are needed, one of them for evaluation"
+                    f"data.{name}: only {len(distinct)} distinct prompt left; at least 2 are needed, one of"
+                    " them for evaluation"
                 )
             if side == "train" and all(key in held for key in distinct):
                 held.discard(distinct[-1])

@@ -1,4 +1,6 @@
-"""The token files of a data artifact: writing them, and reading them back as the records of `rlhf_core.types`."""
+"""The token files of a data artifact: writing them, and reading them back as the records of
+`rlhf_core.types`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def load_pairs(folder: Path, split: Split) -> list[PairExample]:
     names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source", "margin")
     return [
         PairExample(prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source, margin)
-        for prompt_id, prompt, prompt_ids, chosen, rejected, source, margin in _read(folder, "pairs", split, names)
+        for prompt_id, prompt, prompt_ids, chosen, rejected, source, margin in _read(
+            folder, "pairs", split, names
+        )
     ]
 
 
@@ -51,9 +55,9 @@ def require_margins(pairs: Sequence[PairExample]) -> None:
     without = [pair for pair in pairs if pair.margin is None]
     if without:
         raise DataError(
-            f"reward.margin: field needs a finite number `margin` in every preference row; {len(without)} of {len(pairs)} "
-            f"have none (the first: source {without[0].source!r}, prompt {without[0].prompt[:60]!r}); add it, `rename` "
-            "another field to it, or use none or constant"
+            f"reward.margin: field needs a finite number `margin` in every preference row; {len(without)} of"
+            f" {len(pairs)} have none (the first: source {without[0].source!r}, prompt"
+            f" {without[0].prompt[:60]!r}); add it, `rename` another field to it, or use none or constant"
         )
 
 
@@ -63,9 +67,10 @@ def require_answers(prompts: Sequence[PromptExample], rewards: Sequence[AnyRewar
         without = [prompt for prompt in prompts if prompt.meta.get(field) is None]
         if without:
             raise DataError(
-                f"ppo.rewards: type answer needs the field {field!r} in every prompt row; {len(without)} of {len(prompts)} have "
-                f"none (the first: {without[0].prompt[:60]!r}, whose fields are "
-                f"{', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that holds the answer"
+                f"ppo.rewards: type answer needs the field {field!r} in every prompt row; {len(without)} of"
+                f" {len(prompts)} have none (the first: {without[0].prompt[:60]!r}, whose fields are"
+                f" {', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that"
+                " holds the answer"
             )
 
 
@@ -79,12 +84,19 @@ def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
     ]
 
 
-def write(folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]) -> None:
+def write(
+    folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
+) -> None:
     """`{name}_{split}.parquet` with exactly the columns of the record; the same examples give the same bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {_TOKENS: pa.list_(pa.int32()), _MASK: pa.list_(pa.int8()), _TEXT: pa.string(), _NUMBER: pa.float64()}
+    types = {
+        _TOKENS: pa.list_(pa.int32()),
+        _MASK: pa.list_(pa.int8()),
+        _TEXT: pa.string(),
+        _NUMBER: pa.float64(),
+    }
     schema = pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
     columns = {
         column: [

@@ -1,4 +1,6 @@
-"""The data artifact's tokenizer for those who only decode: without the seconds that importing transformers takes."""
+"""The data artifact's tokenizer for those who only decode: without the seconds that importing transformers
+takes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def load_decoder(data: Path) -> Decoder:
 
     pad, eos = token_id("pad_token"), token_id("eos_token")
     if pad is None or eos is None or pad == eos:
-        raise ModelError(f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}")
+        raise ModelError(
+            f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}"
+        )
     answers = data / "response.json"
     prefix = json.loads(answers.read_text(encoding="utf-8"))["prefix"] if answers.exists() else ""
     return Decoder(tokenizer, pad, eos, token_id("bos_token"), prefix)

@@ -115,8 +115,9 @@ def _plain(record: Record) -> str:
 
 
 def training_texts(record: Record) -> Iterator[str]:
-    """Every text of a record, for training a tokenizer; of one far over all limits the beginning, since megabytes without
-    a blank would take the training minutes."""
+    """Every text of a record, for training a tokenizer; of one far over all limits the beginning, since
+    megabytes without a blank would take the training minutes.
+    """
     yield from (message.content[:_MAX_TRAINING_CHARS] for message in record.messages or record.prompt)
     texts = (record.text, record.response, record.rejected)
     yield from (text[:_MAX_TRAINING_CHARS] for text in texts if text is not None)

@@ -1,7 +1,7 @@
 """Parsing one file of rows: jsonl (also gzipped), json, csv, parquet.
 
-Rows that cannot be parsed come out as `BadRow`; a file that is not what its name says, or is damaged, raises one
-DataError that names it.
+Rows that cannot be parsed come out as `BadRow`; a file that is not what its name says, or is damaged, raises
+one DataError that names it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class BadRow:
 
 
 def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
-    """Every row of one open file; its name tells the format. Blank lines, CRLF and a byte-order mark are accepted."""
+    """Every row of one open file; its name tells the format. Blank lines, CRLF and a byte-order mark are
+    accepted.
+    """
     suffix = suffix_of(file)
     if suffix is None:
         raise DataError(f"{file}: unknown kind of file; name it {', '.join(DATA_SUFFIXES)}")
@@ -85,7 +87,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError for duplicate keys, because JSON parsers silently keep one of them."""
+    """Parse a JSON object. Raises ValueError for duplicate keys, because JSON parsers silently keep one of
+    them.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -119,7 +123,9 @@ def _read_jsonl(file: str, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Row | 
                 continue
             yield _jsonl_row(file, number, line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{file}:{number + 1}: the gzip file is cut short or damaged; copy it again") from error
+        raise DataError(
+            f"{file}:{number + 1}: the gzip file is cut short or damaged; copy it again"
+        ) from error
 
 
 def _lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
@@ -138,16 +144,22 @@ def _jsonl_row(file: str, number: int, line: bytes) -> Row | BadRow:
     try:
         return Row(file, number, _parse(line.decode()))
     except UnicodeDecodeError as error:
-        return BadRow(file, number, f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}", shown)
+        return BadRow(
+            file, number, f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}", shown
+        )
     except ValueError as error:
         cut_short = not line.endswith(b"\n") and str(error).startswith("not valid JSON")
-        return BadRow(file, number, "incomplete JSON: the last line is cut short" if cut_short else str(error), shown)
+        return BadRow(
+            file, number, "incomplete JSON: the last line is cut short" if cut_short else str(error), shown
+        )
 
 
 def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     try:
         value = json.loads(
-            stream.read().decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
+            stream.read().decode("utf-8-sig"),
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_without_repeats,
         )
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
@@ -159,7 +171,8 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(f"{file}: {reason}") from error
     if not isinstance(value, list):
         raise DataError(
-            f"{file}: expected an array of objects, got {json_type(value)}; name it .jsonl if each line is an object"
+            f"{file}: expected an array of objects, got {json_type(value)}; name it .jsonl if each line is an"
+            " object"
         )
     for index, item in enumerate(value, start=1):
         if isinstance(item, dict):
@@ -189,8 +202,8 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         except csv.Error as error:
             if str(error) == "unexpected end of data":
                 raise DataError(
-                    f"{file}:{line}: a quote that opens in this row is never closed, so the {reader.line_num - line} lines "
-                    "behind it cannot be told apart; close it"
+                    f"{file}:{line}: a quote that opens in this row is never closed, so the"
+                    f" {reader.line_num - line} lines behind it cannot be told apart; close it"
                 ) from error
             yield from _lost(file, line, reader.line_num, f"not CSV: {error}", "")
             continue
@@ -205,11 +218,13 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 
 def _lost(file: str, first: int, last: int, reason: str, shown: str) -> Iterator[BadRow]:
-    """Yield a bad row for each line within a row with a wrong quote, because these lines may have been separate
-    rows.
+    """Yield a bad row for each line within a row with a wrong quote, because these lines may have been
+    separate rows.
     """
     for line in range(first, max(first, last) + 1):
-        yield BadRow(file, line, reason if line == first else f"within the bad row that begins in line {first}", shown)
+        yield BadRow(
+            file, line, reason if line == first else f"within the bad row that begins in line {first}", shown
+        )
 
 
 def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
@@ -236,7 +251,9 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 else:
                     yield Row(file, number, row)
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again") from error
+        raise DataError(
+            f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again"
+        ) from error
     except MemoryError as error:
         raise DataError(
             f"{file}: the rows about {number + 1} do not fit in memory; write smaller row groups"

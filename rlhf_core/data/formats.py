@@ -8,10 +8,11 @@
 | `preference` | `prompt`, `chosen`, `rejected`; without `prompt`, two whole conversations  |
 | `prompt`     | `prompt`                                                                   |
 
-`prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists with or
-without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
-"\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt.
-All other fields of a row are kept as `meta`; a number `margin` of a preference row may serve the reward model's loss.
+`prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists
+with or without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
+"\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt. All
+other fields of a row are kept as `meta`; a number `margin` of a preference row may serve the reward model's
+loss.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _INVISIBLE = (
     string.whitespace
     + "\x85\xa0\xad\u115f\u1160\u180e\u2800\u3164\ufeff\uffa0"
     + "".join(
-        chr(code) for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070)) for code in range(start, end)
+        chr(code)
+        for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070))
+        for code in range(start, end)
     )
 )
 """White space and invisible characters."""
@@ -72,11 +75,15 @@ class Record:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as plain text: its messages' contents, a blank line between them; for `text` rows the text."""
+        """The prompt as plain text: its messages' contents, a blank line between them; for `text` rows the
+        text.
+        """
         return self.text if self.text is not None else "\n\n".join(message.content for message in self.prompt)
 
 
-def normalise(row: Mapping[str, Any], wanted: Format = "auto", rename: Mapping[str, str] | None = None) -> Record:
+def normalise(
+    row: Mapping[str, Any], wanted: Format = "auto", rename: Mapping[str, str] | None = None
+) -> Record:
     """`row` as a checked record; raises RowError with the reason.
 
     `rename` (source field -> ours) is applied first. `wanted` other than `auto` demands that format's fields.
@@ -119,13 +126,17 @@ def _detect(row: Mapping[str, Any]) -> Format:
     if "text" in has:
         return "text"
     fields = ", ".join(sorted(map(repr, row))[:8]) or "none"
-    raise RowError(f"no known format: 'text', 'messages' or 'prompt' is missing (fields: {fields}); use `rename`")
+    raise RowError(
+        f"no known format: 'text', 'messages' or 'prompt' is missing (fields: {fields}); use `rename`"
+    )
 
 
 def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
     own = row.get("meta")
     meta = dict(own) if isinstance(own, Mapping) else {} if own is None else {"meta": own}
-    meta.update({str(name): value for name, value in row.items() if name not in _OWN_FIELDS and value is not None})
+    meta.update(
+        {str(name): value for name, value in row.items() if name not in _OWN_FIELDS and value is not None}
+    )
     try:
         plain = json.loads(json.dumps(meta, default=_as_text, allow_nan=False))
     except (ValueError, RecursionError):
@@ -134,7 +145,9 @@ def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return a field as JSON. Numbers that are not finite become null, which represents a missing value in tables."""
+    """Return a field as JSON. Numbers that are not finite become null, which represents a missing value in
+    tables.
+    """
     try:
         return json.loads(json.dumps(value, default=_as_text), parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
@@ -158,7 +171,9 @@ def _checked(text: Any, name: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RowError(f"{name} has a lone surrogate (half a character) at position {error.start}") from error
+            raise RowError(
+                f"{name} has a lone surrogate (half a character) at position {error.start}"
+            ) from error
     return text
 
 
@@ -192,7 +207,9 @@ def _in_turn(messages: Sequence[Message], name: str) -> None:
     for index, message in enumerate(messages[first:]):
         expected = "assistant" if index % 2 else "user"
         if message.role != expected:
-            raise RowError(f"{name}[{first + index}].role must be {expected} (roles take turns); got {message.role!r}")
+            raise RowError(
+                f"{name}[{first + index}].role must be {expected} (roles take turns); got {message.role!r}"
+            )
     if len(messages) == first:
         raise RowError(f"{name} has no user's message")
 
@@ -215,7 +232,9 @@ def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) ->
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     if len(messages) != 1 or messages[0].role != "assistant":
-        raise RowError(f"{name!r} must be one assistant message after the prompt; got {[m.role for m in messages]}")
+        raise RowError(
+            f"{name!r} must be one assistant message after the prompt; got {[m.role for m in messages]}"
+        )
     return messages[0].content
 
 
@@ -241,7 +260,9 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Mes
     prompt = chosen[:shared]
     _in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")
     if prompt[-1].role == "assistant":
-        raise RowError("'chosen' and 'rejected' must differ in the assistant's last message, not in the user's")
+        raise RowError(
+            "'chosen' and 'rejected' must differ in the assistant's last message, not in the user's"
+        )
     plain = {name: [{"role": m.role, "content": m.content} for m in value] for name, value in lists.items()}
     return {**row, **plain}, prompt
 

@@ -1,5 +1,6 @@
-"""The Hugging Face hub: which commit a name without one means now, so that a stage key changes when the content does; and
-models into the local cache."""
+"""The Hugging Face hub: which commit a name without one means now, so that a stage key changes when the
+content does; and models into the local cache.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _SECONDS = 5.0
 
 @cache
 def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str | None) -> str:
-    """The commit of `repo` at `revision` (a branch or tag; None: `main`), by the hub or else by the local cache.
+    """The commit of `repo` at `revision` (a branch or tag; None: `main`), by the hub or else by the local
+    cache.
 
     Where neither knows, the name itself, with a warning: changes on the hub then go unnoticed.
     """
@@ -26,13 +28,16 @@ def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str
         return name
     commit = _ask_hub(repo, kind, name) or _cached(repo, kind, name)
     if commit is None:
-        log.warning("%s %s: the commit of %r is not known here; pin `revision` to notice changes", kind, repo, name)
+        log.warning(
+            "%s %s: the commit of %r is not known here; pin `revision` to notice changes", kind, repo, name
+        )
     return commit or name
 
 
 def fetch_model(repo: str, revision: str | None) -> None:
-    """What loading a model from `repo` reads, into the local cache, however long that takes. Where it fails, loading says
-    why."""
+    """What loading a model from `repo` reads, into the local cache, however long that takes. Where it fails,
+    loading says why.
+    """
     from huggingface_hub import snapshot_download
 
     try:

@@ -16,7 +16,9 @@ from typing import Any
 
 @contextmanager
 def memory_limit(spare: int) -> Iterator[None]:
-    """MemoryError where this process grows by more than `spare` bytes, instead of an end by the kernel. Linux only."""
+    """MemoryError where this process grows by more than `spare` bytes, instead of an end by the kernel. Linux
+    only.
+    """
     statistics = Path("/proc/self/statm")
     if not statistics.exists():
         yield
@@ -33,12 +35,13 @@ def memory_limit(spare: int) -> Iterator[None]:
 
 
 def ends_within(seconds: float, function: Callable[[], object], *, wall: float = 60.0) -> bool:
-    """Return whether `function` ends within the given processor time (whole seconds), tested in a forked process.
+    """Return whether `function` ends within the given processor time (whole seconds), tested in a forked
+    process.
 
     The fork is also killed after `wall` seconds of real time, because it may wait forever for a lock that
-    another thread held at the time of the fork. Results and exceptions of `function` do not reach this process.
-    In contrast to `time_limit`, this also ends a long operation inside C code. Returns True if the process
-    cannot be forked.
+    another thread held at the time of the fork. Results and exceptions of `function` do not reach this
+    process. In contrast to `time_limit`, this also ends a long operation inside C code. Returns True if the
+    process cannot be forked.
     """
     if not hasattr(os, "fork"):
         return True
@@ -57,7 +60,9 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: float =
     ended, status = os.waitpid(child, os.WNOHANG)
     while not ended and time.monotonic() < deadline:
         time.sleep(0.005)
-        ended, status = os.waitpid(child, os.WNOHANG)  # the kernel ends the process at the limit of its processor time
+        ended, status = os.waitpid(
+            child, os.WNOHANG
+        )  # the kernel ends the process at the limit of its processor time
     if not ended:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -66,7 +71,9 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: float =
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in Python code, compiled templates included, that computes longer. Needs no signal and no thread."""
+    """TimeoutError in Python code, compiled templates included, that computes longer. Needs no signal and no
+    thread.
+    """
     deadline = time.thread_time() + seconds
     previous = sys.gettrace()
 

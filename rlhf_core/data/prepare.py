@@ -95,14 +95,17 @@ def prepare(
     finally:
         quarantine.close()
     if config.reward.enabled and config.reward.margin == "field":
-        require_margins([item.example for item in made["preference"] if isinstance(item.example, PairExample)])
+        require_margins(
+            [item.example for item in made["preference"] if isinstance(item.example, PairExample)]
+        )
     prompts = [item.example for item in made["prompts"] if isinstance(item.example, PromptExample)]
     require_answers(prompts, config.ppo.rewards)
     failpoint("data.encoded")
     splits = _split(config, made, counts)
     if 0 < (count := len(splits["prompts"]["train"])) < config.ppo.prompts_per_step:
         log.warning(
-            "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them several times",
+            "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them"
+            " several times",
             count,
             config.ppo.prompts_per_step,
         )
@@ -119,7 +122,8 @@ def prepare(
     card = build_card(config, digests, counts, splits, tokenizer)
     if near := card["overlap"]["near"]:
         log.warning(
-            "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out", near
+            "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out",
+            near,
         )
     (out / "data_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
@@ -140,7 +144,8 @@ def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> t
             tokenizer.chat_template = read_chat_template(config.data.chat_template).decode()
         except UnicodeDecodeError as error:
             raise ModelError(
-                f"data.chat_template: cannot read {config.data.chat_template}: {error}; give a UTF-8 Jinja file"
+                f"data.chat_template: cannot read {config.data.chat_template}: {error}; give a UTF-8 Jinja"
+                " file"
             ) from error
     return tokenizer, positions
 
@@ -160,8 +165,9 @@ def _check_model(config: PipelineConfig, vocabulary: int) -> int:
     longest = max(config.max_sequence_tokens, config.data.max_prompt_tokens + config.data.max_response_tokens)
     if longest > positions:
         raise ModelError(
-            f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit the context of {path} "
-            f"({positions}); lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
+            f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit the context of"
+            f" {path} ({positions}); lower data.max_prompt_tokens, data.max_response_tokens or"
+            " ppo.max_new_tokens"
         )
     return positions
 
@@ -173,7 +179,9 @@ def _model_facts(path: str, revision: str | None) -> dict[str, Any]:
         try:
             facts = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {file}: {error}; a model folder in Hugging Face layout is needed") from error
+            raise ModelError(
+                f"cannot read {file}: {error}; a model folder in Hugging Face layout is needed"
+            ) from error
     else:
         from transformers import AutoConfig
 
@@ -184,7 +192,9 @@ def _model_facts(path: str, revision: str | None) -> dict[str, Any]:
                 f"cannot read the config of {path}: {error}; check the id, the revision and the network"
             ) from error
     if not isinstance(facts, dict):
-        raise ModelError(f"config.json of {path} is not an object; a model folder in Hugging Face layout is needed")
+        raise ModelError(
+            f"config.json of {path} is not an object; a model folder in Hugging Face layout is needed"
+        )
     text = facts.get("text_config")
     return {**facts, **text} if isinstance(text, dict) else facts
 
@@ -192,7 +202,8 @@ def _model_facts(path: str, revision: str | None) -> dict[str, Any]:
 def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> None:
     """`config.json` of a Llama from scratch in the shape of `config.model.tiny`."""
     tiny = config.model.tiny
-    # Written by hand because importing LlamaConfig pulls in all of modelling, many times the cost of this stage.
+    # Written by hand because importing LlamaConfig pulls in all of modelling, many times the cost of this
+    # stage.
     facts = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -238,7 +249,9 @@ def _encode(
         for item in loaded[name]:
             try:
                 made[name].append(
-                    make_example(item, name, encoder, config.data, min(config.data.max_text_tokens, positions))
+                    make_example(
+                        item, name, encoder, config.data, min(config.data.max_text_tokens, positions)
+                    )
                 )
             except Dropped as dropped:
                 counts[name].dropped[str(dropped)] += 1
@@ -249,7 +262,9 @@ def _encode(
             if done % _REPORT_EVERY == 0 or done == total:
                 progress(done, total)
         if quarantine.first.get(f"data.{name}"):
-            check_bad_share(config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine)
+            check_bad_share(
+                config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine
+            )
         _check_enough(config, name, len(made[name]), counts[name])
     return made
 
@@ -259,11 +274,14 @@ def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Co
         return
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     reasons += [f"{counts.bad} malformed (quarantine.jsonl)"] if counts.bad else []
-    fields = [word.strip() for reason in counts.dropped for word in reason.split() if word.startswith("data.")]
+    fields = [
+        word.strip() for reason in counts.dropped for word in reason.split() if word.startswith("data.")
+    ]
     fix = f"raise {' or '.join(dict.fromkeys(fields))}" if fields else "give more rows"
     raise DataError(
-        f"data.{name}: {usable} of {counts.read} rows left after filtering ({'; '.join(reasons) or 'nothing dropped'}), "
-        f"at least {max(config.data.min_rows, 1)} are needed (data.min_rows); {fix}"
+        f"data.{name}: {usable} of {counts.read} rows left after filtering"
+        f" ({'; '.join(reasons) or 'nothing dropped'}), at least {max(config.data.min_rows, 1)} are needed"
+        f" (data.min_rows); {fix}"
     )
 
 

@@ -48,20 +48,24 @@ def render(
 
 
 def uses_power(template: str) -> bool:
-    """Return whether the template uses `**`. One such operation can take hours in C code, where time limits have
-    no effect.
+    """Return whether the template uses `**`. One such operation can take hours in C code, where time limits
+    have no effect.
     """
     import jinja2
 
     try:
-        return any(kind == "operator" and word == "**" for _, kind, word in jinja2.Environment().lex(template))
+        return any(
+            kind == "operator" and word == "**" for _, kind, word in jinja2.Environment().lex(template)
+        )
     except jinja2.TemplateSyntaxError:
         return False  # rendering the template reports the error
 
 
 def _reason(error: Exception) -> str:
     """Return the exception of a template and the line in which it was raised."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"
+    ]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     where = f" in its line {line}" if line else ""
     return printable(f"{type(error).__name__}{where}: {str(error)[:200]}").rstrip(": ")

@@ -1,7 +1,7 @@
 """Reads rows from files, folders, `s3://` and the Hugging Face hub, and computes digests of the sources.
 
-A malformed row is returned as `BadRow` with its line and reason. A file that is unusable as a whole raises one
-DataError. Byte-order marks, CRLF and blank lines are accepted.
+A malformed row is returned as `BadRow` with its line and reason. A file that is unusable as a whole raises
+one DataError. Byte-order marks, CRLF and blank lines are accepted.
 
 The key of a stage contains the digest of each source. `Contents` has the digest of every file of a source.
 `read_rows` compares each file that it opens with its digest. A file that grows or is replaced in the meantime
@@ -36,8 +36,8 @@ from rlhf_core.storage.s3 import filesystem, patiently
 
 _CHUNK = 2**20
 _CHANGED = (
-    "was changed after {}: its content no longer matches the stage's key; nothing was stored; run again when no other "
-    "process writes to it, or use a copy"
+    "was changed after {}: its content no longer matches the stage's key; nothing was stored; run again when"
+    " no other process writes to it, or use a copy"
 )
 _AWS = StoreConfig()
 _T = TypeVar("_T")
@@ -47,7 +47,9 @@ Kind = Literal["synthetic", "local", "s3", "hub"]
 
 
 def kind_of(path: str) -> Kind:
-    """What `path` names. A missing local path is `local`, not a hub id: by its prefix, its suffix or its shape."""
+    """What `path` names. A missing local path is `local`, not a hub id: by its prefix, its suffix or its
+    shape.
+    """
     if path == "synthetic":
         return "synthetic"
     if path.startswith("s3://"):
@@ -64,7 +66,11 @@ def kind_of(path: str) -> Kind:
 
 def source_name(source: Source) -> str:
     """Short name of a source, for `PairExample.source` and the data card."""
-    return source.path if kind_of(source.path) in ("synthetic", "hub") else source.path.rstrip("/").rsplit("/", 1)[-1]
+    return (
+        source.path
+        if kind_of(source.path) in ("synthetic", "hub")
+        else source.path.rstrip("/").rsplit("/", 1)[-1]
+    )
 
 
 @dataclass(frozen=True)
@@ -74,15 +80,18 @@ class Contents:
     digest: str
     """sha256 over names and contents of the source's files. For a hub data set: id, commit and split."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of each local file or object by its address, in reading order. Empty for other kinds of sources."""
+    """sha256 of each local file or object by its address, in reading order. Empty for other kinds of sources.
+    """
 
 
-def read_rows(source: Source, store: StoreConfig = _AWS, contents: Contents | None = None) -> Generator[Row | BadRow]:
+def read_rows(
+    source: Source, store: StoreConfig = _AWS, contents: Contents | None = None
+) -> Generator[Row | BadRow]:
     """Yield every row of `source` in order, at most `source.limit`. `only_split` is applied.
 
-    `store` has the settings for buckets, including the time for which failures are retried. `contents` are the
-    expected contents of the files; with None, they are not checked. Raises DataError if a file is missing,
-    unusable or changed, and StoreUnavailable if a bucket does not answer.
+    `store` has the settings for buckets, including the time for which failures are retried. `contents` are
+    the expected contents of the files; with None, they are not checked. Raises DataError if a file is
+    missing, unusable or changed, and StoreUnavailable if a bucket does not answer.
     """
     kind = kind_of(source.path)
     if kind == "synthetic":
@@ -98,7 +107,9 @@ def read_rows(source: Source, store: StoreConfig = _AWS, contents: Contents | No
 
 
 def source_contents(config: PipelineConfig) -> dict[str, Contents]:
-    """Return the contents of each data source by its field, such as `data.sft[0]`. Missing files raise DataError."""
+    """Return the contents of each data source by its field, such as `data.sft[0]`. Missing files raise
+    DataError.
+    """
     contents: dict[str, Contents] = {}
     for name in _SETS:
         sources: tuple[Source, ...] = getattr(config.data, name)
@@ -108,7 +119,8 @@ def source_contents(config: PipelineConfig) -> dict[str, Contents]:
 
 
 def source_digests(config: PipelineConfig) -> dict[str, str]:
-    """sha256 of the data sources, the chat template and the base model, by name: for the keys of what reads them.
+    """sha256 of the data sources, the chat template and the base model, by name: for the keys of what reads
+    them.
 
     Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
@@ -137,7 +149,9 @@ def read_chat_template(path: str) -> bytes:
     except FileNotFoundError as error:
         raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file") from error
     except OSError as error:
-        raise ModelError(f"data.chat_template: cannot read {path}: {error}; give a UTF-8 Jinja file") from error
+        raise ModelError(
+            f"data.chat_template: cannot read {path}: {error}; give a UTF-8 Jinja file"
+        ) from error
 
 
 def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config: PipelineConfig) -> None:
@@ -149,16 +163,22 @@ def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config:
     places |= {"data.chat_template": config.data.chat_template, "model": config.model.path}
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
     if changed:
-        raise DataError("\n".join(f"{name}: {places[name]} {_CHANGED.format('the run began')}" for name in changed))
+        raise DataError(
+            "\n".join(f"{name}: {places[name]} {_CHANGED.format('the run began')}" for name in changed)
+        )
 
 
 def pinned(config: PipelineConfig) -> PipelineConfig:
-    """`config` with the commits that hub names mean now: what is read later is what the digests were made from."""
+    """`config` with the commits that hub names mean now: what is read later is what the digests were made
+    from.
+    """
 
     def commit_of(source: Source) -> Source:
         if kind_of(source.path) != "hub":
             return source
-        return source.model_copy(update={"revision": resolve_revision(source.path, "dataset", source.revision)})
+        return source.model_copy(
+            update={"revision": resolve_revision(source.path, "dataset", source.revision)}
+        )
 
     data = {name: tuple(map(commit_of, getattr(config.data, name))) for name in _SETS}
     model = {}
@@ -174,7 +194,9 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
     if kind == "synthetic":
         return Contents(f"synthetic@{SYNTHETIC_VERSION}")
     if kind == "hub":
-        return Contents(f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}")
+        return Contents(
+            f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
+        )
     files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source.path, kind, store)}
     parts = [f"{_relative(file, source.path)}\x1f{digest}" for file, digest in files.items()]
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
@@ -186,7 +208,8 @@ ModelState = tuple[tuple[str, int, int, int], ...]
 def model_state(config: PipelineConfig) -> ModelState:
     """Return name, inode, size and modification time of each file of a local base model; empty for others.
 
-    Two equal states mean that no file was written or replaced between them. Unlike the digest this reads no file.
+    Two equal states mean that no file was written or replaced between them. Unlike the digest this reads no
+    file.
     """
     path = config.model.path
     if path is None or not is_local_model(path):
@@ -206,9 +229,12 @@ def _model_digest(path: str, revision: str | None) -> str:
         return f"hub:{path}@{resolve_revision(path, 'model', revision)}"
     folder = Path(path)
     if not folder.is_dir():
-        raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
+        raise ModelError(
+            f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
+        )
     parts = [
-        f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}" for file in _model_files(folder)
+        f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}"
+        for file in _model_files(folder)
     ]
     return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
@@ -239,7 +265,7 @@ def _digest_from_start(stream: IO[bytes]) -> str:
     return digest.hexdigest()
 
 
-# -- files ------------------------------------------------------------------------------------------------------
+# -- files --
 
 
 def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
@@ -251,7 +277,11 @@ def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
         problem = unfit(place)
         if problem is None:
             return [str(place)]
-        what = f"{problem}; give" if isinstance(problem, UnfitFile) else f"file not found: {path}; give an existing"
+        what = (
+            f"{problem}; give"
+            if isinstance(problem, UnfitFile)
+            else f"file not found: {path}; give an existing"
+        )
         raise DataError(f"{what} file or folder, s3://bucket/key, or a Hugging Face dataset id")
     files = sorted(
         str(file)
@@ -300,7 +330,9 @@ def _open(file: str, kind: Kind, store: StoreConfig) -> IO[bytes]:
 
 
 def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
-    """The bucket's answer. Raises StoreUnavailable where its failure may pass: the data may be as they should."""
+    """The bucket's answer. Raises StoreUnavailable where its failure may pass: the data may be as they
+    should.
+    """
     try:
         return patiently(what, store.retry_seconds, call)
     except StoreUnavailable as error:
@@ -311,8 +343,9 @@ def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
 
 
 def _download(file: str, store: StoreConfig) -> IO[bytes]:
-    """The object in a temporary file: one plain request, where parquet's seeks would need ranges, which not every
-    S3-compatible server answers."""
+    """The object in a temporary file: one plain request, where parquet's seeks would need ranges, which not
+    every S3-compatible server answers.
+    """
     copy = NamedTemporaryFile()  # noqa: SIM115  # the caller closes it, which deletes it
     try:
         _bucket(store).get_file(file, copy.name)
@@ -322,9 +355,11 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
     return cast("IO[bytes]", copy)
 
 
-def _read_files(path: str, kind: Kind, store: StoreConfig, contents: Contents | None) -> Generator[Row | BadRow]:
-    """Yield the rows of each file. The file must not change while it is read, and must match `contents` if it is
-    given.
+def _read_files(
+    path: str, kind: Kind, store: StoreConfig, contents: Contents | None
+) -> Generator[Row | BadRow]:
+    """Yield the rows of each file. The file must not change while it is read, and must match `contents` if it
+    is given.
     """
     digests = contents.files if contents is not None else dict.fromkeys(_list_files(path, kind, store))
     for file, expected in digests.items():

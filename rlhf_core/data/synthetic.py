@@ -1,11 +1,11 @@
 """The task of the demo: short descriptions of animals in a small generated language with a known true reward.
 
 A prompt asks for an adjective, a subject and a place ("Tell me about a small fox in the garden."). A response
-consists of a few sentences of the grammar `PATTERNS`. Demonstrations have different quality: some are kind and
-relevant, others are rude, describe another animal, repeat themselves or violate the grammar. In a third of the
-pairs, one response answers another prompt, so that a reward model cannot order them without reading the prompt.
-`gold_reward` is the true reward. Simulated annotators observe it with noise (Bradley-Terry), as in Gao et al.
-2022, "Scaling Laws for Reward Model Overoptimization".
+consists of a few sentences of the grammar `PATTERNS`. Demonstrations have different quality: some are kind
+and relevant, others are rude, describe another animal, repeat themselves or violate the grammar. In a third
+of the pairs, one response answers another prompt, so that a reward model cannot order them without reading
+the prompt. `gold_reward` is the true reward. Simulated annotators observe it with noise (Bradley-Terry), as
+in Gao et al. 2022, "Scaling Laws for Reward Model Overoptimization".
 
 This module imports no large libraries, because rewards and evaluation use `gold_reward` in every process.
 """
@@ -71,7 +71,9 @@ _RAW_STD = 1.62
 _TIE = 0.25
 """Annotators skip pairs whose gold rewards are closer than this."""
 _OTHER_TOPIC = 1 / 3
-"""Share of the pairs in which one randomly chosen response is written for another prompt with the same quality."""
+"""Share of the pairs in which one randomly chosen response is written for another prompt with the same
+quality.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ _SENTENCE = re.compile(
     "|".join(re.sub(r"\{(\w+)\}", lambda match: _any_of(_CLASSES[match.group(1)]), text) for text in PATTERNS)
 )
 _PROMPT = re.compile(
-    rf"{_any_of(ASKS)} (?P<adjective>{_any_of(ADJECTIVES)}) (?P<subject>{_any_of(SUBJECTS)}) (?P<place>{_any_of(PLACES)})\."
+    rf"{_any_of(ASKS)} (?P<adjective>{_any_of(ADJECTIVES)}) (?P<subject>{_any_of(SUBJECTS)})"
+    rf" (?P<place>{_any_of(PLACES)})\."
 )
 _KIND, _RUDE, _SUBJECTS = frozenset(KIND), frozenset(RUDE), frozenset(SUBJECTS)
 
@@ -105,11 +108,12 @@ def parse_prompt(prompt: str) -> Topic | None:
 def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
     """The true reward of `response`, about 0 +- 1 for the demonstrations and at most 2.5; pure.
 
-    Only distinct, well-formed sentences earn: naming the asked subject (+0.9), place (+0.7) and adjective (+0.3),
-    and each distinct kind word up to `MAX_KIND` (+0.4). Costs: each rude word (-0.6, at most 4), each naming of
-    another animal (-0.4, at most 3), each sentence outside the grammar (-0.5, at most 4), each repeated sentence
-    (-0.6, at most 4), each sentence away from three or four (-0.3, at most 4). A response that ends in a full stop
-    and with EOS (`finished`) gets +0.4, any other -0.6. The sum is shifted and scaled by constants.
+    Only distinct, well-formed sentences earn: naming the asked subject (+0.9), place (+0.7) and adjective
+    (+0.3), and each distinct kind word up to `MAX_KIND` (+0.4). Costs: each rude word (-0.6, at most 4), each
+    naming of another animal (-0.4, at most 3), each sentence outside the grammar (-0.5, at most 4), each
+    repeated sentence (-0.6, at most 4), each sentence away from three or four (-0.3, at most 4). A response
+    that ends in a full stop and with EOS (`finished`) gets +0.4, any other -0.6. The sum is shifted and
+    scaled by constants.
 
     Raises DataError if `prompt` is not one of the demo task's.
     """
@@ -142,7 +146,8 @@ def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
 def generate(
     config: SyntheticConfig, seed: int, kind: Literal["sft", "preference", "prompts"]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one set, in the formats of files: `prompt`+`completion`, `prompt`+`chosen`+`rejected`, or `prompt`.
+    """Rows of one set, in the formats of files: `prompt`+`completion`, `prompt`+`chosen`+`rejected`, or
+    `prompt`.
 
     The same arguments give the same rows on every machine; row i does not depend on how many are asked for.
     """
@@ -178,14 +183,18 @@ def draw_response(rng: random.Random, topic: Topic, quality: float) -> str:
 
 def _draw_sentence(rng: random.Random, topic: Topic, quality: float, first: bool) -> str:
     relevant = 0.9 + 0.1 * quality
-    pattern = PATTERNS[0] if first and rng.random() < 0.8 else PATTERNS[rng.choices(range(5), (1, 2, 3, 3, 3))[0]]
+    pattern = (
+        PATTERNS[0] if first and rng.random() < 0.8 else PATTERNS[rng.choices(range(5), (1, 2, 3, 3, 3))[0]]
+    )
     asked = {"adjective": topic.adjective, "subject": topic.subject, "place": topic.place}
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
         if name == "quality":
             kinds = (KIND, PLAIN, RUDE)
-            return rng.choice(kinds[rng.choices(range(3), (0.1 + 0.8 * quality, 0.25, 0.9 - 0.8 * quality))[0]])
+            return rng.choice(
+                kinds[rng.choices(range(3), (0.1 + 0.8 * quality, 0.25, 0.9 - 0.8 * quality))[0]]
+            )
         if name in asked and rng.random() < relevant:
             return asked[name]
         return rng.choice(_CLASSES[name])

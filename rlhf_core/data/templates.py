@@ -1,10 +1,11 @@
 """From messages to tokens: the chat template applied exactly once, and which tokens the assistant wrote.
 
-    messages -> render (Jinja, sandboxed) -> text + character spans of the assistant -> tokens + offsets -> ids, mask
+    messages -> render (Jinja, sandboxed) -> text + character spans of the assistant -> tokens + offsets ->
+    ids, mask
 
-Text of users that spells a special token ("</s>") stays text: while rendering, one private-use character stands for
-it, so that the special tokens found in the rendered text are the template's own. A conversation without such text
-is tokenised in the ordinary way, as the tokenizer itself would do it.
+Text of users that spells a special token ("</s>") stays text: while rendering, one private-use character
+stands for it, so that the special tokens found in the rendered text are the template's own. A conversation
+without such text is tokenised in the ordinary way, as the tokenizer itself would do it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 _TEMPLATE_SECONDS = 2.0
 _NEUTRAL = "It is noon."
 _CHARS_PER_TOKEN = 256
-"""No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too long."""
+"""No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too
+long.
+"""
 
 
 class EncodeError(ValueError):
@@ -53,7 +56,9 @@ class _Tokens:
 
 
 class Encoder:
-    """Encodes prompts, conversations and plain text with one tokenizer. Not thread-safe (neither is the tokenizer)."""
+    """Encodes prompts, conversations and plain text with one tokenizer. Not thread-safe (neither is the
+    tokenizer).
+    """
 
     def __init__(self, tokenizer: Any, template: Literal["chat", "plain"], name: str = "the model") -> None:
         self.tokenizer = tokenizer
@@ -82,11 +87,15 @@ class Encoder:
             self._check_template()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """(P,) tokens of a prompt, ready for the response: BOS first if the model has one, generation prompt last."""
+        """(P,) tokens of a prompt, ready for the response: BOS first if the model has one, generation prompt
+        last.
+        """
         return tuple(self._prompt_tokens(messages).ids)
 
     def response(self, messages: Sequence[Message], response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """((P,), (T,)) prompt and response as they stand in the whole conversation; the response ends with EOS."""
+        """((P,), (T,)) prompt and response as they stand in the whole conversation; the response ends with
+        EOS.
+        """
         if self._last_prompt[0] != tuple(messages):
             # The two responses of a pair come one after the other.
             self._last_prompt = (tuple(messages), self._prompt_tokens(messages).ids)
@@ -139,10 +148,12 @@ class Encoder:
         return Encoded(tuple(ids), tuple([0] * skip + [1] * (len(ids) - skip)))
 
     def surely_longer(self, text: str, max_tokens: int) -> bool:
-        """True if `text` has more than `max_tokens` tokens, told from its characters alone: cheap for huge rows."""
+        """True if `text` has more than `max_tokens` tokens, told from its characters alone: cheap for huge
+        rows.
+        """
         return len(text) > max_tokens * _CHARS_PER_TOKEN
 
-    # -- chat ---------------------------------------------------------------------------------------------------
+    # -- chat --
 
     def _prompt_tokens(self, messages: Sequence[Message]) -> _Tokens:
         if self.template == "plain":
@@ -154,10 +165,11 @@ class Encoder:
         return tokens
 
     def _require_skeleton(self, ids: Sequence[int], messages: Sequence[Message], generate: bool) -> None:
-        """Raise EncodeError if `ids` contains special tokens or role markers that do not come from the template.
+        """Raise EncodeError if `ids` contains special tokens or role markers that do not come from the
+        template.
 
-        A template that deletes characters or adds text can turn normal text into a special token. Markers that
-        are not declared special are recognised in any text.
+        A template that deletes characters or adds text can turn normal text into a special token. Markers
+        that are not declared special are recognised in any text.
         """
         roles = tuple(message.role for message in messages)
         if (roles, generate) not in self._skeletons:
@@ -195,8 +207,8 @@ class Encoder:
             after, _ = self._render(messages[: index + 1], generate=False)
             if not (after.startswith(before) and text.startswith(after.rstrip())):
                 raise EncodeError(
-                    "the chat template does not render a conversation as a continuation of its beginning, so the "
-                    "assistant's tokens cannot be told apart; put {% generation %} marks into it"
+                    "the chat template does not render a conversation as a continuation of its beginning, so"
+                    " the assistant's tokens cannot be told apart; put {% generation %} marks into it"
                 )
             eos = after.find(self._eos, len(before))
             spans.append((len(before), eos + len(self._eos) if eos >= 0 else len(after.rstrip())))
@@ -214,11 +226,15 @@ class Encoder:
                         break  # text after EOS inside the block, such as a line feed, is never generated
         for index in range(1, len(mask)):
             # A template whose marks leave EOS out would otherwise never teach the policy to stop.
-            if mask[index - 1] and not mask[index] and tokens.ids[index] == self.eos_id != tokens.ids[index - 1]:
+            if (
+                mask[index - 1]
+                and not mask[index]
+                and tokens.ids[index] == self.eos_id != tokens.ids[index - 1]
+            ):
                 mask[index] = 1
         return mask
 
-    # -- text to tokens -----------------------------------------------------------------------------------------
+    # -- text to tokens --
 
     def _escape(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], dict[str, str]]:
         """Messages whose special-token spellings are single private-use characters, and what those stand for."""
@@ -233,9 +249,11 @@ class Encoder:
         escaped = [
             {
                 "role": m.role,
-                "content": self._special_pattern.sub(lambda match: stand_in[match.group()], m.content)
-                if found
-                else m.content,
+                "content": (
+                    self._special_pattern.sub(lambda match: stand_in[match.group()], m.content)
+                    if found
+                    else m.content
+                ),
             }
             for m in messages
         ]
@@ -246,9 +264,13 @@ class Encoder:
             self._backend.encode_special_tokens = False
             encoding = self._backend.encode(text, add_special_tokens=False)
             ids: list[int] = encoding.ids
-            expected = sum(self._specials[match] in self._control_ids for match in self._special_pattern.findall(text))
+            expected = sum(
+                self._specials[match] in self._control_ids for match in self._special_pattern.findall(text)
+            )
             if sum(token in self._control_ids for token in ids) == expected:
-                starts, ends = (list(side) for side in zip(*encoding.offsets, strict=True)) if ids else ([], [])
+                starts, ends = (
+                    (list(side) for side in zip(*encoding.offsets, strict=True)) if ids else ([], [])
+                )
                 return self._begin(_Tokens(ids, starts, ends))
         return self._begin(self._pieces(text, restore, template_specials=True))
 
@@ -261,7 +283,9 @@ class Encoder:
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._bos is None else [self._bos, *ids]
 
-    def _pieces(self, text: str, restore: dict[str, str] | None = None, template_specials: bool = False) -> _Tokens:
+    def _pieces(
+        self, text: str, restore: dict[str, str] | None = None, template_specials: bool = False
+    ) -> _Tokens:
         """Tokens of `text` in which no special token is recognised but, on request, the template's own."""
         ids: list[int] = []
         starts: list[int] = []
@@ -296,23 +320,27 @@ class Encoder:
         if at < len(text):
             yield text[at:], None
 
-    # -- plain --------------------------------------------------------------------------------------------------
+    # -- plain --
 
     def _plain_response(self, messages: Sequence[Message], response: str, prompt: list[int]) -> list[int]:
-        """The response's tokens after the prompt's: those of the joined text where they continue the prompt's own."""
+        """The response's tokens after the prompt's: those of the joined text where they continue the prompt's
+        own.
+        """
         before = _joined(messages)
         joined = self._with_bos(self._pieces(before + response).ids)
         if joined[: len(prompt)] == prompt:
             return joined[len(prompt) :]
         whole = self._decode(joined)
         for anchor in ("", "\n", "."):
-            # After an anchor, a tokenizer that puts a blank before every text leaves the response without one.
+            # After an anchor, a tokenizer that puts a blank before every text leaves the response without
+            # one.
             before_ids, ids = self._pieces(anchor).ids, self._pieces(anchor + response).ids
             alone = ids[len(before_ids) :]
             if ids[: len(before_ids)] == before_ids and self._decode([*prompt, *alone]) == whole:
                 return alone
         raise EncodeError(
-            "prompt and response cannot be tokenised apart; move the blanks at the prompt's end to the response's beginning"
+            "prompt and response cannot be tokenised apart; move the blanks at the prompt's end to the"
+            " response's beginning"
         )
 
     def _plain_conversation(self, messages: Sequence[Message]) -> Encoded:
@@ -328,10 +356,12 @@ class Encoder:
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    # -- the template itself ------------------------------------------------------------------------------------
+    # -- the template itself --
 
     def _check_template(self) -> None:
-        """A template that is missing, broken, slow, empty or not a continuation is refused before any row is read."""
+        """A template that is missing, broken, slow, empty or not a continuation is refused before any row is
+        read.
+        """
         fix = "give data.chat_template a Jinja file, or use data.template=plain"
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
@@ -364,10 +394,14 @@ class Encoder:
         except EncodeError as error:
             raise ModelError(f"the chat template of {self.name} cannot be used: {error}; {fix}") from error
         if _letters(answer.content) not in _letters(self._decode(list(response))) or not any(whole.mask):
-            raise ModelError(f"the chat template of {self.name} does not render the assistant's message; {fix}")
+            raise ModelError(
+                f"the chat template of {self.name} does not render the assistant's message; {fix}"
+            )
 
     def _try_template(self, messages: list[dict[str, str]]) -> None:
-        """Render everything that the check renders. Errors are ignored here and reported by the second rendering."""
+        """Render everything that the check renders. Errors are ignored here and reported by the second
+        rendering.
+        """
         with suppress(EncodeError):
             self._render(messages[:1], generate=True)
             self._render(messages, generate=False, marks=self._marks)

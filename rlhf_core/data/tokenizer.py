@@ -20,16 +20,20 @@ PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 _MAX_GROWTH = 64
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 TINY_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] | trim }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] =="
+    " 'assistant' %}{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}{% else"
+    " %}{{ message['content'] | trim }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{%"
+    " endif %}"
 )
-"""Chat template of trained tokenizers: role marks are single tokens, so a prompt is always a prefix of its conversation."""
+"""Chat template of trained tokenizers: role marks are single tokens, so a prompt is always a prefix of its
+conversation.
+"""
 
 
 def is_local_model(path: str) -> bool:
-    """True for what can only be a folder: it exists, or it does not look like a hub id (`name` or `owner/name`)."""
+    """True for what can only be a folder: it exists, or it does not look like a hub id (`name` or
+    `owner/name`).
+    """
     looks_like_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
     return not looks_like_id or Path(path).exists()
 
@@ -40,15 +44,20 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     `path` is a folder or a hub id. No code of the model is run. Raises ModelError with a fix.
     """
     if is_local_model(path) and not Path(path).is_dir():
-        raise ModelError(f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)")
+        raise ModelError(
+            f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
+        )
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except Exception as error:  # the libraries below raise a dozen unrelated types for a broken or missing tokenizer
+    except (
+        Exception
+    ) as error:  # the libraries below raise a dozen unrelated types for a broken or missing tokenizer
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"no tokenizer can be loaded from {path}: {reason}; it needs tokenizer.json and tokenizer_config.json"
+            f"no tokenizer can be loaded from {path}: {reason}; it needs tokenizer.json and"
+            " tokenizer_config.json"
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path} has no tokenizer.json; save it once with its fast version")
@@ -59,8 +68,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
     """Raise ModelError if the tokenizer could turn a short text into a very long one and use all memory.
 
-    `settings` is the content of `tokenizer.json`. The rules are considered together. Known tokenizers replace a
-    character by one or a few characters, or add one before each text.
+    `settings` is the content of `tokenizer.json`. The rules are considered together. Known tokenizers replace
+    a character by one or a few characters, or add one before each text.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         factor = 1.0
@@ -73,8 +82,8 @@ def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
                 factor += max((len(text) for text in added if isinstance(text, str)), default=0)
         if factor > _MAX_GROWTH:
             raise ModelError(
-                f"the tokenizer of {name} makes a text up to {factor:.3g} times as long (its {part}), at most {_MAX_GROWTH} "
-                "times is allowed; use the tokenizer.json of the model's authors"
+                f"the tokenizer of {name} makes a text up to {factor:.3g} times as long (its {part}), at most"
+                f" {_MAX_GROWTH} times is allowed; use the tokenizer.json of the model's authors"
             )
 
 
@@ -88,9 +97,13 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def with_safe_specials(tokenizer: Any, name: str) -> Any:
-    """Make sure that EOS exists and that the pad id is another id: a pad that equals EOS would mask EOS in training."""
+    """Make sure that EOS exists and that the pad id is another id: a pad that equals EOS would mask EOS in
+    training.
+    """
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
+        raise ModelError(
+            f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer
     taken = {tokenizer.eos_token, tokenizer.bos_token}
@@ -114,10 +127,11 @@ def with_safe_specials(tokenizer: Any, name: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = TINY_TEMPLATE) -> Any:
-    """A byte-level BPE of at most `vocab_size` tokens with pad, bos, eos, unk and role marks, and a chat template.
+    """A byte-level BPE of at most `vocab_size` tokens with pad, bos, eos, unk and role marks, and a chat
+    template.
 
-    With 512 tokens and more every byte has a token; a smaller vocabulary covers printable ASCII and the bytes of
-    `texts`, and anything else becomes `<unk>`.
+    With 512 tokens and more every byte has a token; a smaller vocabulary covers printable ASCII and the bytes
+    of `texts`, and anything else becomes `<unk>`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

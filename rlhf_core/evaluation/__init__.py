@@ -1,1 +1,3 @@
-"""The policy against the SFT model on held-out prompts: sampling, scores, win rate with intervals, plots, report."""
+"""The policy against the SFT model on held-out prompts: sampling, scores, win rate with intervals, plots,
+report.
+"""

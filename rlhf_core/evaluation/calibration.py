@@ -22,10 +22,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Predicted against found: by bins of equal width of the predicted probability that the chosen response wins."""
+    """Predicted against found: by bins of equal width of the predicted probability that the chosen response
+    wins.
+    """
 
     error: float
-    """Expected calibration error (Guo et al. 2017): mean over pairs of |share right - mean confidence| of their bin."""
+    """Expected calibration error (Guo et al. 2017): mean over pairs of |share right - mean confidence| of
+    their bin.
+    """
     confidence: list[float]
     """Mean predicted probability of the answer the model prefers, 0.5 to 1, per bin that is not empty."""
     accuracy: list[float]
@@ -50,9 +54,10 @@ def calibration(scores_P2: Any) -> Calibration:
 def length_bias(scores_P2: Any, lengths_P2: Any) -> dict[str, float]:
     """Does the model prefer the longer response? `lengths_P2`: response tokens (pairs, 2), chosen first.
 
-    `longer_wins`: share of pairs in which the longer response has the higher score; `longer_chosen`: the same share
-    among the annotators; `accuracy_longer`, `accuracy_shorter`: accuracy where the chosen response is the longer, the
-    shorter one; `correlation`: of score with length over all responses. What no pair can tell is left out.
+    `longer_wins`: share of pairs in which the longer response has the higher score; `longer_chosen`: the same
+    share among the annotators; `accuracy_longer`, `accuracy_shorter`: accuracy where the chosen response is
+    the longer, the shorter one; `correlation`: of score with length over all responses. What no pair can tell
+    is left out.
     """
     gap_P, lengths = _gap(scores_P2), np.asarray(lengths_P2, dtype=float)
     difference_P = lengths[:, 0] - lengths[:, 1]

@@ -29,8 +29,8 @@ def exchange(prompts: Sequence[str]) -> list[int] | None:
     largest = Counter(prompts).most_common(1)[0][1]
     if 2 * largest > count:
         return None
-    # Equal prompts are adjacent, and the order is otherwise arbitrary. In alphabetical order, neighbours would
-    # be similar.
+    # Equal prompts are adjacent, and the order is otherwise arbitrary. In alphabetical order, neighbours
+    # would be similar.
     order = sorted(range(count), key=lambda i: (hashlib.sha256(prompts[i].encode()).digest(), i))
     partner = [0] * count
     for place, item in enumerate(order):

@@ -50,7 +50,8 @@ def sample_responses(
 ) -> list[Rollout]:
     """One response per prompt (n,), in order; `done(k)` is called after each batch with the responses so far.
 
-    Seeds depend on the prompt alone, so two models answer with the same random numbers. The engine is gone afterwards.
+    Seeds depend on the prompt alone, so two models answer with the same random numbers. The engine is gone
+    afterwards.
     """
     from rlhf_core.rollout.engine import Engine
 

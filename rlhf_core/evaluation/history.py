@@ -15,7 +15,9 @@ Column = npt.NDArray[np.float64]
 
 
 class History:
-    """Step metrics in the order of steps; a step written twice (a replay after a crash) counts once, the later one."""
+    """Step metrics in the order of steps; a step written twice (a replay after a crash) counts once, the
+    later one.
+    """
 
     def __init__(self, rows: list[dict[str, float]]) -> None:
         by_step = {int(row["step"]): row for row in rows}
@@ -49,7 +51,8 @@ def read_history(path: Path) -> History:
             int(row["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptArtifact(
-                f"{path.name}:{number}: each line must be a JSON object with `step`; got {line[:60]!r}; run the ppo stage again"
+                f"{path.name}:{number}: each line must be a JSON object with `step`; got {line[:60]!r}; run"
+                " the ppo stage again"
             ) from error
         rows.append({name: float(value) for name, value in row.items() if isinstance(value, int | float)})
     return History(rows)

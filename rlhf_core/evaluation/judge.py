@@ -1,7 +1,8 @@
 """Who decides a win, and the comparison of two models by a judge.
 
-A judge sees two responses in an order and may have a taste for a position. Each pair is therefore judged in both
-orders: the preferences are averaged, and verdicts that name another winner when the order changes are counted.
+A judge sees two responses in an order and may have a taste for a position. Each pair is therefore judged in
+both orders: the preferences are averaged, and verdicts that name another winner when the order changes are
+counted.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def compare(
     """
     if [a.sample.prompt_id for a in answers_a] != [b.sample.prompt_id for b in answers_b]:
         raise DataError(
-            f"a win rate compares answers to the same prompts in the same order; got {len(answers_a)} and {len(answers_b)} others"
+            f"a win rate compares answers to the same prompts in the same order; got {len(answers_a)} and"
+            f" {len(answers_b)} others"
         )
     preferences: list[float] = []
     inconsistent = 0
@@ -89,7 +91,9 @@ def compare(
 
 def _checked(value: float, answer: Answer) -> float:
     if not 0.0 <= value <= 1.0:
-        raise DataError(f"the judge's preference must lie in [0, 1]; got {value} for prompt {answer.sample.prompt_id}")
+        raise DataError(
+            f"the judge's preference must lie in [0, 1]; got {value} for prompt {answer.sample.prompt_id}"
+        )
     return value
 
 

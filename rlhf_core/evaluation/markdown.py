@@ -1,6 +1,7 @@
 """The little Markdown of a data card as HTML: headings, tables, lists, fenced code, `code` and **bold**.
 
-All text is escaped before any tag is added, links and raw HTML stay text: a data card quotes untrusted samples.
+All text is escaped before any tag is added, links and raw HTML stay text: a data card quotes untrusted
+samples.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def _table(rows: list[str], escape: Callable[[str], str]) -> str:
             continue
         tag = "th" if head and index == 0 else "td"
         cells = re.split(r"(?<!\\)\|", row.strip("|"))
-        body.append("<tr>" + "".join(f"<{tag}>{_inline(cell.strip(), escape)}</{tag}>" for cell in cells) + "</tr>")
+        body.append(
+            "<tr>" + "".join(f"<{tag}>{_inline(cell.strip(), escape)}</{tag}>" for cell in cells) + "</tr>"
+        )
     return f"<table class=left>{''.join(body)}</table>"
 
 

@@ -47,7 +47,9 @@ class Played:
     home: Comparison
     """Comparison by the judge of the candidate's evaluation."""
     away: Comparison | None
-    """Comparison by the champion's reward model, if `home` used the candidate's. None if it is not in this store."""
+    """Comparison by the champion's reward model, if `home` used the candidate's. None if it is not in this
+    store.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class _Champion:
 def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Played | None:
     """The candidate of `services.inputs` against the version with the tags `champion`, paired by prompt.
 
-    None, with the reason in the log, where the champion is not in this store, reads other tokens, cannot be served as the
-    candidate can, or where no prompt is left that both can be asked.
+    None, with the reason in the log, where the champion is not in this store, reads other tokens, cannot be
+    served as the candidate can, or where no prompt is left that both can be asked.
     """
     try:
         prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
@@ -148,7 +150,9 @@ def _play(
     ours = respond("ppo", policy_files(config.ppo, services.inputs["ppo"], lambda: services.inputs["sft"]))
     try:
         theirs = respond("champion", champion.policy)
-    except Exception as error:  # it may be larger, older, of another kind: the candidate was just served the same way
+    except (
+        Exception
+    ) as error:  # it may be larger, older, of another kind: the candidate was just served the same way
         raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
     code = code_digests(config.ppo.rewards, services.sources)

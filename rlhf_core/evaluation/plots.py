@@ -54,7 +54,9 @@ def reliability(found: Calibration) -> Any:
     axes.plot([0.5, 1.0], [0.5, 1.0], color=SFT, linewidth=1.2, linestyle=(0, (4, 2)), label="calibrated")
     sizes = 20 + 240 * np.asarray(found.count) / max(found.count)
     axes.plot(found.confidence, found.accuracy, color=PPO, linewidth=1.2, alpha=0.5)
-    axes.scatter(found.confidence, found.accuracy, s=sizes, color=PPO, label="held-out pairs (area: how many)")
+    axes.scatter(
+        found.confidence, found.accuracy, s=sizes, color=PPO, label="held-out pairs (area: how many)"
+    )
     axes.legend(loc="upper left", frameon=False)
     _label(
         axes,
@@ -92,10 +94,24 @@ def reward_against_kl(history: History) -> Any:
     figure, (axes,) = _figure(9.4, 4.2)
     if history.has(GOLD):
         distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
-        axes.plot(distance, history.column("objective/scores"), "o", color=PPO, markersize=4, label="score (maximised)")
-        axes.plot(distance, history.column(GOLD), "o", color=KL, markersize=4, label="gold reward (true reward)")
+        axes.plot(
+            distance,
+            history.column("objective/scores"),
+            "o",
+            color=PPO,
+            markersize=4,
+            label="score (maximised)",
+        )
+        axes.plot(
+            distance, history.column(GOLD), "o", color=KL, markersize=4, label="gold reward (true reward)"
+        )
         axes.legend(loc="best", frameon=False)
-        _label(axes, "Score and true reward against KL", "square root of KL to the SFT model", "mean per response")
+        _label(
+            axes,
+            "Score and true reward against KL",
+            "square root of KL to the SFT model",
+            "mean per response",
+        )
         return figure
     kl, score, step = (history.column(name) for name in ("objective/kl", "objective/scores", "step"))
     axes.plot(kl, score, color=GRID, linewidth=1.0, zorder=1)

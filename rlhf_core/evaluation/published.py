@@ -6,8 +6,8 @@
     merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of training and engines
 
 Trained files are the SFT model and the adapter, which are not rounded. Evaluated files are described in
-`policy_files`. All measures except the first use models that this process loads, with the same batches, so that
-rounding of sums does not count as a loss.
+`policy_files`. All measures except the first use models that this process loads, with the same batches, so
+that rounding of sums does not count as a loss.
 """
 
 from __future__ import annotations
@@ -50,21 +50,23 @@ def measure_published(
 ) -> dict[str, float]:
     """Compute the measures in the module's docstring, named `published/...`.
 
-    `stages.gates` checks the limit of `loss`. Raises GateFailed if the files do not match the training process,
-    or if no response has a token. Empty responses are left out.
+    `stages.gates` checks the limit of `loss`. Raises GateFailed if the files do not match the training
+    process, or if no response has a token. Empty responses are left out.
     """
     lora = config.ppo.lora
     assert lora is not None
     rows = [row for row, (_, response) in enumerate(trained.sequences) if response]
     if not rows:
         raise GateFailed(
-            "ppo: the last rollouts have no response token, so the files cannot be compared with the trained policy; "
-            "check the reward, or raise ppo.kl.coef"
+            "ppo: the last rollouts have no response token, so the files cannot be compared with the trained"
+            " policy; check the reward, or raise ppo.kl.coef"
         )
     sequences = [trained.sequences[row] for row in rows]
 
     def of(files: PolicyFiles, dtype: str) -> list[Tensor]:
-        return logprobs(config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device, dtype=dtype)
+        return logprobs(
+            config, files, sequences, config.ppo.temperature, pad_id=pad_id, device=device, dtype=dtype
+        )
 
     dtype: str = config.ppo.policy_deepspeed.dtype
     in_process = [torch.from_numpy(trained.logprobs[row]) for row in rows]
@@ -87,13 +89,14 @@ def measure_published(
     allowed = tolerance if dtype == "float32" else max(tolerance, 0.05)
     if not found["published/logprob_gap"] <= allowed:
         raise GateFailed(
-            f"ppo: SFT model and adapter, loaded from their files, differ from the trained policy by "
-            f"{found['published/logprob_gap']:.4g} nats per token, more than {allowed:g}: the files do not match the policy"
+            "ppo: SFT model and adapter, loaded from their files, differ from the trained policy by"
+            f" {found['published/logprob_gap']:.4g} nats per token, more than {allowed:g}: the files do not"
+            " match the policy"
         )
     if merged > config.ppo.published_loss_limit:
         log.warning(
-            "policy/ (the merged model, in float32) loses %.0f %% of the change by training if it is loaded in %s; serve the "
-            "SFT model with adapter/, or policy/ in float32",
+            "policy/ (the merged model, in float32) loses %.0f %% of the change by training if it is loaded"
+            " in %s; serve the SFT model with adapter/, or policy/ in float32",
             100 * merged,
             served,
         )

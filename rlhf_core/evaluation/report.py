@@ -1,7 +1,7 @@
 """The evaluation as one HTML file that needs nothing else: no script, no link, no font; images inside.
 
-Prompts and responses are untrusted text: everything is escaped, control and direction characters are shown as marks,
-and a content security policy forbids whatever might slip through.
+Prompts and responses are untrusted text: everything is escaped, control and direction characters are shown as
+marks, and a content security policy forbids whatever might slip through.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from rlhf_core.evaluation.report_style import CSS
 
 MODELS = ("sft", "ppo")
 LABELS = {"sft": "SFT", "ppo": "PPO", "tie": "tie"}
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,14 @@ def render(report: Report) -> str:
             _source_table(report.evaluation["by_source"]),
         ),
         _section(
-            "Plots", "".join(map(_plot, report.plots)) or "<p class=quiet>The PPO stage left no step metrics.</p>"
+            "Plots",
+            "".join(map(_plot, report.plots)) or "<p class=quiet>The PPO stage left no step metrics.</p>",
         ),
         _section("Samples", _samples_note(report.samples), "".join(map(_sample, report.samples))),
         _section("Data", _data_card(report.data_card)) if report.data_card else "",
-        _section("Lineage and configuration", _lineage(report.lineage), _details("Configuration", report.config)),
+        _section(
+            "Lineage and configuration", _lineage(report.lineage), _details("Configuration", report.config)
+        ),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -85,8 +90,12 @@ def _headline(report: Report) -> str:
     verdict, tone = _verdict(rate)
     judged = f"Wins are decided by {_judge(evaluation)}."
     if evaluation.get("judge_trained_on"):
-        judged += " The policy was trained with it, so this is no independent evidence that its answers are better."
-    facts = "".join(f"<span>{_text(name)} <b>{_text(value)}</b></span>" for name, value in report.facts.items())
+        judged += (
+            " The policy was trained with it, so this is no independent evidence that its answers are better."
+        )
+    facts = "".join(
+        f"<span>{_text(name)} <b>{_text(value)}</b></span>" for name, value in report.facts.items()
+    )
     cards = [
         _card(
             "Win rate over SFT",
@@ -126,7 +135,10 @@ def _signed(change: Mapping[str, float], digits: int = 3) -> str:
 
 
 def _card(title: str, value: str, note: str, tone: str = "") -> str:
-    return f'<div class="card {tone}"><p>{_text(title)}</p><strong>{_text(value)}</strong><small>{_text(note)}</small></div>'
+    return (
+        '<div class="card'
+        f' {tone}"><p>{_text(title)}</p><strong>{_text(value)}</strong><small>{_text(note)}</small></div>'
+    )
 
 
 def _results_table(evaluation: Mapping[str, Any]) -> str:
@@ -143,14 +155,19 @@ def _results_table(evaluation: Mapping[str, Any]) -> str:
     for n in ("1", "2", "3"):
         pair = {model: evaluation["distinct"][model][n] for model in MODELS}
         rows.append(_plain_row(f"Distinct {n}-grams", pair, "{:.1%}"))
-    head = "<tr><th>Measure</th><th class=model>SFT</th><th class=model>PPO</th><th>Change</th><th class=bar><i class=sft></i>SFT<i class=ppo></i>PPO</th></tr>"
+    head = (
+        "<tr><th>Measure</th><th class=model>SFT</th><th class=model>PPO</th><th>Change</th><th class=bar><i"
+        " class=sft></i>SFT<i class=ppo></i>PPO</th></tr>"
+    )
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _interval_row(label: str, pair: Mapping[str, Mapping[str, float]], digits: int = 3) -> str:
     cells = "".join(f"<td>{_interval(pair[model], digits)}</td>" for model in MODELS)
     change = _signed(pair["difference"], digits)
-    return f"<tr><td>{_text(label)}</td>{cells}<td>{change}</td><td class=bar>{_interval_bars(pair)}</td></tr>"
+    return (
+        f"<tr><td>{_text(label)}</td>{cells}<td>{change}</td><td class=bar>{_interval_bars(pair)}</td></tr>"
+    )
 
 
 def _plain_row(label: str, pair: Mapping[str, float], form: str) -> str:
@@ -179,17 +196,19 @@ def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> str:
 
 def _footnote(evaluation: Mapping[str, Any]) -> str:
     exchanged = (
-        f" {_EXCHANGED}: each response is scored against another prompt; a policy that uses its prompts scores lower."
+        f" {_EXCHANGED}: each response is scored against another prompt; a policy that uses its prompts"
+        " scores lower."
         if evaluation.get("gold_reward_exchanged")
         else ""
     )
     return (
-        f"<p class=quiet>{evaluation['prompts']} held-out prompts, the same for both models and with the same seeds; one "
-        f"response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap intervals over prompts; the interval of "
-        "a change is that of the paired difference. What another training run (another seed) would give is not in "
-        "these intervals. Distinct n-grams are counted over equally many n-grams of either model. Wins "
-        f"are decided by {_text(_judge(evaluation))}, in both orders, "
-        f"which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts changed).{exchanged}</p>"
+        f"<p class=quiet>{evaluation['prompts']} held-out prompts, the same for both models and with the same"
+        f" seeds; one response each. Small figures and bars are {evaluation['confidence']:.0%} bootstrap"
+        " intervals over prompts; the interval of a change is that of the paired difference. What another"
+        " training run (another seed) would give is not in these intervals. Distinct n-grams are counted"
+        f" over equally many n-grams of either model. Wins are decided by {_text(_judge(evaluation))}, in"
+        f" both orders, which cannot matter to a score ({evaluation['inconsistent']:.1%} of the verdicts"
+        f" changed).{exchanged}</p>"
     )
 
 
@@ -217,10 +236,17 @@ def _changes(numbers: Mapping[str, Any]) -> str:
 
 
 def _interval(value: Mapping[str, float], digits: int = 3) -> str:
-    return f"<b>{value['mean']:.{digits}f}</b> <small>{value['low']:.{digits}f} to {value['high']:.{digits}f}</small>"
+    return (
+        f"<b>{value['mean']:.{digits}f}</b> <small>{value['low']:.{digits}f} to"
+        f" {value['high']:.{digits}f}</small>"
+    )
 
 
-_JUDGES = {"gold": "the gold reward", "reward_model": "the reward model", "rules": "the weighted sum of rule rewards"}
+_JUDGES = {
+    "gold": "the gold reward",
+    "reward_model": "the reward model",
+    "rules": "the weighted sum of rule rewards",
+}
 
 
 def _plot(plot: Plot) -> str:
@@ -235,8 +261,8 @@ def _samples_note(samples: Sequence[Mapping[str, Any]]) -> str:
     wins = sum(row["winner"] == "ppo" for row in samples)
     ties = sum(row["winner"] == "tie" for row in samples)
     return (
-        f"<p class=quiet>The first {len(samples)} held-out prompts, not selected: PPO wins {wins}, ties {ties}, SFT wins "
-        f"{len(samples) - wins - ties}.</p>"
+        f"<p class=quiet>The first {len(samples)} held-out prompts, not selected: PPO wins {wins}, ties"
+        f" {ties}, SFT wins {len(samples) - wins - ties}.</p>"
     )
 
 
@@ -249,7 +275,10 @@ def _sample(row: Mapping[str, Any]) -> str:
         for model in MODELS
     )
     tie = "<em class=tie>tie</em>" if winner == "tie" else ""
-    return f"<article><h3>Prompt{tie}</h3><pre class=prompt>{_text(row['prompt'])}</pre><div class=pair>{columns}</div></article>"
+    return (
+        f"<article><h3>Prompt{tie}</h3><pre class=prompt>{_text(row['prompt'])}</pre><div"
+        f" class=pair>{columns}</div></article>"
+    )
 
 
 def _response(text: str) -> str:
@@ -270,7 +299,10 @@ def _lineage(lineage: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _data_card(card: str) -> str:
-    return f'<details open><summary>Data card</summary><div class="card-text">{to_html(card, _text)}</div></details>'
+    return (
+        "<details open><summary>Data card</summary><div"
+        f' class="card-text">{to_html(card, _text)}</div></details>'
+    )
 
 
 def _details(title: str, body: str) -> str:

@@ -1,4 +1,6 @@
-"""Scores of sampled responses by each measure, and the policy's KL to the SFT model. One model in memory at a time."""
+"""Scores of sampled responses by each measure, and the policy's KL to the SFT model. One model in memory at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -58,23 +60,29 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
     if wanted in available:
         return wanted
     raise ConfigError(
-        f"evaluate.judge must name a judge that this run has; got {wanted}; use {' or '.join(['auto', *available])} "
-        "(gold needs the synthetic task, reward_model a trained reward model, rules a rule of some weight in ppo.rewards)"
+        f"evaluate.judge must name a judge that this run has; got {wanted}; use"
+        f" {' or '.join(['auto', *available])} (gold needs the synthetic task, reward_model a trained reward"
+        " model, rules a rule of some weight in ppo.rewards)"
     )
 
 
-def judge_digests(config: PipelineConfig, *, gold_known: bool, reward_code: Mapping[str, str]) -> dict[str, str]:
+def judge_digests(
+    config: PipelineConfig, *, gold_known: bool, reward_code: Mapping[str, str]
+) -> dict[str, str]:
     """Return the digests of `gold` and `rules`, if this run has them. Only numbers with equal digests are
     comparable.
 
-    The digest of `rules` covers the settings that change a value and the code of Python rewards (`reward_code`, see
-    `RewardComposer`), but not the service behind a remote reward's address. The digest of a reward model is that of its
-    artifact.
+    The digest of `rules` covers the settings that change a value and the code of Python rewards
+    (`reward_code`, see `RewardComposer`), but not the service behind a remote reward's address. The digest of
+    a reward model is that of its artifact.
     """
     found = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
     if sources := rule_sources(config):
         rules = [
-            {"settings": result_settings(source.model_dump(mode="json")), "code": reward_code.get(source_name(source))}
+            {
+                "settings": result_settings(source.model_dump(mode="json")),
+                "code": reward_code.get(source_name(source)),
+            }
             for source in sources
         ]
         found["rules"] = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
@@ -116,10 +124,12 @@ def score(
 
 
 def score_rules(
-    sources: tuple[AnyReward, ...], samples: Sequence[RewardInput], reward_code: Mapping[str, str] | None = None
+    sources: tuple[AnyReward, ...],
+    samples: Sequence[RewardInput],
+    reward_code: Mapping[str, str] | None = None,
 ) -> RewardBatch:
-    """Score all samples with all sources at once, so that batch normalisation treats the responses of both models
-    alike.
+    """Score all samples with all sources at once, so that batch normalisation treats the responses of both
+    models alike.
 
     `reward_code` is described in `RewardComposer`.
     """
@@ -166,7 +176,8 @@ def policy_kl(
 ) -> list[float]:
     """(n,) sum over tokens of log policy - log reference on the policy's samples, in nats per response.
 
-    Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the prompt.
+    Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the
+    prompt.
     """
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     temperature = config.evaluation_temperature
@@ -178,7 +189,8 @@ def policy_kl(
     for value, sample in zip(values, samples, strict=True):
         if abs(value) == float("inf") or value != value:
             raise NonFiniteError(
-                f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be finite"
+                f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be"
+                " finite"
             )
     return values
 

@@ -1,7 +1,7 @@
 """Means with bootstrap intervals, win rates with their exact test, and text statistics. Uses numpy only.
 
-Intervals are percentile bootstraps over prompts (Efron 1979). They are seeded, so the same values give the same
-interval.
+Intervals are percentile bootstraps over prompts (Efron 1979). They are seeded, so the same values give the
+same interval.
 """
 
 from __future__ import annotations
@@ -115,11 +115,12 @@ def preference(a: float, b: float, tolerance: float) -> float:
 
 
 def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
-    """Return the ratio of distinct to all n-grams of words (Li et al. 2016) for each group of texts, in [0, 1].
+    """Return the ratio of distinct to all n-grams of words (Li et al. 2016) for each group of texts, in [0,
+    1].
 
     The ratio decreases with the number of n-grams and therefore with the length of the texts. All groups
-    therefore use the number of n-grams of the smallest group: the result is the mean over windows of that size,
-    as in MATTR (Covington and McFall 2010). It is 0 if a group has no n-grams.
+    therefore use the number of n-grams of the smallest group: the result is the mean over windows of that
+    size, as in MATTR (Covington and McFall 2010). It is 0 if a group has no n-grams.
     """
     grams = {name: _n_grams(texts, n) for name, texts in groups.items()}
     size = min(map(len, grams.values()))

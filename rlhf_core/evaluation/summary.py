@@ -40,7 +40,10 @@ class Measured:
             }
 
         return Measured(
-            kept(self.measures), kept(self.rules), [self.kl[i] for i in places], [self.sources[i] for i in places]
+            kept(self.measures),
+            kept(self.rules),
+            [self.kl[i] for i in places],
+            [self.sources[i] for i in places],
         )
 
 
@@ -57,16 +60,23 @@ def scored(
     return _chosen(responses, whole), measured.at(whole)
 
 
-def _chosen(responses: Mapping[str, list[RewardInput]], places: Sequence[int]) -> dict[str, list[RewardInput]]:
+def _chosen(
+    responses: Mapping[str, list[RewardInput]], places: Sequence[int]
+) -> dict[str, list[RewardInput]]:
     return {model: [samples[i] for i in places] for model, samples in responses.items()}
 
 
-def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> tuple[list[Answer], list[Answer]]:
+def answers(
+    responses: Mapping[str, list[RewardInput]], measured: Measured
+) -> tuple[list[Answer], list[Answer]]:
     columns = dict(measured.measures) | {f"rule/{name}": pair for name, pair in measured.rules.items()}
 
     def of(model: str) -> list[Answer]:
         return [
-            Answer(sample, {name: pair[model][i] for name, pair in columns.items() if not math.isnan(pair[model][i])})
+            Answer(
+                sample,
+                {name: pair[model][i] for name, pair in columns.items() if not math.isnan(pair[model][i])},
+            )
             for i, sample in enumerate(responses[model])
         ]
 
@@ -82,7 +92,11 @@ class Intervals:
     def settings(self, name: str) -> dict[str, Any]:
         config = self._config
         seed = derive_seed(config.run.seed, "evaluate", "bootstrap", name)
-        return {"resamples": config.evaluate.bootstrap, "confidence": config.evaluate.confidence, "seed": seed}
+        return {
+            "resamples": config.evaluate.bootstrap,
+            "confidence": config.evaluate.confidence,
+            "seed": seed,
+        }
 
     @property
     def confidence(self) -> float:
@@ -118,7 +132,10 @@ def evaluation_json(
 
 
 def _numbers(
-    responses: Mapping[str, list[RewardInput]], measured: Measured, preferences: Sequence[float], interval: Intervals
+    responses: Mapping[str, list[RewardInput]],
+    measured: Measured,
+    preferences: Sequence[float],
+    interval: Intervals,
 ) -> dict[str, Any]:
     """Return the measures of some prompts."""
     lengths = {model: [float(len(s.response_ids)) for s in samples] for model, samples in responses.items()}
@@ -132,13 +149,17 @@ def _numbers(
         "kl": kl.mean,
         "kl_interval": kl.to_json(),
         "lengths": interval.pair("length", lengths),
-        "eos_rate": {model: sum(s.finished for s in samples) / len(samples) for model, samples in responses.items()},
+        "eos_rate": {
+            model: sum(s.finished for s in samples) / len(samples) for model, samples in responses.items()
+        },
         "prompts": len(responses["sft"]),
     }
 
 
 def _known(rules: Mapping[str, ByModel]) -> dict[str, ByModel]:
-    """Return the prompts for which each source has a value for both models. Sources without any have no entry."""
+    """Return the prompts for which each source has a value for both models. Sources without any have no
+    entry.
+    """
     found: dict[str, ByModel] = {}
     for name, pair in rules.items():
         both = [(a, b) for a, b in zip(pair["sft"], pair["ppo"], strict=True) if not math.isnan(a + b)]
@@ -148,7 +169,10 @@ def _known(rules: Mapping[str, ByModel]) -> dict[str, ByModel]:
 
 
 def _by_source(
-    responses: Mapping[str, list[RewardInput]], measured: Measured, preferences: Sequence[float], interval: Intervals
+    responses: Mapping[str, list[RewardInput]],
+    measured: Measured,
+    preferences: Sequence[float],
+    interval: Intervals,
 ) -> dict[str, dict[str, Any]]:
     """Return `_numbers` for the prompts of each data source. Empty if there is only one source."""
     names = sorted(set(measured.sources))
@@ -184,7 +208,9 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     pairs = {name: evaluation[name] for name in names if evaluation.get(name)}
     pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
     for name, pair in pairs.items():
-        flat |= {f"{name}/{model}/{part}": value for model, mean in pair.items() for part, value in mean.items()}
+        flat |= {
+            f"{name}/{model}/{part}": value for model, mean in pair.items() for part, value in mean.items()
+        }
     flat |= {f"win_rate/{part}": value for part, value in evaluation["win_rate"].items()}
     for model in ("sft", "ppo"):
         flat[f"eos_rate/{model}"] = evaluation["eos_rate"][model]

@@ -2,8 +2,8 @@
 
     y = W x + alpha / r * B A x        W frozen, A (r, in) and B (out, r) trained, B zero at the start
 
-The score head of a reward model or critic is trained whole beside them. A model with its adapter off is the one it
-started from, head included: no second copy of the weights is needed for a reference.
+The score head of a reward model or critic is trained whole beside them. A model with its adapter off is the
+one it started from, head included: no second copy of the weights is needed for a reference.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def add_adapter(model: Any, lora: LoraConfig | None) -> Any:
 
 
 def _targets(lm: Any, lora: LoraConfig) -> tuple[str, ...]:
-    linear = {name.rsplit(".", 1)[-1] for name, part in lm.model.named_modules() if isinstance(part, nn.Linear)}
+    linear = {
+        name.rsplit(".", 1)[-1] for name, part in lm.model.named_modules() if isinstance(part, nn.Linear)
+    }
     wrong = sorted(set(lora.targets or ()) - linear)
     if wrong:
         raise ModelError(
-            f"lora.targets: {type(lm).__name__} has no linear layer {', '.join(wrong)} in its decoder; use some of "
-            f"{', '.join(sorted(linear))}"
+            f"lora.targets: {type(lm).__name__} has no linear layer {', '.join(wrong)} in its decoder; use"
+            f" some of {', '.join(sorted(linear))}"
         )
     return tuple(sorted(lora.targets or linear))
 
@@ -95,7 +97,7 @@ class WithoutAdapter:
             return self._engine(*args, **kwargs)
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names --
 
 
 def merged_name(name: str) -> str | None:
@@ -116,8 +118,8 @@ def adapter_name(name: str) -> str | None:
 def merged(
     tensors: Mapping[str, torch.Tensor], lora: LoraConfig | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the model without adapters, weights with the adapter added) for some parameters, by whole
-    layers.
+    """Yield (name in the model without adapters, weights with the adapter added) for some parameters, by
+    whole layers.
 
     The sum is computed in float32 and rounded once, to `dtype`, or to the data type of each tensor if it is
     None. Rounding to bfloat16 loses every change of a weight that is smaller than half of its rounding step,
@@ -136,14 +138,20 @@ def merged(
             yield plain, tensor.to(dtype or tensor.dtype)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files --
 
 
 def save_adapter(
-    folder: Path, lm: Any, lora: LoraConfig, tensors: dict[str, torch.Tensor], base: str, revision: str | None = None
+    folder: Path,
+    lm: Any,
+    lora: LoraConfig,
+    tensors: dict[str, torch.Tensor],
+    base: str,
+    revision: str | None = None,
 ) -> None:
-    """As PEFT saves it, without its model card. `tensors`: by `adapter_name`. `base`: where the model is that it
-    belongs to; the same weights give the same bytes."""
+    """As PEFT saves it, without its model card. `tensors`: by `adapter_name`. `base`: where the model is that
+    it belongs to; the same weights give the same bytes.
+    """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors.torch import save_file
 
@@ -153,11 +161,14 @@ def save_adapter(
         folder / SAFETENSORS_WEIGHTS_NAME,
         metadata={"format": "pt"},
     )
-    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(lm, lora, base, revision), indent=2) + "\n")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(adapter_config(lm, lora, base, revision), indent=2) + "\n"
+    )
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """Load the adapter in `folder` into `model` (a `Policy`), in place. This is the inverse of `save_adapter`.
+    """Load the adapter in `folder` into `model` (a `Policy`), in place. This is the inverse of
+    `save_adapter`.
 
     Raises ModelError if the files do not match the model or contain values that are not finite.
     """
@@ -171,7 +182,9 @@ def load_adapter(model: Any, folder: Path) -> Any:
     own = {new: parameter for name, parameter in model.lm.named_parameters() if (new := adapter_name(name))}
     if set(own) != set(tensors):
         different = sorted(set(own) ^ set(tensors))
-        raise ModelError(f"the adapter in {folder} does not belong to its model: {different[0]} is in only one of them")
+        raise ModelError(
+            f"the adapter in {folder} does not belong to its model: {different[0]} is in only one of them"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
@@ -179,9 +192,13 @@ def load_adapter(model: Any, folder: Path) -> Any:
     return model
 
 
-def adapter_config(lm: Any, lora: LoraConfig, base: str | None = None, revision: str | None = None) -> dict[str, Any]:
+def adapter_config(
+    lm: Any, lora: LoraConfig, base: str | None = None, revision: str | None = None
+) -> dict[str, Any]:
     """The content of `adapter_config.json`."""
     config = _peft_config(lm, lora)
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
-    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    plain = {
+        name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()
+    }
     return dict(sorted(plain.items()))

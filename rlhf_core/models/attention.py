@@ -1,8 +1,9 @@
-"""Scaled-dot-product attention for packed rows: each sequence attends to itself alone, at the cost of its own length.
+"""Scaled-dot-product attention for packed rows: each sequence attends to itself alone, at the cost of its own
+length.
 
-Hugging Face models can keep packed sequences apart with a block-diagonal mask, but pay for the whole row squared. Here
-the row is cut at the sequences' borders (`cu_seq_lens_q`, as flash attention names them), neighbours of one length in
-one call; without borders it is plain causal attention.
+Hugging Face models can keep packed sequences apart with a block-diagonal mask, but pay for the whole row
+squared. Here the row is cut at the sequences' borders (`cu_seq_lens_q`, as flash attention names them),
+neighbours of one length in one call; without borders it is plain causal attention.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ def register() -> None:
         return
 
     def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         borders = kwargs.pop("cu_seq_lens_q", None)
         _refuse_what_is_not_computed(module, (0, key.shape[2]) if borders is None else borders, kwargs)
@@ -57,13 +63,14 @@ def _refuse_what_is_not_computed(module: Any, borders: Sequence[int], kwargs: Ma
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
     if cap is not None:
         raise ModelError(
-            f"model.path: {type(module).__name__} caps its attention scores (softcap {cap}), which `sdpa` does not "
-            "compute; set model.attention=eager"
+            f"model.path: {type(module).__name__} caps its attention scores (softcap {cap}), which `sdpa`"
+            " does not compute; set model.attention=eager"
         )
     if window is not None and (tokens := max(b - a for a, b in itertools.pairwise(borders))) > window:
         raise ModelError(
-            f"model.path: {type(module).__name__} attends to a window of {window} tokens, which `sdpa` does not compute "
-            f"for packed sequences; got {tokens} tokens; keep prompts and responses within the window, or set model.attention=eager"
+            f"model.path: {type(module).__name__} attends to a window of {window} tokens, which `sdpa` does"
+            f" not compute for packed sequences; got {tokens} tokens; keep prompts and responses within the"
+            " window, or set model.attention=eager"
         )
 
 

@@ -32,7 +32,9 @@ class TokenSequence:
     @staticmethod
     def of(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TokenSequence:
         """Targets are the response tokens."""
-        return TokenSequence(tuple(prompt_ids) + tuple(response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids))
+        return TokenSequence(
+            tuple(prompt_ids) + tuple(response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids)
+        )
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -62,7 +64,9 @@ class TokenBatch:
     """(S+1,) where sequences begin and end in a packed row; None in the padded layout."""
 
     def model_inputs(self, attention: str) -> dict[str, Any]:
-        """Arguments of a Hugging Face backbone with this attention; others than ours see the borders in the positions."""
+        """Arguments of a Hugging Face backbone with this attention; others than ours see the borders in the
+        positions.
+        """
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_BL,
             "position_ids": self.position_ids_BL,

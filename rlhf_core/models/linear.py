@@ -26,7 +26,9 @@ class OneDNNLinear(nn.Linear):
 
 
 class Float32Linear(nn.Linear):
-    """A small layer without bias whose output must not be rounded: float32, whatever its weight and input are in."""
+    """A small layer without bias whose output must not be rounded: float32, whatever its weight and input are
+    in.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input.float(), self.weight.float(), None)

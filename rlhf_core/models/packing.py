@@ -1,7 +1,7 @@
 """Which sequences share a forward pass, and on which rank: pure functions on lengths.
 
-Every rank gets the same number of micro-batches, because collectives inside a forward pass (ZeRO-3) and at its end need
-equal counts; those that run at the same time, and the sums over each rank, cost nearly the same.
+Every rank gets the same number of micro-batches, because collectives inside a forward pass (ZeRO-3) and at
+its end need equal counts; those that run at the same time, and the sums over each rank, cost nearly the same.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import math
 from collections.abc import Sequence
 
 _ATTENTION_AS_DEAR = 24_576
-"""Tokens of a sequence at which causal attention costs as much as all linear layers: six times the width of the model
-(Kaplan et al. 2020, table 1), here 4096. It only spreads the work, so it need not be exact."""
+"""Tokens of a sequence at which causal attention costs as much as all linear layers: six times the width of
+the model (Kaplan et al. 2020, table 1), here 4096. It only spreads the work, so it need not be exact.
+"""
 
 
-def plan_ranks(lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = False) -> list[list[list[int]]]:
-    """`plan[rank][micro_batch]` -> indices of `lengths`, each once; heaviest micro-batches, longest sequences first.
+def plan_ranks(
+    lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = False
+) -> list[list[list[int]]]:
+    """`plan[rank][micro_batch]` -> indices of `lengths`, each once; heaviest micro-batches, longest sequences
+    first.
 
-    A micro-batch holds at most `budget` tokens, padding included unless `pack`; a longer sequence is alone in its own.
-    Any number of sequences goes on any number of ranks: where there are too few, micro-batches are empty.
+    A micro-batch holds at most `budget` tokens, padding included unless `pack`; a longer sequence is alone in
+    its own. Any number of sequences goes on any number of ranks: where there are too few, micro-batches are
+    empty.
     """
     if budget < 1 or ranks < 1 or min(lengths, default=1) < 1:
         raise ValueError(
@@ -28,10 +33,14 @@ def plan_ranks(lengths: Sequence[int], ranks: int, budget: int, *, pack: bool = 
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = (_packed if pack else _padded)([lengths[i] for i in order], ranks, budget)
     groups.sort(key=lambda group: -sum(estimated_cost(lengths[order[place]]) for place in group))
-    # Dealt to and fro: what runs at the same time is alike, and the rank that was first is last in the next round.
+    # Dealt to and fro: what runs at the same time is alike, and the rank that was first is last in the next
+    # round.
     rounds = [groups[start : start + ranks] for start in range(0, len(groups), ranks)]
     return [
-        [[order[place] for place in row[rank if turn % 2 == 0 else -1 - rank]] for turn, row in enumerate(rounds)]
+        [
+            [order[place] for place in row[rank if turn % 2 == 0 else -1 - rank]]
+            for turn, row in enumerate(rounds)
+        ]
         for rank in range(ranks)
     ]
 
@@ -52,7 +61,9 @@ def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
 
 
 def _filled(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Each sequence, longest first, into the cheapest of `count` groups that has room; None if one finds no room."""
+    """Each sequence, longest first, into the cheapest of `count` groups that has room; None if one finds no
+    room.
+    """
     groups: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, index) for index in range(count)]  # (cost, tokens, group)
     for place, length in enumerate(lengths):
@@ -70,7 +81,9 @@ def _filled(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] 
 
 
 def _padded(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
-    """Groups of neighbours in length, so that there is little padding; the largest are halved up to a multiple of `ranks`."""
+    """Groups of neighbours in length, so that there is little padding; the largest are halved up to a
+    multiple of `ranks`.
+    """
     groups: list[list[int]] = []
     for place in range(len(lengths)):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:

@@ -1,4 +1,6 @@
-"""The policy (and the reference): a Hugging Face causal language model that returns log-probabilities of labels."""
+"""The policy (and the reference): a Hugging Face causal language model that returns log-probabilities of
+labels.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,15 @@ from rlhf_core.models.selftest import tested, without_dropout
 from rlhf_core.models.weights import load_pretrained, model_config, model_errors, refuse_non_finite
 
 HEAD_CHUNK = 1 << 27
-"""Logits that are alive at a time, in elements: 256 MiB of bfloat16. What is more is made in parts, and made again in the
-backward pass, so that memory does not grow with vocabulary x tokens."""
+"""Logits that are alive at a time, in elements: 256 MiB of bfloat16. What is more is made in parts, and made
+again in the backward pass, so that memory does not grow with vocabulary x tokens.
+"""
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class TokenOutputs(NamedTuple):
@@ -38,8 +45,8 @@ class TokenOutputs(NamedTuple):
 class Policy(nn.Module):
     """Wraps a causal LM so that one `forward`, through DeepSpeed's hooks too, gives log-probabilities.
 
-    The language-model head runs on the selected positions only: prompts and padding cost no logits. Nor do many
-    positions cost many logits: see `HEAD_CHUNK`.
+    The language-model head runs on the selected positions only: prompts and padding cost no logits. Nor do
+    many positions cost many logits: see `HEAD_CHUNK`.
     """
 
     lora: LoraConfig | None = None
@@ -51,7 +58,9 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutputs:
+    def forward(
+        self, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenOutputs:
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
@@ -82,7 +91,9 @@ class Policy(nn.Module):
         return TokenOutputs(token_logprobs(logits_NV, labels_N, temperature), entropy)
 
     def _parts(self, tokens: int, rows: int) -> int:
-        """How often the head is called: where ZeRO-3 gathers its weight for each call, as often on every rank."""
+        """How often the head is called: where ZeRO-3 gathers its weight for each call, as often on every
+        rank.
+        """
         parts = -(-tokens // rows)
         if not hasattr(self.lm.lm_head.weight, "ds_id") or not dist.is_initialized():
             return parts
@@ -110,8 +121,8 @@ def load_policy(
     torch first).
 
     `quantize` stores its linear layers in 4 bits (see `models.quantized`). `pack` requests packed rows (see
-    `models.selftest`). `head_dtype="float32"` returns logits that are not rounded to `dtype`. Raises ModelError
-    if the weights do not match the model or if the self-test fails.
+    `models.selftest`). `head_dtype="float32"` returns logits that are not rounded to `dtype`. Raises
+    ModelError if the weights do not match the model or if the self-test fails.
     """
     from transformers import AutoModelForCausalLM
 
@@ -137,16 +148,22 @@ def load_policy(
 
 @torch.no_grad()
 def _checked(lm: Any) -> Any:
-    """`lm`. Raises ModelError if its logits are more than its head's output (scaled, capped): `Policy` calls the head."""
+    """`lm`. Raises ModelError if its logits are more than its head's output (scaled, capped): `Policy` calls
+    the head.
+    """
     training = lm.training
     lm.eval()
     ids = torch.arange(8, device=lm.device).remainder(lm.config.get_text_config().vocab_size)[None]
-    own, plain = lm(input_ids=ids).logits.float(), lm.lm_head(lm.model(input_ids=ids).last_hidden_state).float()
+    own, plain = (
+        lm(input_ids=ids).logits.float(),
+        lm.lm_head(lm.model(input_ids=ids).last_hidden_state).float(),
+    )
     lm.train(training)
     if not torch.allclose(own, plain, rtol=1e-4, atol=1e-6):
         raise ModelError(
-            f"model.path: {type(lm).__name__} changes the output of its `lm_head` (logits that are scaled or capped), "
-            "which training here would leave out; use a model whose logits are the head's, such as Llama, Qwen or Mistral"
+            f"model.path: {type(lm).__name__} changes the output of its `lm_head` (logits that are scaled or"
+            " capped), which training here would leave out; use a model whose logits are the head's, such as"
+            " Llama, Qwen or Mistral"
         )
     return lm
 

@@ -17,7 +17,9 @@ from rlhf_core.errors import ModelError
 
 
 def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What `from_pretrained` takes besides; nothing for None. Raises ModelError where bitsandbytes is missing."""
+    """What `from_pretrained` takes besides; nothing for None. Raises ModelError where bitsandbytes is
+    missing.
+    """
     if quantize is None:
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -1,8 +1,8 @@
 """Score heads: the reward model (one score per sequence) and the critic (one value per response token).
 
-Both are Hugging Face sequence-classification models with one label: a linear head without bias on the last hidden
-state, so `AutoModelForSequenceClassification` opens what is saved here. The head computes in float32: bfloat16 has 128
-numbers between 1 and 2, and the scores of two responses must not become one.
+Both are Hugging Face sequence-classification models with one label: a linear head without bias on the last
+hidden state, so `AutoModelForSequenceClassification` opens what is saved here. The head computes in float32:
+bfloat16 has 128 numbers between 1 and 2, and the scores of two responses must not become one.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class ScoreModel(nn.Module):
         self.statistics = ScoreStatistics()
 
     def forward(self, batch: TokenBatch, at: str) -> torch.Tensor:
-        """`at="last"`: (S,) score at each sequence's last token. `at="tokens"`: (N,) value before each target token.
-        float32, not normalised unless the statistics were folded in."""
+        """`at="last"`: (S,) score at each sequence's last token. `at="tokens"`: (N,) value before each target
+        token. float32, not normalised unless the statistics were folded in.
+        """
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         where = batch.last_S if at == "last" else batch.select_N
@@ -109,7 +110,8 @@ def load_score_model(
     quantize: str | None = None,
     pack: Packing = "auto",
 ) -> ScoreModel:
-    """Load a score model from a causal LM (new head, N(0, 1/(h+1))) or from a saved score model. Seed torch first.
+    """Load a score model from a causal LM (new head, N(0, 1/(h+1))) or from a saved score model. Seed torch
+    first.
 
     `quantize`, `pack` and the errors are the same as for a policy.
     """
@@ -126,7 +128,9 @@ def load_score_model(
             f"model.path: {type(model).__name__} has no `model` and `score`; use a decoder-only architecture"
         )
     if from_causal:
-        nn.init.normal_(model.score.weight, std=1.0 / math.sqrt(model.config.get_text_config().hidden_size + 1))
+        nn.init.normal_(
+            model.score.weight, std=1.0 / math.sqrt(model.config.get_text_config().hidden_size + 1)
+        )
     scorer = ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
     refuse_non_finite(folder, model)
     with model_errors(folder):

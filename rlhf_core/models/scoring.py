@@ -1,6 +1,7 @@
 """Log-probabilities, values and scores of whole lists of sequences, without gradients.
 
-A list is cut into micro-batches first (`models.packing`); results come back in the order of the list, as CPU tensors.
+A list is cut into micro-batches first (`models.packing`); results come back in the order of the list, as CPU
+tensors.
 
 Axes: `T` response tokens of one sequence.
 """
@@ -21,8 +22,9 @@ from rlhf_core.watch import doing
 
 
 class Batches:
-    """The forward passes of one list of sequences. `micro_batches`: places in the list; an empty one is a dummy pass for ranks
-    that must take part in a collective."""
+    """The forward passes of one list of sequences. `micro_batches`: places in the list; an empty one is a
+    dummy pass for ranks that must take part in a collective.
+    """
 
     def __init__(
         self,
@@ -51,8 +53,9 @@ class Batches:
 def sequence_logprobs(
     model: Any, batches: Batches, temperature: float, with_entropy: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """(log p, entropy) of each response token: for each sequence a float32 tensor (T,). `model`: a `Policy`, wrapped
-    by a training engine or not."""
+    """(log p, entropy) of each response token: for each sequence a float32 tensor (T,). `model`: a `Policy`,
+    wrapped by a training engine or not.
+    """
     logprobs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
     entropy: list[torch.Tensor] = list(logprobs)
     for micro_batch, batch in batches:
@@ -90,10 +93,14 @@ def whole_list(
     """
     lengths = [len(p) + len(r) for p, r in sequences]
     (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=model.packs)
-    return Batches(sequences, micro_batches, pad_id=pad_id, device=next(model.parameters()).device, pack=model.packs)
+    return Batches(
+        sequences, micro_batches, pad_id=pad_id, device=next(model.parameters()).device, pack=model.packs
+    )
 
 
-def _place(results: list[torch.Tensor], micro_batch: Sequence[int], batch: TokenBatch, values_N: torch.Tensor) -> None:
+def _place(
+    results: list[torch.Tensor], micro_batch: Sequence[int], batch: TokenBatch, values_N: torch.Tensor
+) -> None:
     # A dummy pass has an empty micro-batch and one empty part.
     for i, values in zip(micro_batch, batch.split(values_N.cpu()), strict=False):
         results[i] = values

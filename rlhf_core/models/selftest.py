@@ -2,13 +2,13 @@
 
 All architectures of transformers accept the same arguments, but not all of them use them. Some decoder layers
 do not pass the borders of packed sequences to their attention. State-space, convolution and linear-attention
-layers do not support borders. Dropout settings have many names. The configuration is therefore not sufficient,
-and two short sequences are run through the model.
+layers do not support borders. Dropout settings have many names. The configuration is therefore not
+sufficient, and two short sequences are run through the model.
 
 Whether a sequence depends on another one is tested with gradients: without dependence, the gradient of its
-hidden states with respect to the embeddings of the other sequence is exactly 0 in every precision and on every
-device, independent of rounding. Gradients do not detect positions that continue from one sequence to the next.
-For this, hidden states are compared with a tolerance for rounding.
+hidden states with respect to the embeddings of the other sequence is exactly 0 in every precision and on
+every device, independent of rounding. Gradients do not detect positions that continue from one sequence to
+the next. For this, hidden states are compared with a tolerance for rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.weights import is_random
 
 _LENGTHS = (5, 7)
-"""Tokens of the two sequences. They are longer than a convolution kernel and shorter than any attention window."""
+"""Tokens of the two sequences. They are longer than a convolution kernel and shorter than any attention
+window.
+"""
 
 
 def without_dropout(model: Any) -> Any:
@@ -48,8 +50,8 @@ def tested(lm: Any, pack: Packing) -> bool:
     sequence depends on another one. With `True`, a ModelError is raised if one does. A ModelError is also
     raised if two passes in training mode differ, or if sequences depend on padding or on other rows.
 
-    The test takes a few passes over 24 tokens. It requires a whole model on one device, before sharding. Random
-    numbers are drawn from a copy of the generators.
+    The test takes a few passes over 24 tokens. It requires a whole model on one device, before sharding.
+    Random numbers are drawn from a copy of the generators.
     """
     training = lm.training
     devices = [lm.device] if lm.device.type == "cuda" else []
@@ -60,7 +62,8 @@ def tested(lm: Any, pack: Packing) -> bool:
             problem = _difference(lm, pack=False)
             if problem is not None:
                 raise ModelError(
-                    f"model.path: {_name(lm)}: in right-padded rows {problem}; use a decoder-only model with causal attention"
+                    f"model.path: {_name(lm)}: in right-padded rows {problem}; use a decoder-only model with"
+                    " causal attention"
                 )
             if pack is False:
                 return False
@@ -69,8 +72,8 @@ def tested(lm: Any, pack: Packing) -> bool:
             lm.train(training)
     if problem is not None and pack is True:
         raise ModelError(
-            f"pack: true, but in packed rows of {_name(lm)} with attention {lm.config._attn_implementation} {problem}; "
-            "set pack: auto or false"
+            f"pack: true, but in packed rows of {_name(lm)} with attention {lm.config._attn_implementation}"
+            f" {problem}; set pack: auto or false"
         )
     return problem is None
 
@@ -85,9 +88,10 @@ def _deterministic(lm: Any) -> None:
     # Kernels with an undefined summation order differ by rounding as well, but they draw no random numbers.
     if not torch.equal(first, second) and not torch.equal(before, _generator(lm)):
         raise ModelError(
-            f"model.path: {_name(lm)}: two passes in training mode differ by up to {(first - second).abs().max():.1e} in the "
-            "hidden states, though dropout and jitter are off wherever they could be found; old and new "
-            "log-probabilities would not be comparable; set the model's random parts to 0 in its config.json"
+            f"model.path: {_name(lm)}: two passes in training mode differ by up to"
+            f" {(first - second).abs().max():.1e} in the hidden states, though dropout and jitter are off"
+            " wherever they could be found; old and new log-probabilities would not be comparable; set the"
+            " model's random parts to 0 in its config.json"
         )
 
 
@@ -112,17 +116,23 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
         own[start:end] = True
         reached = gradient.flatten(0, 1)[~own]
         if reached.ne(0).any():
-            return f"tokens of a sequence depend on others than its own (gradient up to {reached.abs().max():.1e})"
+            return (
+                "tokens of a sequence depend on others than its own (gradient up to"
+                f" {reached.abs().max():.1e})"
+            )
     with torch.no_grad():
         for sequence, (start, end) in zip(sequences, spans, strict=True):
             alone = _hidden(lm, collate([sequence], pad_id=0).to(lm.device))
             twice = _hidden(lm, collate([sequence, sequence], pad_id=0).to(lm.device))[: len(sequence)]
             gap, noise = _gap(hidden[start:end], alone), _gap(twice, alone)
-            # Rounding errors grow over the layers like a random walk. The model's own noise can be larger, for
-            # example if a router has nearly equal choices.
+            # Rounding errors grow over the layers like a random walk. The model's own noise can be larger,
+            # for example if a router has nearly equal choices.
             allowed = max(torch.finfo(hidden.dtype).eps ** 0.5, 8 * noise)
             if not gap <= allowed:
-                return f"a sequence's hidden states differ by {gap:.1e} (relative) from those it has alone, more than {allowed:.1e}"
+                return (
+                    f"a sequence's hidden states differ by {gap:.1e} (relative) from those it has alone, more"
+                    f" than {allowed:.1e}"
+                )
     return None
 
 
@@ -152,7 +162,9 @@ def _with_embeddings(lm: Any, batch: TokenBatch) -> tuple[torch.Tensor, torch.Te
     finally:
         hook.remove()
     if not seen:
-        raise ModelError(f"model.path: {_name(lm)} does not read its input embeddings; use a decoder-only architecture")
+        raise ModelError(
+            f"model.path: {_name(lm)} does not read its input embeddings; use a decoder-only architecture"
+        )
     return seen[0], hidden
 
 

@@ -35,9 +35,10 @@ _OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ET
 def model_errors(folder: Path | str) -> Iterator[None]:
     """Convert exceptions in this context to ModelError, because they are caused by the model's files.
 
-    Invalid files can raise KeyError, TypeError, RuntimeError and validation errors of libraries. Errors of the
-    memory and the GPU are raised unchanged. Errors of the disk and the network become InfrastructureError. No
-    other rank takes part in this context, so a RuntimeError does not come from a collective operation.
+    Invalid files can raise KeyError, TypeError, RuntimeError and validation errors of libraries. Errors of
+    the memory and the GPU are raised unchanged. Errors of the disk and the network become
+    InfrastructureError. No other rank takes part in this context, so a RuntimeError does not come from a
+    collective operation.
     """
     try:
         yield
@@ -49,7 +50,9 @@ def model_errors(folder: Path | str) -> Iterator[None]:
             raise
         of_the_machine = _of_the_machine(error) or _of_the_machine(error.__cause__)
         kind = InfrastructureError if of_the_machine else ModelError
-        raise kind(f"model.path: cannot load a model from {folder}: {type(error).__name__}: {error}") from error
+        raise kind(
+            f"model.path: cannot load a model from {folder}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _of_the_machine(error: BaseException | None) -> bool:
@@ -67,12 +70,12 @@ def load_pretrained(
     new: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
-    """Load a model with `auto`, a class with `from_pretrained`, and check the names, shapes and data types of its
-    weights.
+    """Load a model with `auto`, a class with `from_pretrained`, and check the names, shapes and data types of
+    its weights.
 
-    `folder` is a path or hub id, and `config` is the result of `model_config`. `new` lists tensors that may be
-    missing in the files because the caller creates them; in this case a language-model head in the files is
-    ignored. Raises ModelError for all problems of the model.
+    `folder` is a path or hub id, and `config` is the result of `model_config`. `new` lists tensors that may
+    be missing in the files because the caller creates them; in this case a language-model head in the files
+    is ignored. Raises ModelError for all problems of the model.
     """
     attention = config._attn_implementation
     with model_errors(folder):
@@ -93,7 +96,8 @@ def load_pretrained(
 
 
 def check_headers(folder: Path, *, attention: str) -> None:
-    """Raise ModelError if names, shapes or data types of the weights in `folder` do not match its config.json.
+    """Raise ModelError if names, shapes or data types of the weights in `folder` do not match its
+    config.json.
 
     Only headers are read and no memory is allocated: transformers loads empty tensors into an empty model.
     Models with a quantization in their configuration are checked only when they are loaded.
@@ -108,7 +112,9 @@ def check_headers(folder: Path, *, attention: str) -> None:
         if not entries:
             return  # the caller handles a folder without weights
         empty = {
-            name: torch.empty(entry["shape"], dtype=FLOATING.get(entry["dtype"], torch.float32), device="meta")
+            name: torch.empty(
+                entry["shape"], dtype=FLOATING.get(entry["dtype"], torch.float32), device="meta"
+            )
             for name, entry in entries.items()
         }
         kind = AutoModelForCausalLM._model_mapping[type(config)]
@@ -132,8 +138,8 @@ def model_config(folder: Path | str, *, attention: str, revision: str | None = N
 
     if Path(folder).is_dir() and (Path(folder) / "adapter_config.json").exists():
         raise ModelError(
-            f"model.path: {folder} holds an adapter (adapter_config.json); it would be loaded over the weights; merge it "
-            "into the model and give that folder"
+            f"model.path: {folder} holds an adapter (adapter_config.json); it would be loaded over the"
+            " weights; merge it into the model and give that folder"
         )
     config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False, **changes)
     # A name such as owner/kernel would be downloaded from the hub as code.
@@ -158,7 +164,9 @@ def without_random_parts(config: Any) -> None:
 
 def is_random(name: str, value: Any) -> bool:
     """Return whether an attribute is a nonzero probability or size of dropout or jitter."""
-    return isinstance(value, float) and value != 0 and any(word in name.lower() for word in ("drop", "jitter"))
+    return (
+        isinstance(value, float) and value != 0 and any(word in name.lower() for word in ("drop", "jitter"))
+    )
 
 
 def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] = ()) -> None:
@@ -181,13 +189,14 @@ def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] 
         problems.append(_some([str(message) for message in info["error_msgs"]]))
     if problems:
         raise ModelError(
-            f"model.path: {folder}: {'; '.join(problems)}; config.json and weights must be of one model: missing weights "
-            "would be random; take both from where the model is from"
+            f"model.path: {folder}: {'; '.join(problems)}; config.json and weights must be of one model:"
+            " missing weights would be random; take both from where the model is from"
         )
 
 
 def refuse_integers(folder: Path | str, model: Any) -> None:
-    """Raise ModelError for parameters that are stored as integers or 8-bit floats, which need separate scales.
+    """Raise ModelError for parameters that are stored as integers or 8-bit floats, which need separate
+    scales.
 
     Only local folders are checked, and only if no quantization of the configuration has read the weights.
     """
@@ -202,8 +211,8 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
             wrong.append(f"{name} ({entry['dtype']})")
     if wrong:
         raise ModelError(
-            f"model.path: {folder}: {_some(wrong)}: weights must be {', '.join(FLOATING)}; a quantized model cannot be "
-            "trained from; give the model that it was made from"
+            f"model.path: {folder}: {_some(wrong)}: weights must be {', '.join(FLOATING)}; a quantized model"
+            " cannot be trained from; give the model that it was made from"
         )
 
 
@@ -213,8 +222,8 @@ def refuse_non_finite(folder: Path | str, model: torch.nn.Module) -> None:
     wrong = [name for name, tensor in model.state_dict().items() if not _finite(tensor)]
     if wrong:
         raise ModelError(
-            f"model.path: {folder}: not finite in {_precision(model)}: {_some(wrong)}; the file is damaged, or its numbers do "
-            "not fit this precision; fetch it again, or set a dtype with a larger range"
+            f"model.path: {folder}: not finite in {_precision(model)}: {_some(wrong)}; the file is damaged,"
+            " or its numbers do not fit this precision; fetch it again, or set a dtype with a larger range"
         )
 
 

@@ -23,9 +23,11 @@ def _sft(config: PipelineConfig) -> str:
     examples = synthetic.sft_examples if _is_synthetic(config, "sft") else None
     ranks = sft.deepspeed.ranks
     return (
-        f"{_plural(sft.batch_size, 'sequence')} of at most {largest_pass(config, 'sft').longest} tokens an optimizer "
-        f"step, {_share(sft.batch_size, ranks)}; {_passes(config, 'sft', math.ceil(sft.batch_size / ranks))}; "
-        f"{_steps(config, examples, sft.batch_size, sft.epochs, 'demonstrations')}; {_how(sft.deepspeed, sft.lora)}"
+        f"{_plural(sft.batch_size, 'sequence')} of at most {largest_pass(config, 'sft').longest} tokens an"
+        f" optimizer step, {_share(sft.batch_size, ranks)};"
+        f" {_passes(config, 'sft', math.ceil(sft.batch_size / ranks))};"
+        f" {_steps(config, examples, sft.batch_size, sft.epochs, 'demonstrations')};"
+        f" {_how(sft.deepspeed, sft.lora)}"
     )
 
 
@@ -34,10 +36,11 @@ def _reward(config: PipelineConfig) -> str:
     examples = synthetic.pairs if _is_synthetic(config, "preference") else None
     ranks = reward.deepspeed.ranks
     return (
-        f"{_plural(reward.batch_size, 'pair')} of at most 2 x {largest_pass(config, 'reward').longest} tokens an "
-        f"optimizer step, {_share(reward.batch_size, ranks)}; "
-        f"{_passes(config, 'reward', 2 * math.ceil(reward.batch_size / ranks))}; "
-        f"{_steps(config, examples, reward.batch_size, reward.epochs, 'pairs')}; {_how(reward.deepspeed, reward.lora)}"
+        f"{_plural(reward.batch_size, 'pair')} of at most 2 x {largest_pass(config, 'reward').longest} tokens"
+        f" an optimizer step, {_share(reward.batch_size, ranks)};"
+        f" {_passes(config, 'reward', 2 * math.ceil(reward.batch_size / ranks))};"
+        f" {_steps(config, examples, reward.batch_size, reward.epochs, 'pairs')};"
+        f" {_how(reward.deepspeed, reward.lora)}"
     )
 
 
@@ -46,18 +49,27 @@ def _ppo(config: PipelineConfig) -> str:
     total, engines, ranks = ppo.rollout_batch_size, ppo.engine.count, ppo.policy_deepspeed.ranks
     trained = "policy and critic" if ppo.uses_critic else "the policy"
     lines = [
-        f"{ppo.steps} steps of {ppo.prompts_per_step} prompts x {_plural(ppo.samples_per_prompt, 'sample')} = {total} "
-        f"responses of at most {ppo.max_new_tokens} tokens, {math.ceil(total / engines)} for each of "
-        f"{_plural(engines, 'engine')}; {ppo.steps * total} responses in all",
-        f"each step: {_plural(ppo.epochs, 'epoch')} x {_plural(ppo.minibatches, 'minibatch')} of {ppo.minibatch_size} "
-        f"responses = {_plural(ppo.epochs * ppo.minibatches, 'optimizer step')} of {trained}, "
-        f"{ppo.policy_optimizer_steps} of the policy in all",
-        f"policy: {_share(ppo.minibatch_size, ranks)}; "
-        f"{_passes(config, 'ppo', math.ceil(ppo.minibatch_size / ranks))}; {_how(ppo.policy_deepspeed, ppo.lora)}",
+        (
+            f"{ppo.steps} steps of {ppo.prompts_per_step} prompts x"
+            f" {_plural(ppo.samples_per_prompt, 'sample')} = {total} responses of at most"
+            f" {ppo.max_new_tokens} tokens, {math.ceil(total / engines)} for each of"
+            f" {_plural(engines, 'engine')}; {ppo.steps * total} responses in all"
+        ),
+        (
+            f"each step: {_plural(ppo.epochs, 'epoch')} x {_plural(ppo.minibatches, 'minibatch')} of"
+            f" {ppo.minibatch_size} responses = {_plural(ppo.epochs * ppo.minibatches, 'optimizer step')} of"
+            f" {trained}, {ppo.policy_optimizer_steps} of the policy in all"
+        ),
+        (
+            f"policy: {_share(ppo.minibatch_size, ranks)};"
+            f" {_passes(config, 'ppo', math.ceil(ppo.minibatch_size / ranks))};"
+            f" {_how(ppo.policy_deepspeed, ppo.lora)}"
+        ),
     ]
     if ppo.uses_critic:
         lines.append(
-            f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)}; {_how(ppo.critic_deepspeed, ppo.lora)}"
+            f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)};"
+            f" {_how(ppo.critic_deepspeed, ppo.lora)}"
         )
     lines.append(f"devices: {plan(ppo).describe()}")
     return "\n".join(lines)
@@ -81,7 +93,10 @@ def _passes(config: PipelineConfig, stage: str, sequences: int) -> str:
 
 def _steps(config: PipelineConfig, examples: int | None, batch: int, epochs: int, what: str) -> str:
     if examples is None:
-        return f"{math.ceil(1000 / batch) * epochs} optimizer steps for every 1000 {what} ({_plural(epochs, 'epoch')})"
+        return (
+            f"{math.ceil(1000 / batch) * epochs} optimizer steps for every 1000 {what}"
+            f" ({_plural(epochs, 'epoch')})"
+        )
     per_epoch = math.ceil(round(examples * (1 - config.data.eval_fraction)) / batch)
     return f"about {_plural(per_epoch, 'optimizer step')} an epoch, {per_epoch * epochs} in all"
 

@@ -68,10 +68,11 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verd
 
 
 def check_memory(config: PipelineConfig) -> None:
-    """Raise ConfigError in the preflight if the GPUs of this machine, or its memory without GPUs, are too small.
+    """Raise ConfigError in the preflight if the GPUs of this machine, or its memory without GPUs, are too
+    small.
 
-    No network requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing is
-    checked.
+    No network requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing
+    is checked.
     """
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
     if hardware is None or os.environ.get("RAY_ADDRESS"):
@@ -124,26 +125,33 @@ def _peaks(loads: tuple[DeviceLoad, ...]) -> list[DeviceLoad]:
 def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
     if tokens < config.max_sequence_tokens:
         text = (
-            f"ppo: an engine's KV cache holds {tokens} tokens, less than one sequence of {config.max_sequence_tokens}"
+            f"ppo: an engine's KV cache holds {tokens} tokens, less than one sequence of"
+            f" {config.max_sequence_tokens}"
         )
         yield Problem("ppo", "engine", text)
 
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     placement = place(config.ppo)
-    needed = {"sft": (config.sft.deepspeed.ranks, ""), "ppo": (placement.devices, f" ({placement.describe()})")}
+    needed = {
+        "sft": (config.sft.deepspeed.ranks, ""),
+        "ppo": (placement.devices, f" ({placement.describe()})"),
+    }
     if config.reward.enabled:
         needed["reward"] = (config.reward.deepspeed.ranks, "")
     for stage, (devices, how) in needed.items():
         if devices > hardware.count:
-            yield Problem(stage, "devices", f"{stage}: needs {devices} devices{how}; there are {hardware.count}")
+            yield Problem(
+                stage, "devices", f"{stage}: needs {devices} devices{how}; there are {hardware.count}"
+            )
 
 
-# -- what would make it fit -------------------------------------------------------------------------------------------
+# -- what would make it fit --
 
 
 def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) -> tuple[str, ...] | None:
-    """Overrides with which the verdict is good, none of which could be left out; None if none of those tried is enough.
+    """Overrides with which the verdict is good, none of which could be left out; None if none of those tried
+    is enough.
 
     One problem after the other, each by the cheapest changes (`_moves`) that solve it and add no other.
     """
@@ -179,7 +187,9 @@ def _solve(
     now: tuple[PipelineConfig, Verdict],
     changed: Callable[[Changes], tuple[PipelineConfig, Verdict] | None],
 ) -> Changes | None:
-    """Uniform-cost search for the first problem of `now`: the cheapest changes without it and without a new one."""
+    """Uniform-cost search for the first problem of `now`: the cheapest changes without it and without a new
+    one.
+    """
     problem, known = now[1].problems[0], {p.key for p in now[1].problems}
     order = count()
     frontier = [(0.0, next(order), start, now)]
@@ -202,7 +212,9 @@ def _solve(
 
 
 def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str, float]]:
-    """(field, next value, price): first what costs some time, then what moves work, then what changes the training."""
+    """(field, next value, price): first what costs some time, then what moves work, then what changes the
+    training.
+    """
     if problem.stage in ("sft", "reward"):
         section = config.sft if problem.stage == "sft" else config.reward
         if problem.what == "devices":

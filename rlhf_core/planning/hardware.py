@@ -67,7 +67,8 @@ def parse_gpus(text: str) -> Hardware:
     matches = matches or [device for known, device in _DEVICES.items() if known.upper().split("-")[0] == name]
     if found is None or len(matches) != 1 or (found[1] and int(found[1]) == 0):
         raise ConfigError(
-            f"--gpus: must be a count and a device, such as 8xA100-80G; got {text!r}; known: {', '.join(_DEVICES)}"
+            f"--gpus: must be a count and a device, such as 8xA100-80G; got {text!r}; known:"
+            f" {', '.join(_DEVICES)}"
         )
     return Hardware(int(found[1] or 1), matches[0])
 
@@ -81,6 +82,8 @@ def visible_hardware() -> Hardware | None:
 
 
 def cpu_hardware() -> Hardware:
-    """The cores and the memory of this machine. A core's figures are those of a common server core, in float32."""
+    """The cores and the memory of this machine. A core's figures are those of a common server core, in
+    float32.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(cpu_cores(), Device("CPU", float(memory), 0.15e12, 10e9, 1e9))

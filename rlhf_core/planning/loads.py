@@ -19,7 +19,9 @@ from rlhf_core.planning.shape import ModelShape
 from rlhf_core.types import StageName
 
 CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
-"""Of one process, whatever it computes: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its libraries."""
+"""Of one process, whatever it computes: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its
+libraries.
+"""
 FRAGMENTATION = 1.05
 """What CUDA's allocator holds beyond what tensors need, once they come and go."""
 
@@ -53,7 +55,9 @@ class DeviceLoad:
         if self.device == "cpu":
             return self.bytes.total + CONTEXT["cpu"]
         slack = 1.0 if self.phase == "load" else FRAGMENTATION
-        contexts = (CONTEXT["cuda"] if self.trainer.total else 0.0) + (ENGINE_CONTEXT if self.engine.total else 0.0)
+        contexts = (CONTEXT["cuda"] if self.trainer.total else 0.0) + (
+            ENGINE_CONTEXT if self.engine.total else 0.0
+        )
         return self.trainer.total * slack + contexts + self.engine.total
 
 
@@ -64,12 +68,17 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
 
 
 def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
-    """The most tokens that one rank computes on at a time: the budget, or one sequence (a pair) that is longer, or
-    fewer where the whole batch is smaller. `update` False: PPO's scoring."""
+    """The most tokens that one rank computes on at a time: the budget, or one sequence (a pair) that is
+    longer, or fewer where the whole batch is smaller. `update` False: PPO's scoring.
+    """
     data, ppo = config.data, config.ppo
     if stage == "sft":
         longest = max(data.max_prompt_tokens + data.max_response_tokens, data.max_text_tokens or 0)
-        count, ranks, budget = config.sft.batch_size, config.sft.deepspeed.ranks, config.sft.micro_batch_tokens
+        count, ranks, budget = (
+            config.sft.batch_size,
+            config.sft.deepspeed.ranks,
+            config.sft.micro_batch_tokens,
+        )
         packed = config.sft.pack is not False
     elif stage == "reward":
         longest = data.max_prompt_tokens + data.max_response_tokens
@@ -83,7 +92,9 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
 
 
 def _sft(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
-    model = Model(shape, config.sft.deepspeed, lora=config.sft.lora, device=kind, head=config.model.head_dtype)
+    model = Model(
+        shape, config.sft.deepspeed, lora=config.sft.lora, device=kind, head=config.model.head_dtype
+    )
     yield from _training("sft", "policy", model, largest_pass(config, "sft"), kind)
 
 
@@ -93,10 +104,14 @@ def _reward(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[De
         yield from _training("reward", "reward model", model, largest_pass(config, "reward"), kind)
 
 
-def _training(stage: StageName, what: str, model: Model, batch: ForwardPass, kind: str) -> Iterator[DeviceLoad]:
+def _training(
+    stage: StageName, what: str, model: Model, batch: ForwardPass, kind: str
+) -> Iterator[DeviceLoad]:
     ranks, host = model.deepspeed.ranks, model.host
     yield DeviceLoad(stage, what, "load", ranks, model.loading, device=kind, host=host)
-    yield DeviceLoad(stage, what, "backward", ranks, model.state + model.backward(batch), device=kind, host=host)
+    yield DeviceLoad(
+        stage, what, "backward", ranks, model.state + model.backward(batch), device=kind, host=host
+    )
     yield DeviceLoad(stage, what, "step", ranks, model.state + model.step, device=kind, host=host)
 
 
@@ -111,12 +126,17 @@ def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -
         for phase, load in _phases(config, models).items():
             yield DeviceLoad("ppo", what, phase, group.ranks, load, beside, kind, host)
     if not shared:
-        yield DeviceLoad("ppo", "engine", "rollout", engine.count * engine.tensor_parallel, engine=serving, device=kind)
+        yield DeviceLoad(
+            "ppo", "engine", "rollout", engine.count * engine.tensor_parallel, engine=serving, device=kind
+        )
 
 
-def ppo_models(config: PipelineConfig, shape: ModelShape, group: Group, kind: str = "cuda") -> dict[Role, Model]:
-    """What a rank of the group holds. With adapters, the reference is the policy without its own and the reward model
-    the critic without its own, where they share a process."""
+def ppo_models(
+    config: PipelineConfig, shape: ModelShape, group: Group, kind: str = "cuda"
+) -> dict[Role, Model]:
+    """What a rank of the group holds. With adapters, the reference is the policy without its own and the
+    reward model the critic without its own, where they share a process.
+    """
     ppo, models = config.ppo, dict[Role, Model]()
     for role in group.roles:
         trained, scores = role in ("policy", "critic"), role in ("critic", "reward")

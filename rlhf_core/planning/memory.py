@@ -1,7 +1,7 @@
 """Bytes per device of each model in training, frozen or serving.
 
-Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `training.engine`, with P
-parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
+Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `training.engine`, with
+P parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
 
     ZeRO       weights   gradients   optimizer (master weights, two moments of Adam)      buffers
     0          eP        eT          8T; bfloat16 12T
@@ -9,9 +9,9 @@ parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
     2          eP        eT/N        12T/N                                                a bucket of gradients
     3          eP/N      eT/N        12T/N                                                the bucket, gathered weights
 
-Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`, each sequence
-of a micro-batch being as long as allowed and each token a target. `tests/integration/test_planned_memory.py` holds
-all of it against measurements.
+Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`,
+each sequence of a micro-batch being as long as allowed and each token a target.
+`tests/integration/test_planned_memory.py` holds all of it against measurements.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ LIVE_PARAMETERS = 1_000_000_000
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time (sub_group_size)."""
 ENGINE_CONTEXT = 0.5 * GIB
-"""CUDA's context and NCCL of an engine, beside its share: vLLM measures what it takes from after they were made."""
+"""CUDA's context and NCCL of an engine, beside its share: vLLM measures what it takes from after they were
+made.
+"""
 ENGINE_LIBRARIES = 0.3 * GIB
 """Workspaces of CUDA's libraries of an engine, inside its share."""
 GRAPHS = 1.0 * GIB
 """CUDA graphs of an engine."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a parameter of a quantized linear layer: 4 bits, a byte of scale for 64 of them, a float for 256 scales."""
+"""Bytes of a parameter of a quantized linear layer: 4 bits, a byte of scale for 64 of them, a float for 256
+scales.
+"""
 HEAD_CHUNK = 1 << 27
 """Logits that are alive at a time, of those of a micro-batch (`models.policy`)."""
 LOSS_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 19}
@@ -142,7 +146,7 @@ class Model:
         """Whether the weights lie in host memory, too."""
         return self.deepspeed.offload == "all" and self.stage == 3
 
-    # -- at rest ------------------------------------------------------------------------------------------------
+    # -- at rest --
 
     @property
     def state(self) -> Bytes:
@@ -179,23 +183,28 @@ class Model:
 
     @property
     def host(self) -> float:
-        """Bytes of a rank in host memory: offloaded optimizer state, a float32 gradient and a copy of the weights; and
-        those that are not trained, where the weights are offloaded."""
+        """Bytes of a rank in host memory: offloaded optimizer state, a float32 gradient and a copy of the
+        weights; and those that are not trained, where the weights are offloaded.
+        """
         n = self.deepspeed.ranks
         optimizer = (self._optimizer + (4 + self.size) * self.trainable / n) * self.offloaded
         return optimizer + self.away * self.size * (self.parameters - self.trainable) / n
 
     @property
     def loading(self) -> Bytes:
-        """While the model is loaded: all of it, before ZeRO cuts it; ZeRO-1 and 2 make a flat copy of what is trained."""
+        """While the model is loaded: all of it, before ZeRO cuts it; ZeRO-1 and 2 make a flat copy of what is
+        trained.
+        """
         return Bytes(weights=self._weights + self.size * self.trainable * (self.stage in (1, 2)))
 
-    # -- at work: on top of `state` -----------------------------------------------------------------------------
+    # -- at work: on top of `state` --
 
     def backward(self, batch: ForwardPass) -> Bytes:
         """The largest moment of a forward and backward pass, with the gradients of the micro-batches before."""
         shape, size = self.shape, self.size
-        layers = batch.tokens * shape.layers * (size * shape.hidden if self._checkpoints else self._layer(batch))
+        layers = (
+            batch.tokens * shape.layers * (size * shape.hidden if self._checkpoints else self._layer(batch))
+        )
         kept = layers + batch.tokens * (self._norm(shape.hidden) + size * shape.hidden)
         logits = self._logits(batch)
         # While a layer's own pass is undone: its activations, made again, and gradients inside its MLP.
@@ -215,7 +224,9 @@ class Model:
             loss = loss + reducing
         rounded = logits / 2 if self._logit != self.size else 0.0  # gradients of the logits in 16 bits
         weights = new * shape.vocabulary + sums
-        head = Bytes(activations=kept, logits=logits + rounded, buffers=weights + self._head_copies) + reducing
+        head = (
+            Bytes(activations=kept, logits=logits + rounded, buffers=weights + self._head_copies) + reducing
+        )
         last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
         if self.scores:  # the last norm's gradients, in float32
             loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing
@@ -239,10 +250,12 @@ class Model:
         shape, logits = self.shape, self._logits(batch)
         layer = batch.tokens * (self.size * (3 * shape.intermediate + 4 * shape.hidden) + 8 * shape.hidden)
         return Bytes(
-            activations=layer, logits=logits, buffers=self._gathered + max(self._chunks(logits, 3), self._head_copies)
+            activations=layer,
+            logits=logits,
+            buffers=self._gathered + max(self._chunks(logits, 3), self._head_copies),
         )
 
-    # -- parts --------------------------------------------------------------------------------------------------
+    # -- parts --
 
     @property
     def _gathered(self) -> float:
@@ -276,11 +289,15 @@ class Model:
     def _layer(self, batch: ForwardPass) -> float:
         """A decoder layer's kept activations, per token."""
         shape, size = self.shape, self.size
-        joined = batch.packed and batch.attention == "sdpa"  # outputs of the row's sequences, put together once more
+        joined = (
+            batch.packed and batch.attention == "sdpa"
+        )  # outputs of the row's sequences, put together once more
         attention = size * ((3 if joined else 2) * shape.query + 2 * shape.kv) + 4 * shape.heads
         if batch.attention == "eager":
             attention += shape.heads * batch.longest * (4 + 2 * size)
-        adapters = 0 if self.lora is None else size * self.lora.r * len(self.lora.targets or shape.linear_layers)
+        adapters = (
+            0 if self.lora is None else size * self.lora.r * len(self.lora.targets or shape.linear_layers)
+        )
         norms = 2 * self._norm(shape.hidden) + shape.qk_norm * self._norm(shape.query + shape.kv)
         return norms + attention + 4 * size * shape.intermediate + adapters
 
@@ -298,9 +315,11 @@ class EngineMemory:
     """That the engine's KV cache holds, over all its GPUs."""
 
 
-def engine_memory(shape: ModelShape, engine: EngineConfig, device: Device, head: str = "model") -> EngineMemory:
-    """Return the memory of an engine. vLLM uses its share of the device for weights, the largest forward pass and
-    KV cache.
+def engine_memory(
+    shape: ModelShape, engine: EngineConfig, device: Device, head: str = "model"
+) -> EngineMemory:
+    """Return the memory of an engine. vLLM uses its share of the device for weights, the largest forward pass
+    and KV cache.
 
     `head` is as in `Model`.
     """

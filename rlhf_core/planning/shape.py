@@ -66,10 +66,14 @@ class ModelShape:
         return sum(i * o for i, o in self.linear_layers.values()) + biases + norms
 
     def adapter_parameters(self, r: int, targets: Sequence[str] | None) -> int:
-        """Of LoRA's A and B on the targets of every layer; None: all linear layers. Raises ModelError for other names."""
+        """Of LoRA's A and B on the targets of every layer; None: all linear layers. Raises ModelError for
+        other names.
+        """
         known = self.linear_layers
         if wrong := set(targets or ()) - set(known):
-            raise ModelError(f"lora.targets: must be some of {', '.join(known)}; got {', '.join(sorted(wrong))}")
+            raise ModelError(
+                f"lora.targets: must be some of {', '.join(known)}; got {', '.join(sorted(wrong))}"
+            )
         return self.layers * sum(r * sum(known[name]) for name in targets or known)
 
     @property
@@ -98,8 +102,9 @@ class ModelShape:
 
 
 def shape_of(config: PipelineConfig, given: Path | None = None, *, local: bool = False) -> ModelShape:
-    """`given`: a `config.json` to use instead of the model's own, which the hub is asked for where there is no folder of
-    that name, unless it must be `local`. Raises ModelError if there is none to be read."""
+    """`given`: a `config.json` to use instead of the model's own, which the hub is asked for where there is
+    no folder of that name, unless it must be `local`. Raises ModelError if there is none to be read.
+    """
     if given is None and config.model.path is None:
         tiny = config.model.tiny
         return ModelShape(
@@ -121,12 +126,16 @@ def _config_file(config: PipelineConfig, local: bool) -> Path:
     if file.is_file():
         return file
     if file.parent.exists() or config.model.path.startswith((".", "/")):
-        raise ModelError(f"model.path: {config.model.path} has no config.json; give a model's folder or a hub id")
+        raise ModelError(
+            f"model.path: {config.model.path} has no config.json; give a model's folder or a hub id"
+        )
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(
-            hf_hub_download(config.model.path, "config.json", revision=config.model.revision, local_files_only=local)
+            hf_hub_download(
+                config.model.path, "config.json", revision=config.model.revision, local_files_only=local
+            )
         )
     except Exception as error:
         raise ModelError(
@@ -149,11 +158,14 @@ def _from_json(found: dict[str, Any]) -> ModelShape:
     wanted = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [name for name in wanted if not isinstance(found.get(name), int) or found[name] < 1]
     if missing:
-        raise ModelError(f"config.json: {', '.join(missing)} must be integers above 0; use a decoder-only architecture")
+        raise ModelError(
+            f"config.json: {', '.join(missing)} must be integers above 0; use a decoder-only architecture"
+        )
     family = found.get("model_type", "llama")
     if family not in _FAMILIES:
         raise ModelError(
-            f"config.json: model_type must be one of {', '.join(_FAMILIES)}, whose memory can be counted; got {family}"
+            f"config.json: model_type must be one of {', '.join(_FAMILIES)}, whose memory can be counted; got"
+            f" {family}"
         )
     heads, bias = found["num_attention_heads"], bool(found.get("attention_bias", False))
     return ModelShape(

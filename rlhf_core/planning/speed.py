@@ -1,5 +1,5 @@
-"""Seconds of one PPO step, phase by phase, and of an optimizer step of SFT and reward model: arithmetic, memory and
-links at an assumed share of what the data sheets say. Every sequence is as long as allowed.
+"""Seconds of one PPO step, phase by phase, and of an optimizer step of SFT and reward model: arithmetic,
+memory and links at an assumed share of what the data sheets say. Every sequence is as long as allowed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def step_time(config: PipelineConfig, shape: ModelShape, device: Device) -> Step
         models = ppo_models(config, shape, group)
         # With adapters, the roles without a model of their own still make their pass.
         frozen = models.get("policy") or next(iter(models.values()))
-        scoring.append(len(group.roles) * _seconds(_forward(shape, count, length), group.ranks, device, SCORING_MFU))
+        scoring.append(
+            len(group.roles) * _seconds(_forward(shape, count, length), group.ranks, device, SCORING_MFU)
+        )
         scoring[-1] += len(group.roles) * _gathering(frozen, count * length, budget, device)
         training.append(
             sum(
@@ -58,22 +60,28 @@ def step_time(config: PipelineConfig, shape: ModelShape, device: Device) -> Step
                 if model.trained
             )
         )
-    return StepTime(_rollout(config, shape, device), max(scoring), max(training), _sync(config, shape, device))
+    return StepTime(
+        _rollout(config, shape, device), max(scoring), max(training), _sync(config, shape, device)
+    )
 
 
 def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, device: Device) -> float:
     """Forward and backward passes over `sequences`, what ranks tell each other, and the step."""
     n, deepspeed = model.deepspeed.ranks, model.deepspeed
-    # The backward pass costs two forward passes, one of them for the gradients of weights, which adapters do not need.
+    # The backward pass costs two forward passes, one of them for the gradients of weights, which adapters do
+    # not need.
     passes = (3.0 if model.lora is None else 2.0) + deepspeed.gradient_checkpointing
     seconds = passes * _seconds(_forward(model.shape, sequences, length), n, device, TRAINING_MFU)
     micro_batches = math.ceil(sequences * length / n / budget)
     if n > 1:
         # Reduced after every micro-batch; ZeRO-1 and 2 then gather the weights that each rank has updated.
-        reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches + (deepspeed.zero_stage in (1, 2))
+        reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches + (
+            deepspeed.zero_stage in (1, 2)
+        )
         seconds += reduced * model.size * model.trainable * (n - 1) / n / (device.link * LINK)
         seconds += 2 * _gathering(model, sequences * length, budget, device)
-    # Weights in host memory come over for each pass forward and backward; gradients go and new weights come once.
+    # Weights in host memory come over for each pass forward and backward; gradients go and new weights come
+    # once.
     seconds += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES * model.away
     return seconds + 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES * model.offloaded
 
@@ -106,8 +114,9 @@ def _sync(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
 
 
 def _rollout(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
-    """Prefill by arithmetic; decoding by reading weights and KV cache once a token, as many sequences at once as the
-    cache holds."""
+    """Prefill by arithmetic; decoding by reading weights and KV cache once a token, as many sequences at once
+    as the cache holds.
+    """
     ppo, engine = config.ppo, config.ppo.engine
     size = 4 if engine.dtype == "float32" else 2
     per_engine = math.ceil(ppo.rollout_batch_size / engine.count)

@@ -1,10 +1,11 @@
-"""Verifiable answers: the final number or the boxed expression of a response, compared with the row's own answer.
+"""Verifiable answers: the final number or the boxed expression of a response, compared with the row's own
+answer.
 
     final number   after the last `####` if there is one (GSM8K), else the last number of the text
     boxed          what the last `\\boxed{...}` holds, braces inside included (MATH)
 
-Numbers are compared exactly, as fractions: `1,234.50`, `$18`, `-3`, `3/4`, `\\frac{3}{4}`, `25%` (as 25). Anything else is
-compared as text without spaces, dollar signs, `\\text{}` and the full stop at its end.
+Numbers are compared exactly, as fractions: `1,234.50`, `$18`, `-3`, `3/4`, `\\frac{3}{4}`, `25%` (as 25).
+Anything else is compared as text without spaces, dollar signs, `\\text{}` and the full stop at its end.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     score = sum over sources of weight * (raw value, or its batch-normalised form)
 
-The raw values of the reward model are clipped first (`ppo.score_clip`). Other sources are not clipped, because
-rules define their own limits. A source of weight 0 is only measured. It does not change scores, and its
-failures do not remove scores.
+The raw values of the reward model are clipped first (`ppo.score_clip`). Other sources are not clipped,
+because rules define their own limits. A source of weight 0 is only measured. It does not change scores, and
+its failures do not remove scores.
 
-Batch normalisation is (x - mean) / (std + 1e-8) over the batch with population std, and exactly 0 if all values
-are equal. If a source cannot score a response and its `on_error` masks the failure, the value of the source and
-the score are NaN.
+Batch normalisation is (x - mean) / (std + 1e-8) over the batch with population std, and exactly 0 if all
+values are equal. If a source cannot score a response and its `on_error` masks the failure, the value of the
+source and the score are NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rlhf_core.config.rewards import AnyReward, ExternalReward, FormatReward, ModelReward, PythonReward, RemoteReward
+from rlhf_core.config.rewards import (
+    AnyReward,
+    ExternalReward,
+    FormatReward,
+    ModelReward,
+    PythonReward,
+    RemoteReward,
+)
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.failures import settle
 from rlhf_core.rewards.python_function import PythonFunction
@@ -62,7 +69,9 @@ class RewardBatch:
     total: list[float]
     """(n,) weighted sum, before penalties and KL. NaN if a source with nonzero weight has no value."""
     by_source: dict[str, list[float]]
-    """(n,) raw values of each source by its name, before normalisation and weight; NaN where it masks a failure."""
+    """(n,) raw values of each source by its name, before normalisation and weight; NaN where it masks a
+    failure.
+    """
 
     def metrics(self) -> dict[str, float]:
         """`{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures left out."""
@@ -92,8 +101,8 @@ class RewardComposer:
     ) -> None:
         """Create the sources.
 
-        `digests` has the sha256 of the Python files of sources by their name (see `PythonFunction`). The reward
-        model's scores are clipped to +- `score_clip`.
+        `digests` has the sha256 of the Python files of sources by their name (see `PythonFunction`). The
+        reward model's scores are clipped to +- `score_clip`.
         """
         self._sources = sources
         self._score_clip = score_clip
@@ -113,16 +122,19 @@ class RewardComposer:
             raise
 
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
-        """`model_scores`: (n,) reward-model scores, already normalised by its stored statistics; None without one.
+        """`model_scores`: (n,) reward-model scores, already normalised by its stored statistics; None without
+        one.
 
-        A score of the reward model that is not finite is masked (NaN), and said. Raises `RewardError` for missing model
-        scores, what `on_error` does not mask, or a rule's value that is not finite.
+        A score of the reward model that is not finite is masked (NaN), and said. Raises `RewardError` for
+        missing model scores, what `on_error` does not mask, or a rule's value that is not finite.
         """
         by_source = {source_name(source): self._raw(source, batch, model_scores) for source in self._sources}
         return RewardBatch(self.total(by_source, len(batch)), by_source)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
-        """(n,) weighted sum of raw values, each source normalised over these `count` responses where it says so."""
+        """(n,) weighted sum of raw values, each source normalised over these `count` responses where it says
+        so.
+        """
         return weighted_sum(self._sources, by_source, count, self._score_clip)
 
     def close(self) -> None:
@@ -171,8 +183,8 @@ def weighted_sum(
 ) -> list[float]:
     """Return the (n,) weighted sum of the values of `count` responses.
 
-    `score_clip` is described in `RewardComposer`. `normalized=False` disables batch normalisation, which gives
-    every batch the mean 0.
+    `score_clip` is described in `RewardComposer`. `normalized=False` disables batch normalisation, which
+    gives every batch the mean 0.
     """
     total = [0.0] * count
     for source in sources:
@@ -180,7 +192,9 @@ def weighted_sum(
             continue  # 0 * NaN is NaN
         values = list(by_source[source_name(source)])
         if isinstance(source, ModelReward) and score_clip is not None:
-            values = [value if math.isnan(value) else max(-score_clip, min(score_clip, value)) for value in values]
+            values = [
+                value if math.isnan(value) else max(-score_clip, min(score_clip, value)) for value in values
+            ]
         if normalized and source.normalize == "batch":
             values = normalize(values)
         total = [sum_ + source.weight * value for sum_, value in zip(total, values, strict=True)]
@@ -190,8 +204,8 @@ def weighted_sum(
 def clipped_share(
     sources: Sequence[AnyReward], by_source: Mapping[str, Sequence[float]], score_clip: float | None
 ) -> float | None:
-    """Return the share of the reward model's scores that `score_clip` changes, 0 to 1. None if there is nothing to
-    clip.
+    """Return the share of the reward model's scores that `score_clip` changes, 0 to 1. None if there is
+    nothing to clip.
     """
     if score_clip is None:
         return None
@@ -222,7 +236,9 @@ def normalize(values: Sequence[float]) -> list[float]:
 
 
 def _masked(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> list[float]:
-    """`values` with NaN for whatever is not finite: a model that overflows on one response has said nothing of it."""
+    """`values` with NaN for whatever is not finite: a model that overflows on one response has said nothing
+    of it.
+    """
     odd = [sample.prompt_id for value, sample in zip(values, batch, strict=True) if not math.isfinite(value)]
     if odd:
         log.warning(

@@ -5,8 +5,8 @@
             +-- after HEADER_SECONDS, or the oldest one if too few places are free --> closed
 
 The server accepts a limited number of connections and can check the token only after the headers of a request
-are complete. A connection that does not send them is closed after a time limit, or earlier if other connections
-need its place.
+are complete. A connection that does not send them is closed after a time limit, or earlier if other
+connections need its place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class GuardedProtocol(H11Protocol):
         self._wait()
         limit = self.limit_concurrency
         if limit is not None and len(self.connections) > limit - _SPARE:
-            waiting = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.waits]
+            waiting = [
+                other for other in self.connections if isinstance(other, GuardedProtocol) and other.waits
+            ]
             if waiting:
                 min(waiting, key=lambda other: other._waiting_since or 0.0)._give_up()
 

@@ -1,4 +1,5 @@
-"""What is done when code that is not ours fails on a batch: try again, find the samples at fault, then mask or abort.
+"""What is done when code that is not ours fails on a batch: try again, find the samples at fault, then mask
+or abort.
 
 the whole batch, 1 + retries times
   | raises                                        | answers, some values not finite
@@ -23,11 +24,15 @@ from rlhf_core.types import RewardInput
 logger = logging.getLogger(__name__)
 
 _CULPRITS = 3
-"""So many single samples at fault are found in one batch; with more, those not yet told apart all count as failed."""
+"""So many single samples at fault are found in one batch; with more, those not yet told apart all count as
+failed.
+"""
 
 
 class Failure(Exception):
-    """A batch got no values. `searchable`: one of its samples may be why, so that parts of it are worth a try."""
+    """A batch got no values. `searchable`: one of its samples may be why, so that parts of it are worth a
+    try.
+    """
 
     def __init__(self, message: str, *, searchable: bool = True) -> None:
         super().__init__(message)
@@ -55,7 +60,9 @@ class Outcome:
             for index, value in enumerate(values)
             if not math.isfinite(value)
         }
-        return Outcome([math.nan if index in reasons else value for index, value in enumerate(values)], reasons)
+        return Outcome(
+            [math.nan if index in reasons else value for index, value in enumerate(values)], reasons
+        )
 
     @staticmethod
     def failed(count: int, reason: str) -> Outcome:
@@ -68,7 +75,9 @@ Call = Callable[[Sequence[RewardInput]], Outcome]
 
 
 def attempt(name: str, call: Call, samples: Sequence[RewardInput], tries: int) -> Outcome:
-    """The whole batch until every value is finite, `tries` times at most; then the search for the samples at fault."""
+    """The whole batch until every value is finite, `tries` times at most; then the search for the samples at
+    fault.
+    """
     last: Outcome | Failure = Failure("it was never tried")
     for number in range(1, tries + 1):
         try:
@@ -85,8 +94,8 @@ def attempt(name: str, call: Call, samples: Sequence[RewardInput], tries: int) -
 def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Outcome:
     """The samples because of which `call` fails on the whole, and the values of the others.
 
-    Halves are tried once each, down to single samples, until about 3 log2(n) tries have failed. The others are then
-    called once more together, because a function may compare the samples of its batch.
+    Halves are tried once each, down to single samples, until about 3 log2(n) tries have failed. The others
+    are then called once more together, because a function may compare the samples of its batch.
     """
     budget = _CULPRITS * math.ceil(math.log2(max(2, len(samples))))
     blamed: dict[int, str] = {}
@@ -119,13 +128,15 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
 def settle(
     name: str, on_error: Literal["abort", "mask"], outcome: Outcome, samples: Sequence[RewardInput]
 ) -> list[float]:
-    """(n,) values, NaN where the source masks what failed. Raises `RewardError` that names the first if it aborts."""
+    """(n,) values, NaN where the source masks what failed. Raises `RewardError` that names the first if it
+    aborts.
+    """
     if not outcome.reasons:
         return outcome.values
     first = min(outcome.reasons)
     text = (
-        f"reward {name}: {len(outcome.reasons)} of {len(samples)} responses have no value; the first is that to prompt "
-        f"{samples[first].prompt_id} (index {first}): {outcome.reasons[first]}"
+        f"reward {name}: {len(outcome.reasons)} of {len(samples)} responses have no value; the first is that"
+        f" to prompt {samples[first].prompt_id} (index {first}): {outcome.reasons[first]}"
     )
     if on_error == "abort":
         raise RewardError(f"{text}; on_error=mask would leave such responses out")

@@ -1,13 +1,13 @@
-"""Runs a user's reward function in a separate process, so that slow, crashing or hanging functions do not affect
-PPO.
+"""Runs a user's reward function in a separate process, so that slow, crashing or hanging functions do not
+affect PPO.
 
     with PythonFunction(source) as function:      starts the process and loads the function
         outcome = function(samples)               values, and reasons for missing ones, after the retries (see `failures`)
 
-The module of the function is read once, and all its processes use this content. Later edits during the run have
-no effect. Modules that it imports are read by each process. If a batch exceeds `timeout` seconds or the process
-dies, the process and its children are killed, and each retry starts a new process. Batches are processed one at
-a time, and the object must be used by one thread only.
+The module of the function is read once, and all its processes use this content. Later edits during the run
+have no effect. Modules that it imports are read by each process. If a batch exceeds `timeout` seconds or the
+process dies, the process and its children are killed, and each retry starts a new process. Batches are
+processed one at a time, and the object must be used by one thread only.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _STOP_SECONDS = 2.0
 class PythonFunction:
     """Callable `Sequence[RewardInput] -> Outcome`.
 
-    A call fails that raises, takes longer than `timeout` seconds, or returns anything but n floats. Raises `ConfigError`
-    at construction if the function cannot be loaded, `RewardError` if its process cannot be started.
+    A call fails that raises, takes longer than `timeout` seconds, or returns anything but n floats. Raises
+    `ConfigError` at construction if the function cannot be loaded, `RewardError` if its process cannot be
+    started.
     """
 
     def __init__(self, source: PythonReward, digest: str | None = None) -> None:
@@ -55,7 +56,9 @@ class PythonFunction:
         self._channel: socket.socket | None = None
         self._buffer = b""
         if source.file is not None and not Path(source.file).is_file():
-            raise ConfigError(f"ppo.rewards.{self.name}.file must be an existing Python file; got {source.file}")
+            raise ConfigError(
+                f"ppo.rewards.{self.name}.file must be an existing Python file; got {source.file}"
+            )
         file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
         readable = file is not None and file.suffix == ".py" and file.is_file()
         self._code = file.read_bytes() if file is not None and readable else None
@@ -119,8 +122,14 @@ class PythonFunction:
             ) from failure
         if "refused" in reply:
             self.close()
-            place = f"{source.file}, function {source.function.partition(':')[2]}" if source.file else source.function
-            raise ConfigError(f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}")
+            place = (
+                f"{source.file}, function {source.function.partition(':')[2]}"
+                if source.file
+                else source.function
+            )
+            raise ConfigError(
+                f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}"
+            )
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send `request` and return the reply. On any failure, the process is killed and `Failure` is raised."""
@@ -139,7 +148,8 @@ class PythonFunction:
                 self._buffer += part
         except TimeoutError:
             self._kill()
-            # The search for the sample that hangs waits out the limit several times: worth it to save the others only.
+            # The search for the sample that hangs waits out the limit several times: worth it to save the
+            # others only.
             late = f"it gave no answer within {seconds:g} s"
             raise Failure(late, searchable=self._source.on_error == "mask") from None
         except OSError as error:
@@ -170,7 +180,8 @@ class PythonFunction:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            # The session is the worker's own: this reaches what the user's function started, and nothing else.
+            # The session is the worker's own: this reaches what the user's function started, and nothing
+            # else.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -1,7 +1,9 @@
-"""The process that runs a user's reward function. `python_function.PythonFunction` starts it and never imports it.
+"""The process that runs a user's reward function. `python_function.PythonFunction` starts it and never
+imports it.
 
-    parent --{"id": "...", "code": "..." or null}\\n--> worker --{"id": "...", "ready": true} or {..., "refused": "..."}\\n--> parent
-    parent --{"id": "...", "samples": [...]}\\n--> worker --{"id": "...", "values": [...]} or {..., "error": "..."}\\n--> parent
+    parent --{"id": "...", "code": "..." or null}\\n--> worker --{"id": "...", "ready": true} or {...,
+    "refused": "..."}\\n--> parent parent --{"id": "...", "samples": [...]}\\n--> worker --{"id": "...",
+    "values": [...]} or {..., "error": "..."}\\n--> parent
 
 Messages are JSON objects, one per line, over an inherited socket. Output of the function goes to the log and
 cannot interfere with replies. A reply contains the random `id` of its request. `code` is the source of the
@@ -31,7 +33,9 @@ _PARENT_CHECK = 1.0
 """Seconds between looks whether the parent still lives."""
 
 
-def load_function(function: str, file: str | None, code: bytes | None = None) -> Callable[[list[RewardInput]], Any]:
+def load_function(
+    function: str, file: str | None, code: bytes | None = None
+) -> Callable[[list[RewardInput]], Any]:
     """Return the callable named `package.module:function`, or the function of that name in `file`.
 
     If `code` is given, this source is executed instead of the file. Raises any exception of the import.
@@ -41,7 +45,11 @@ def load_function(function: str, file: str | None, code: bytes | None = None) ->
         module = importlib.import_module(module_name)
     else:
         own = "rlhf_user_reward" if file is not None else module_name
-        spec = importlib.util.spec_from_file_location(own, file) if file is not None else importlib.util.find_spec(own)
+        spec = (
+            importlib.util.spec_from_file_location(own, file)
+            if file is not None
+            else importlib.util.find_spec(own)
+        )
         if spec is None or spec.loader is None:
             raise ImportError(f"{file or own} is not a Python file")
         module = importlib.util.module_from_spec(spec)
@@ -57,7 +65,9 @@ def load_function(function: str, file: str | None, code: bytes | None = None) ->
 
 
 def as_floats(result: Any, count: int) -> list[float]:
-    """`result` as `count` floats. Raises `ValueError` naming what came back instead; finiteness is the caller's."""
+    """`result` as `count` floats. Raises `ValueError` naming what came back instead; finiteness is the
+    caller's.
+    """
     if isinstance(result, str | bytes | dict | set) or not hasattr(result, "__len__"):
         raise ValueError(f"it returned {_short(result)}, but a list of {count} floats is needed")
     values = result.tolist() if hasattr(result, "tolist") else list(result)
@@ -116,7 +126,9 @@ def _leave_with(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or empty."""
+    """Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or
+    empty.
+    """
     descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)

@@ -1,19 +1,22 @@
 """A reward service over HTTP: `type: remote` of `ppo.rewards`.
 
-One request is a POST of JSON to a replica's url, with `Authorization: Bearer $RLHF_REWARD_TOKEN` where that variable is
-set in the environment:
+One request is a POST of JSON to a replica's url, with `Authorization: Bearer $RLHF_REWARD_TOKEN` where that
+variable is set in the environment:
 
-    {"items": [{"prompt": "...", "response": "...", "prompt_id": "...", "meta": {...}, "finished": true}, ...]}
+    {"items": [{"prompt": "...", "response": "...", "prompt_id": "...", "meta": {...}, "finished": true},
+    ...]}
 
-`prompt` and `response` are plain text without special tokens; `meta` is what the prompt's row had besides; `finished` is
-false where the length limit cut the response. With `send_tokens` each item also has `prompt_ids` and `response_ids`,
-the tokens as the policy saw and wrote them. The answer is status 200 and one score per item, in order:
+`prompt` and `response` are plain text without special tokens; `meta` is what the prompt's row had besides;
+`finished` is false where the length limit cut the response. With `send_tokens` each item also has
+`prompt_ids` and `response_ids`, the tokens as the policy saw and wrote them. The answer is status 200 and one
+score per item, in order:
 
     {"scores": [0.25, null, ...], "errors": {"1": "why item 1 has no score"}}
 
-null (or a number that is not finite) is an item without a score; `errors` may be left out. Any other status is a
-failure of the whole request. 400, 413 and 422 are the fault of an item, which is searched for by asking for parts; 3xx,
-401, 403, 404, 405 and 415 end the step (redirects are not followed); all others are tried again.
+null (or a number that is not finite) is an item without a score; `errors` may be left out. Any other status
+is a failure of the whole request. 400, 413 and 422 are the fault of an item, which is searched for by asking
+for parts; 3xx, 401, 403, 404, 405 and 415 end the step (redirects are not followed); all others are tried
+again.
 
     samples -> requests of `items_per_request` -> least busy replica -> scores
                  ^                                    | failure
@@ -63,8 +66,8 @@ _FINAL = {*range(300, 400), *_FIXES}
 class RemoteService:
     """Callable `Sequence[RewardInput] -> Outcome`; belongs to one thread. `close` it.
 
-    A batch is bounded: each request has `1 + retries` tries, each of which waits at most `timeout` + `breaker_seconds`
-    for a replica that may be asked, and `timeout` for its answer.
+    A batch is bounded: each request has `1 + retries` tries, each of which waits at most `timeout` +
+    `breaker_seconds` for a replica that may be asked, and `timeout` for its answer.
     """
 
     def __init__(self, source: RemoteReward) -> None:
@@ -76,9 +79,12 @@ class RemoteService:
                 _ = httpx.URL(url).host, httpx.URL(url).netloc
             except (httpx.InvalidURL, ValueError) as error:
                 raise ConfigError(
-                    f"ppo.rewards.{self._name}.urls: {url} is no address that can be asked ({error}); correct its host"
+                    f"ppo.rewards.{self._name}.urls: {url} is no address that can be asked ({error}); correct"
+                    " its host"
                 ) from error
-        replicas = [Replica(url, Breaker(source.breaker_failures, source.breaker_seconds)) for url in source.urls]
+        replicas = [
+            Replica(url, Breaker(source.breaker_failures, source.breaker_seconds)) for url in source.urls
+        ]
         self._replicas = Replicas(replicas, source.concurrency, source.timeout + source.breaker_seconds)
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
@@ -159,8 +165,8 @@ class RemoteService:
                 raise Failure(f"{place} cannot be asked: {cause}", searchable=False) from error
             if status in _FINAL:
                 raise RewardError(
-                    f"reward {self._name}: {replica.url} answers with status {status}, which no "
-                    f"further try can change; {_FIXES.get(status, 'give its final address: redirects are not followed')}"
+                    f"reward {self._name}: {replica.url} answers with status {status}, which no further try"
+                    f" can change; {_FIXES.get(status, 'give its final address: redirects are not followed')}"
                 )
             if status != 200:
                 kind = Refused if status in _REFUSED else Failure
@@ -184,19 +190,24 @@ class RemoteService:
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         if address := forbidden(host, addresses, self._source.allowed_hosts):
             raise RewardError(
-                f"reward {self._name}: {host} leads to {address}, which is a private address; if that is meant, add the "
-                "address or its network to allowed_hosts"
+                f"reward {self._name}: {host} leads to {address}, which is a private address; if that is"
+                " meant, add the address or its network to allowed_hosts"
             )
         if self._token and whole.scheme == "http" and any(map(is_public, addresses)):
             raise RewardError(
-                f"reward {self._name}: {TOKEN_VARIABLE} must not travel in clear text to {host}, a public address; use https"
+                f"reward {self._name}: {TOKEN_VARIABLE} must not travel in clear text to {host}, a public"
+                " address; use https"
             )
         return addresses
 
     async def _post_to(self, address: str, url: str, body: bytes) -> tuple[int, bytes]:
         """(status, body) from exactly this address; the certificate is checked against the url's own host."""
         whole = httpx.URL(url)
-        headers = {"Host": whole.netloc.decode(), "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {
+            "Host": whole.netloc.decode(),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         request = self._client.build_request(
@@ -231,13 +242,17 @@ class RemoteService:
 
 
 def read_answer(body: bytes, count: int, place: str) -> Outcome:
-    """The scores in an answer for `count` items. Raises `Failure` for anything that the protocol does not allow."""
+    """The scores in an answer for `count` items. Raises `Failure` for anything that the protocol does not
+    allow.
+    """
     try:
         answer = json.loads(body)
         scores, errors = answer["scores"], answer.get("errors", {})
         values = [math.nan if score is None else _number(score) for score in scores]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise Failure(f'{place} must answer {{"scores": [...]}} with numbers; got {body[:80]!r} ({error})') from error
+        raise Failure(
+            f'{place} must answer {{"scores": [...]}} with numbers; got {body[:80]!r} ({error})'
+        ) from error
     if len(values) != count:
         raise Failure(f"{place} gave {len(values)} scores for {count} items")
     outcome = Outcome.of(values)

@@ -70,8 +70,9 @@ class Replicas:
         self._patience = patience
 
     async def take(self) -> Replica:
-        """The least busy one that may be asked, among equals the one asked least; `use` it. Raises `Failure` when none
-        may be for too long."""
+        """The least busy one that may be asked, among equals the one asked least; `use` it. Raises `Failure`
+        when none may be for too long.
+        """
         deadline = time.monotonic() + self._patience
         while True:
             usable = [replica for replica in self._replicas if replica.breaker.allows]
@@ -89,8 +90,9 @@ class Replicas:
 
     @contextmanager
     def use(self, replica: Replica, *, searching: bool = False) -> Iterator[None]:
-        """Around one request to a taken replica. `Refused` proves it alive; so does any failure that a sample may
-        explain while the samples at fault are being searched."""
+        """Around one request to a taken replica. `Refused` proves it alive; so does any failure that a sample
+        may explain while the samples at fault are being searched.
+        """
         try:
             yield
         except Failure as failure:

@@ -1,7 +1,7 @@
 """Rule rewards: one pure function per rule of `rlhf_core.config.rewards`, each of one response.
 
-Every function takes its configuration and one `RewardInput` and returns a finite float; ranges are given per rule.
-Words are runs of letters, digits, apostrophes and hyphens, compared with case folded.
+Every function takes its configuration and one `RewardInput` and returns a finite float; ranges are given per
+rule. Words are runs of letters, digits, apostrophes and hyphens, compared with case folded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _FULL_STOPS = ".!?…。！？؟।"
 def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
     """The raw value of any rule source; a source that is no rule is our own bug.
 
-    Raises `ConfigError` for a pattern that does not compile, and what the gold reward raises for a foreign prompt.
+    Raises `ConfigError` for a pattern that does not compile, and what the gold reward raises for a foreign
+    prompt.
     """
     match source:
         case GoldReward():
@@ -74,8 +75,8 @@ def answer(source: AnswerReward, sample: RewardInput) -> float:
     wanted = sample.meta.get(source.field)
     if wanted is None:
         raise RewardError(
-            f"reward answer: the row of prompt {sample.prompt_id} has no field {source.field!r}; set `field` to the one that "
-            f"holds the answer; it has {', '.join(sorted(sample.meta)) or 'none'}"
+            f"reward answer: the row of prompt {sample.prompt_id} has no field {source.field!r}; set `field`"
+            f" to the one that holds the answer; it has {', '.join(sorted(sample.meta)) or 'none'}"
         )
     given = boxed(sample.response) if source.extract in ("auto", "boxed") else None
     if given is None and source.extract != "boxed":
@@ -131,7 +132,9 @@ def repetition(source: RepetitionReward, sample: RewardInput) -> float:
 
 
 def relevance(source: RelevanceReward, sample: RewardInput) -> float:
-    """Share, in [0, 1], of the prompt's distinct content words found in the response; 0 if the prompt has none."""
+    """Share, in [0, 1], of the prompt's distinct content words found in the response; 0 if the prompt has
+    none.
+    """
     wanted = {word for word in _words(sample.prompt) if sum(map(str.isalpha, word)) >= source.min_letters}
     if not wanted:
         return 0.0

@@ -32,10 +32,14 @@ class Scorer:
         device: str = "cpu",
         micro_batch_tokens: int = 16384,
     ) -> None:
-        """`folder`: model, tokenizer and statistics, as stage `reward` leaves them in `model/`. `template`: how prompts are
-        rendered; None: as chat where the tokenizer has a template. Raises `ModelError` for what is no reward model."""
+        """`folder`: model, tokenizer and statistics, as stage `reward` leaves them in `model/`. `template`:
+        how prompts are rendered; None: as chat where the tokenizer has a template. Raises `ModelError` for
+        what is no reward model.
+        """
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} must hold a reward model (config.json is missing); give the `reward` artifact")
+            raise ModelError(
+                f"{folder} must hold a reward model (config.json is missing); give the `reward` artifact"
+            )
         if not is_classifier(folder):
             raise ModelError(
                 f"{folder} must hold a reward model; got one that generates text; give the `reward` artifact"
@@ -51,9 +55,11 @@ class Scorer:
         """Tokens of one forward pass."""
 
     def encode(self, item: Any) -> PromptAndResponse:
-        """((P,), (T,)) tokens of prompt and response: the item's own, or those of its texts. Raises `ItemError`.
+        """((P,), (T,)) tokens of prompt and response: the item's own, or those of its texts. Raises
+        `ItemError`.
 
-        A response that is finished ends with EOS, as in the pairs the model was trained on and in the policy's rollouts.
+        A response that is finished ends with EOS, as in the pairs the model was trained on and in the
+        policy's rollouts.
         """
         if not isinstance(item, Mapping):
             raise ItemError(f"an item must be an object; got {type(item).__name__}")
@@ -63,7 +69,9 @@ class Scorer:
             pair = self._texts(item)
         length = len(pair[0]) + len(pair[1])
         if length > self._positions:
-            raise ItemError(f"prompt and response have {length} tokens, but the model takes {self._positions}")
+            raise ItemError(
+                f"prompt and response have {length} tokens, but the model takes {self._positions}"
+            )
         if not pair[1]:
             raise ItemError("the response has no tokens")
         return pair
@@ -88,8 +96,12 @@ class Scorer:
             record = normalise({"prompt": item.get("prompt")}, "prompt")
             for text in (response, *(message.content for message in record.prompt)):
                 text.encode()
-            if any(self._encoder.surely_longer(text, self._positions) for text in (record.prompt_text, response)):
-                raise ItemError(f"prompt and response do not fit the {self._positions} tokens that the model takes")
+            if any(
+                self._encoder.surely_longer(text, self._positions) for text in (record.prompt_text, response)
+            ):
+                raise ItemError(
+                    f"prompt and response do not fit the {self._positions} tokens that the model takes"
+                )
             if not response:
                 return self._encoder.prompt(record.prompt), (self._encoder.eos_id,)
             prompt_ids, response_ids = self._encoder.response(record.prompt, response)

@@ -1,12 +1,12 @@
 """`rlhf serve-reward`: serves a reward model over HTTP with the protocol in `remote`.
 
-    POST /score --> size, token --> encode --> waiting requests --> one forward pass for several requests --> answers
-    GET /health
+    POST /score --> size, token --> encode --> waiting requests --> one forward pass for several requests -->
+    answers GET /health
 
-A request waits for the forward pass that contains it. Encoding and scoring never run at the same time, because
-the memory of the whole process is limited while a chat template is rendered. Without a token, the server
-listens on loopback only and refuses requests of web pages from other origins. An invalid item gets `null` and a
-reason. An invalid request gets a status: 400, 401, 403, 408, 413, 415, 500 or 503.
+A request waits for the forward pass that contains it. Encoding and scoring never run at the same time,
+because the memory of the whole process is limited while a chat template is rendered. Without a token, the
+server listens on loopback only and refuses requests of web pages from other origins. An invalid item gets
+`null` and a reason. An invalid request gets a status: 400, 401, 403, 408, 413, 415, 500 or 503.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 << 20
 MAX_ITEMS = 10_000
-"""Maximum number of items of a request. The answer has one entry for each, and a reason for each item without a
-score.
+"""Maximum number of items of a request. The answer has one entry for each, and a reason for each item without
+a score.
 """
 _BODY_SECONDS = 30.0
 _CONNECTIONS = 256
@@ -60,7 +60,9 @@ class Scores(Protocol):
 
 
 class MicroBatches:
-    """Joins waiting requests into forward passes of at most `micro_batch_tokens` tokens, in the order they came."""
+    """Joins waiting requests into forward passes of at most `micro_batch_tokens` tokens, in the order they
+    came.
+    """
 
     def __init__(self, scorer: Scores, turns: asyncio.Lock | None = None) -> None:
         """`turns` is held during each forward pass."""
@@ -85,11 +87,15 @@ class MicroBatches:
                     async with self._turns:
                         requests = self._next()
                         pairs = [pair for own, _ in requests for pair in own]
-                        scores = await asyncio.get_running_loop().run_in_executor(thread, self._scorer.scores, pairs)
+                        scores = await asyncio.get_running_loop().run_in_executor(
+                            thread, self._scorer.scores, pairs
+                        )
                 except Exception:
                     logger.exception("a forward pass of %d items failed", len(pairs))
                     for _, result in requests:
-                        result.set_exception(HTTPException(500, "the forward pass failed; the service's log says why"))
+                        result.set_exception(
+                            HTTPException(500, "the forward pass failed; the service's log says why")
+                        )
                     continue
                 for own, result in requests:
                     mine, scores = scores[: len(own)], scores[len(own) :]
@@ -122,7 +128,11 @@ def make_app(scorer: Scores, token: str | None) -> Starlette:
         known = {index: pair for index, pair in enumerate(encoded) if not isinstance(pair, str)}
         found = dict(zip(known, await batches.score(list(known.values())), strict=True)) if known else {}
         errors = {str(index): reason for index, reason in enumerate(encoded) if isinstance(reason, str)}
-        errors |= {str(index): "the model's score is not finite" for index, value in found.items() if math.isnan(value)}
+        errors |= {
+            str(index): "the model's score is not finite"
+            for index, value in found.items()
+            if math.isnan(value)
+        }
         scores = [None if str(index) in errors else found[index] for index in range(len(items))]
         return JSONResponse({"scores": scores, "errors": errors})
 
@@ -151,7 +161,9 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
     app = make_app(scorer, token)
     return uvicorn.Server(
         uvicorn.Config(
-            OwnAddressOnly(app) if token is None else app,  # with a token, web pages cannot send valid requests
+            (
+                OwnAddressOnly(app) if token is None else app
+            ),  # with a token, web pages cannot send valid requests
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -163,16 +175,20 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
-    """A bound socket, and the token that clients must send. Raises `ConfigError` for an address that cannot be used, or
-    one beyond loopback without a token."""
+    """A bound socket, and the token that clients must send. Raises `ConfigError` for an address that cannot
+    be used, or one beyond loopback without a token.
+    """
     token = reward_token(guards=True)
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port must be from 0 to 65535; got {port}")
     try:
-        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        kind, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         if token is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise ConfigError(
-                f"--host must be a loopback address without a token; got {host}; set {TOKEN_VARIABLE}, here and for the clients"
+                f"--host must be a loopback address without a token; got {host}; set {TOKEN_VARIABLE}, here"
+                " and for the clients"
             )
         bound = socket.socket(kind, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,7 +203,9 @@ def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
 def _check_token(request: Request, token: str | None) -> None:
     given = request.headers.get("authorization", "")
     if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-        raise HTTPException(401, f"the token of this service must be sent; clients take it from {TOKEN_VARIABLE}")
+        raise HTTPException(
+            401, f"the token of this service must be sent; clients take it from {TOKEN_VARIABLE}"
+        )
 
 
 async def _items(request: Request) -> list[Any]:

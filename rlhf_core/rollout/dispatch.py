@@ -1,4 +1,6 @@
-"""Which engine samples which prompt: the whole rollout batch at once, least loaded engine first. Pure and repeatable."""
+"""Which engine samples which prompt: the whole rollout batch at once, least loaded engine first. Pure and
+repeatable.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def prompts_of_step(count: int, per_step: int, seed: int, step: int) -> list[int
 
 
 def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
-    """Prompt indices for each engine: longest first to the engine with the fewest tokens, then in the given order."""
+    """Prompt indices for each engine: longest first to the engine with the fewest tokens, then in the given
+    order.
+    """
     shares: list[list[int]] = [[] for _ in range(engines)]
     load = [0] * engines
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -29,8 +33,9 @@ def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
 
 
 def reassign(shares: Mapping[int, Sequence[int]], serving: Sequence[int]) -> dict[int, list[int]]:
-    """Shares that are to be sampled again, by engine: each stays where it was, that of an engine which does not serve any
-    more goes as a whole to one that has nothing to do or else the least."""
+    """Shares that are to be sampled again, by engine: each stays where it was, that of an engine which does
+    not serve any more goes as a whole to one that has nothing to do or else the least.
+    """
     kept = {engine: list(share) for engine, share in shares.items() if engine in serving}
     for engine, share in shares.items():
         if engine not in serving:

@@ -16,7 +16,8 @@ from rlhf_core.watch import doing
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
 CPU_TOKENS_PER_STEP = 4096
-"""Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there."""
+"""Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
+"""
 _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 
 
@@ -52,7 +53,9 @@ class Engine:
             raise ModelError(f"{model}/config.json: eos_token_id is missing; without it no response can end")
         self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
         # Left to itself, vLLM would ask Ray for workers, in a placement group that has none for them.
-        options: dict[str, Any] = {"distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"}
+        options: dict[str, Any] = {
+            "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"
+        }
         if weight_transfer is not None:
             options["weight_transfer_config"] = WeightTransferConfig(backend=f"rlhf_{weight_transfer}")
             options["worker_extension_cls"] = _EXTENSION
@@ -99,8 +102,8 @@ class Engine:
     ) -> list[Rollout]:
         """`n` responses to each prompt, all prompts at once; in the order of prompts, then of samples.
 
-        The n samples of a prompt are one request with one seed. Only the temperature shapes the distribution: a
-        truncating sampler would make every log-probability of PPO wrong. `adapter`: the number under which
+        The n samples of a prompt are one request with one seed. Only the temperature shapes the distribution:
+        a truncating sampler would make every log-probability of PPO wrong. `adapter`: the number under which
         `SyncExtension.load_adapter` loaded one; no other is used instead.
         """
         from vllm import SamplingParams, TokensPrompt
@@ -128,7 +131,9 @@ class Engine:
         for prompt, output in zip(prompts, outputs, strict=True):
             for sample in sorted(output.outputs, key=lambda sample: sample.index):
                 ids = tuple(sample.token_ids)
-                logprobs = tuple(step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True))
+                logprobs = tuple(
+                    step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)
+                )
                 rollouts.append(
                     Rollout(
                         prompt_id=prompt.prompt_id,
@@ -152,7 +157,8 @@ class Engine:
         """Free the model and its KV cache."""
         import gc
 
-        # While the model is still known to it: what torch.compile hooked in would keep its weights on the device.
+        # While the model is still known to it: what torch.compile hooked in would keep its weights on the
+        # device.
         if (unhook := getattr(self.llm.llm_engine, "_finalizer", None)) is not None:
             unhook()
         self.llm.llm_engine.engine_core.shutdown()
@@ -176,8 +182,9 @@ _TAKEN = (
     "is less than requested memory for kv",
     "Error in memory profiling",  # others gave memory back while it looked
 )
-"""vLLM's words for what it does not have, and for what others have: ValueErrors and failed assertions, but of the device
-and not of the code."""
+"""vLLM's words for what it does not have, and for what others have: ValueErrors and failed assertions, but of
+the device and not of the code.
+"""
 
 
 def _of_memory(error: Exception) -> RLHFError | None:
@@ -187,8 +194,9 @@ def _of_memory(error: Exception) -> RLHFError | None:
         return OutOfMemory(f"an engine has too little memory: {words[:300]}")
     if any(known in words for known in _NO_CACHE):
         return InfrastructureError(
-            f"an engine has too little memory for its KV cache ({words[:200]}); raise "
-            "ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter sequences"
+            f"an engine has too little memory for its KV cache ({words[:200]}); raise"
+            " ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter"
+            " sequences"
         )
     return None
 

@@ -32,7 +32,9 @@ class Experience:
     """One rollout batch, ready for the update. All float32 but the masks."""
 
     mask_BT: torch.Tensor
-    """True on response tokens, from lengths, never from pad ids; False on the whole row of a response without a score."""
+    """True on response tokens, from lengths, never from pad ids; False on the whole row of a response without
+    a score.
+    """
     old_logprobs_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor
     values_BT: torch.Tensor
@@ -50,7 +52,9 @@ class Experience:
 
 def padded(arrays: Sequence[Any]) -> torch.Tensor:
     """(T,) each -> (B, T), zeros beyond."""
-    return pad_sequence([torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays], batch_first=True)
+    return pad_sequence(
+        [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays], batch_first=True
+    )
 
 
 def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPOConfig) -> torch.Tensor:
@@ -60,7 +64,9 @@ def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPO
     scores_B = scores_B - ppo.eos_penalty * (~finished_B).float()
     if ppo.overlong is not None:
         lengths_B = torch.tensor([len(r.response_ids) for r in rollouts])
-        scores_B = scores_B + overlong_penalty(lengths_B, ppo.max_new_tokens, ppo.overlong.buffer, ppo.overlong.factor)
+        scores_B = scores_B + overlong_penalty(
+            lengths_B, ppo.max_new_tokens, ppo.overlong.buffer, ppo.overlong.factor
+        )
     return scores_B
 
 
@@ -89,8 +95,8 @@ def make_experience(
 ) -> Experience:
     """Per-sequence arrays (T,) in the order of `rollouts`, the samples of a prompt side by side.
 
-    `scores`: one per response; a response whose score is NaN takes no part in the update. `values`: None without a
-    critic.
+    `scores`: one per response; a response whose score is NaN takes no part in the update. `values`: None
+    without a critic.
     """
     old_BT, ref_BT = padded(old_logprobs), padded(ref_logprobs)
     values_BT = torch.zeros_like(old_BT) if values is None else padded(values)
@@ -136,11 +142,22 @@ def make_experience(
         advantages_BT = masked_whiten(advantages_BT, mask_BT)
     weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, ppo.used_importance, *ppo.importance_bounds)
     return Experience(
-        mask_BT, old_BT, ref_BT, values_BT, advantages_BT, returns_BT, weights_BT, k1_BT.sum(1), scores_B, metrics
+        mask_BT,
+        old_BT,
+        ref_BT,
+        values_BT,
+        advantages_BT,
+        returns_BT,
+        weights_BT,
+        k1_BT.sum(1),
+        scores_B,
+        metrics,
     )
 
 
-def _of_responses(lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: torch.Tensor) -> dict[str, float]:
+def _of_responses(
+    lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: torch.Tensor
+) -> dict[str, float]:
     return {
         "rollout/length": lengths_B.float().mean().item(),
         "rollout/eos_rate": finished_B.float().mean().item(),
@@ -152,8 +169,8 @@ def _of_responses(lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: t
 def repeats(response_ids: Sequence[int]) -> bool:
     """Return whether a response of 16 tokens or more has at most two different tokens or contains a loop.
 
-    A loop is a piece of any length that occurs three or more times in a row and covers at least 16 tokens and a
-    quarter of the response.
+    A loop is a piece of any length that occurs three or more times in a row and covers at least 16 tokens and
+    a quarter of the response.
     """
     length = len(response_ids)
     if length < _LOOP_TOKENS:
@@ -175,13 +192,14 @@ def repeats(response_ids: Sequence[int]) -> bool:
 def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
     """Yield the periods that a loop of at least `5 * window` tokens can have, each once.
 
-    All periods up to a third of the length would take quadratic time. Only those are tried at which one of about
-    twenty windows of the response recurs. One of the windows begins among the first `window` tokens of the loop. One
-    period later, still within the loop, the same tokens follow.
+    All periods up to a third of the length would take quadratic time. Only those are tried at which one of
+    about twenty windows of the response recurs. One of the windows begins among the first `window` tokens of
+    the loop. One period later, still within the loop, the same tokens follow.
 
-    A window of a few tokens over and over (spaces, dashes) recurs nearly everywhere in a row of them. If the row is
-    longer than the loop's period, the whole loop has the period of the row. If it is not, its end belongs to what
-    recurs. Windows that overlap by more than half are of this kind, so that few periods are left in all cases.
+    A window of a few tokens over and over (spaces, dashes) recurs nearly everywhere in a row of them. If the
+    row is longer than the loop's period, the whole loop has the period of the row. If it is not, its end
+    belongs to what recurs. Windows that overlap by more than half are of this kind, so that few periods are
+    left in all cases.
     """
     length, size, text = len(ids_T), ids_T.itemsize, ids_T.tobytes()
     seen = set()
@@ -204,7 +222,9 @@ def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
 
 
 def _small_period(piece: bytes, size: int) -> int:
-    """Return the smallest period of `piece` that is at most half of its tokens, or 0. A token has `size` bytes."""
+    """Return the smallest period of `piece` that is at most half of its tokens, or 0. A token has `size`
+    bytes.
+    """
     half = len(piece) // size // 2
     for period in _places(piece, piece[: half * size], 1, 2 * half, size):
         if piece[period * size :] == piece[: -period * size]:
@@ -213,7 +233,9 @@ def _small_period(piece: bytes, size: int) -> int:
 
 
 def _places(text: bytes, piece: bytes, first: int, end: int, size: int) -> Iterator[int]:
-    """Yield where the tokens of `piece` stand in `text` from the token `first` on, and before the token `end`."""
+    """Yield where the tokens of `piece` stand in `text` from the token `first` on, and before the token
+    `end`.
+    """
     at = first * size
     while (at := text.find(piece, at, end * size)) >= 0:
         if at % size == 0:
@@ -257,14 +279,14 @@ def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.T
         "rollout/logprob_gap_max": gap_BT.max().item(),
         "rollout/logprob_gap_k3": masked_mean(kl_estimate(rollout_BT, old_BT, "k3"), mask_BT).item(),
         "rollout/effective_sample_size": (
-            total.square() / (weights_BT.square().sum() * mask_BT.sum()).clamp(min=1e-30)
-        ).item(),
+            (total.square() / (weights_BT.square().sum() * mask_BT.sum()).clamp(min=1e-30)).item()
+        ),
     }
 
 
 def _explained(values_BT: torch.Tensor, returns_BT: torch.Tensor, mask_BT: torch.Tensor) -> float | None:
-    """Return 1 - Var(returns - values) / Var(returns), or None if the returns do not vary: then no critic is better
-    or worse than another one.
+    """Return 1 - Var(returns - values) / Var(returns), or None if the returns do not vary: then no critic is
+    better or worse than another one.
     """
     variance = masked_var(returns_BT, mask_BT).item()
     if variance == 0:

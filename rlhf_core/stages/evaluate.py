@@ -1,8 +1,10 @@
 """Stage `evaluate`: the policy against the SFT model on held-out prompts.
 
-    prompts -> responses of SFT, then of the policy (same seeds) -> scores by each measure -> KL -> win rate -> report
+    prompts -> responses of SFT, then of the policy (same seeds) -> scores by each measure -> KL -> win rate
+    -> report
 
-Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained) and `figures/`.
+Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained) and
+`figures/`.
 """
 
 from __future__ import annotations
@@ -36,14 +38,19 @@ from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
 
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
-    """Evaluates; see the module's docstring. Raises `DataError` without held-out prompts, `ConfigError` for a judge
-    that this run does not have, and what engines, models and reward sources raise."""
+    """Evaluates; see the module's docstring. Raises `DataError` without held-out prompts, `ConfigError` for a
+    judge that this run does not have, and what engines, models and reward sources raise.
+    """
     from rlhf_core.data.dataset import load_prompts
     from rlhf_core.training.launch import resolve_device
 
-    prompts: list[PromptExample] = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
+    prompts: list[PromptExample] = list(load_prompts(services.inputs["data"], "eval"))[
+        : config.evaluate.prompts
+    ]
     if not prompts:
-        raise DataError("evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts")
+        raise DataError(
+            "evaluation needs held-out prompts; got 0; raise data.eval_fraction or give more prompts"
+        )
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
     decoder = load_decoder(services.inputs["data"])
@@ -192,12 +199,13 @@ def _over_optimisation(history: History) -> str:
 
     if history.has(plots.GOLD):
         return (
-            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO maximises, and the "
-            "true reward. Over-optimisation is where the true reward bends down while the score still rises."
+            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
+            " maximises, and the true reward. Over-optimisation is where the true reward bends down while the"
+            " score still rises."
         )
     return (
-        "One point per PPO step: the score that PPO maximises, not the true reward, which this run does not know. It rises "
-        "under over-optimisation too, so this curve cannot show it."
+        "One point per PPO step: the score that PPO maximises, not the true reward, which this run does not"
+        " know. It rises under over-optimisation too, so this curve cannot show it."
     )
 
 

@@ -48,7 +48,8 @@ class Events:
     def from_environment(cls) -> Events:
         """Take over the pipe that the flow left in the environment.
 
-        The variable and the inheritance end here: a grandchild that held the write end would keep the pipe open.
+        The variable and the inheritance end here: a grandchild that held the write end would keep the pipe
+        open.
         """
         text = os.environ.pop(FD_VARIABLE, "")
         if not text.isdigit():
@@ -83,7 +84,9 @@ class Events:
 
 
 class Warnings(logging.Handler):
-    """Sends the log's errors, and its warnings: of each kind one (they differ by numbers), and the first `most`."""
+    """Sends the log's errors, and its warnings: of each kind one (they differ by numbers), and the first
+    `most`.
+    """
 
     def __init__(self, events: Events, most: int = 20) -> None:
         super().__init__(logging.WARNING)

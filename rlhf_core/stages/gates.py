@@ -14,14 +14,15 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     """Raise GateFailed with the value, the limit and a possible fix."""
     if stage == "reward" and metrics["accuracy"] < config.reward.min_accuracy:
         raise GateFailed(
-            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below reward.min_accuracy="
-            f"{config.reward.min_accuracy}; train longer, raise the learning rate, or check the pairs in the data card"
+            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below"
+            f" reward.min_accuracy={config.reward.min_accuracy}; train longer, raise the learning rate, or"
+            " check the pairs in the data card"
         )
     loss, limit = metrics.get("published/loss", 0.0), config.ppo.published_loss_limit
     if stage == "ppo" and config.ppo.lora is not None and not loss <= limit:
         cause, fix = why_merged(config.ppo.lora)
         raise GateFailed(
-            f"ppo: merged ({cause}) and rounded to {config.ppo.served_dtype}, the policy loses {loss:.0%} of the "
-            f"change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or raise the limit: the run "
-            "then continues from its last checkpoint"
+            f"ppo: merged ({cause}) and rounded to {config.ppo.served_dtype}, the policy loses {loss:.0%} of"
+            f" the change by training, above ppo.published_loss_limit={limit:g}; {fix}, train in float32, or"
+            " raise the limit: the run then continues from its last checkpoint"
         )

@@ -2,10 +2,10 @@
 
     flow --(SIGTERM, or its death)--> guard --(SIGINT)--> stage --> Ray's daemons, actors, training ranks
 
-The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in whatever
-session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide their environment.
-Temporary files (the meeting places of engines and ranks; Ray's sockets and logs) lie in private folders, which the guard
-clears as well; what actors say is in the stage's log.
+The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in
+whatever session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide
+their environment. Temporary files (the meeting places of engines and ranks; Ray's sockets and logs) lie in
+private folders, which the guard clears as well; what actors say is in the stage's log.
 
     stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
@@ -14,7 +14,8 @@ clears as well; what actors say is in the stage's log.
     stage is halted      by a SIGSTOP, for `halt_seconds`: SIGKILL; nobody else could tell, for all its threads are
     guard dies           the kernel kills the stage
 
-SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the spot.
+SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the
+spot.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
 def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> None:
-    """Fork: the child returns and is the stage, the original process stays behind as its guard and never returns.
+    """Fork: the child returns and is the stage, the original process stays behind as its guard and never
+    returns.
 
-    `flow`: pid of the process that must stay alive. Call it before any thread exists. The guard's exit code is that of
-    the stage, or 128 + n if signal n ended it.
+    `flow`: pid of the process that must stay alive. Call it before any thread exists. The guard's exit code
+    is that of the stage, or 128 + n if signal n ended it.
     """
     guard = os.getpid()
     scratch = _take_scratch()
@@ -106,7 +108,9 @@ def _compiled(shared: str, own: str) -> str:
         os.makedirs(folder, mode=0o700)
     if is_own(folder):
         return folder
-    sys.stderr.write(f"{folder} is not a folder of this user alone: what torch compiles is not kept; remove it\n")
+    sys.stderr.write(
+        f"{folder} is not a folder of this user alone: what torch compiles is not kept; remove it\n"
+    )
     return os.path.join(own, "compiled")
 
 
@@ -137,7 +141,8 @@ def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> i
         halted = halted + passed if code is None and _is_halted(stage) else 0.0
         if halted > halt_seconds:
             sys.stderr.write(
-                f"WorkerStuck: the stage's own process was halted (SIGSTOP) for {halted:.0f} s and is killed\n"
+                f"WorkerStuck: the stage's own process was halted (SIGSTOP) for {halted:.0f} s and is"
+                " killed\n"
             )
             os.kill(stage, signal.SIGKILL)
         if signum is not None and signum.si_signo in _REQUESTS:

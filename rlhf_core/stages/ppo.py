@@ -32,7 +32,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     placement = plan(ppo)
     services.progress("ppo start", 0, placement.processes, "processes")
     with (
-        RewardComposer(ppo.rewards, code_digests(ppo.rewards, services.sources), score_clip=ppo.score_clip) as composer,
+        RewardComposer(
+            ppo.rewards, code_digests(ppo.rewards, services.sources), score_clip=ppo.score_clip
+        ) as composer,
         Fleet(config, placement, device, _folders(config, services), decoder.pad, services.watch) as fleet,
     ):
         services.progress("ppo start", placement.processes, placement.processes, "processes")
@@ -61,15 +63,16 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
-        {**metrics, **published, "steps": float(ppo.steps)}, {"weights_sha256": weights_sha256(services.out / "policy")}
+        {**metrics, **published, "steps": float(ppo.steps)},
+        {"weights_sha256": weights_sha256(services.out / "policy")},
     )
 
 
 def _folders(config: PipelineConfig, services: Services) -> dict[Role, Path]:
     """Return the model that each role starts from.
 
-    The critic starts from the reward model if that provides the rewards. Otherwise its scale would be wrong, so
-    the critic starts from the SFT model with a new head.
+    The critic starts from the reward model if that provides the rewards. Otherwise its scale would be wrong,
+    so the critic starts from the SFT model with a new head.
     """
     sft = services.inputs["sft"] / "model"
     reward = services.inputs["reward"] / "model" if "reward" in services.inputs else sft

@@ -1,7 +1,8 @@
-"""Stage `register`: the policy becomes a version in the MLflow registry, and champion if its evaluation says so.
+"""Stage `register`: the policy becomes a version in the MLflow registry, and champion if its evaluation says
+so.
 
-Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`, `match`,
-`source`, `weights_sha256`.
+Leaves `registration.json`: `model`, `version`, `created`, `champion`, `rule`, `reason`, `previous_champion`,
+`match`, `source`, `weights_sha256`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ TRACKER_SECONDS = 300.0
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Register the policy of the PPO artifact. The source is its address in the store: nothing is copied.
 
-    MLflow is waited for. Raises InfrastructureError if it does not answer; a second run then finds what the first one made.
+    MLflow is waited for. Raises InfrastructureError if it does not answer; a second run then finds what the
+    first one made.
     """
     lineage = services.lineage
     if lineage is None:
@@ -47,7 +49,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     ppo = lineage.inputs["ppo"]
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
     metrics = {
-        name: value for name, value in lineage.inputs["evaluate"].metrics.items() if not name.startswith("by_source/")
+        name: value
+        for name, value in lineage.inputs["evaluate"].metrics.items()
+        if not name.startswith("by_source/")
     }
     candidate = Candidate(
         source=f"{ppo.uri}/policy",
@@ -67,7 +71,13 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         gate=Gate(config.register_.min_win_rate, config.register_.min_prompts, config.register_.alpha),
         play=lambda tags: _play(config, services, tags),
     )
-    log.info("%s version %s: champion=%s (%s)", done.model, done.version, done.decision.champion, done.decision.reason)
+    log.info(
+        "%s version %s: champion=%s (%s)",
+        done.model,
+        done.version,
+        done.decision.champion,
+        done.decision.reason,
+    )
     tracking.set_tags(lineage.parent_run_id, {"rlhf.model_version": f"{done.model}/{done.version}"})
     facts: dict[str, Any] = {
         "model": done.model,
@@ -94,7 +104,9 @@ def _play(config: PipelineConfig, services: Services, champion: Mapping[str, str
         return None
     rate, verdicts = played.home.win_rate, played.home.verdicts
     away = None if played.away is None else played.away.win_rate.mean
-    return Match(rate.mean, rate.low, rate.high, verdicts.prompts, verdicts.wins, verdicts.losses, played.judge, away)
+    return Match(
+        rate.mean, rate.low, rate.high, verdicts.prompts, verdicts.wins, verdicts.losses, played.judge, away
+    )
 
 
 def _evaluation(folder: Path) -> Mapping[str, Any]:
@@ -102,7 +114,9 @@ def _evaluation(folder: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CorruptArtifact(f"{path} cannot be read ({error}); the evaluate stage must be run again.") from error
+        raise CorruptArtifact(
+            f"{path} cannot be read ({error}); the evaluate stage must be run again."
+        ) from error
     if not isinstance(content, dict):
         raise CorruptArtifact(f"{path} must hold a JSON object; the evaluate stage must be run again.")
     return content

@@ -1,5 +1,6 @@
-"""Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score statistics;
-`adapter/` with `reward.lora`."""
+"""Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score
+statistics; `adapter/` with `reward.lora`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from rlhf_core.types import PairExample, Services, StageResult
 
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
-    """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the stage."""
+    """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the
+    stage.
+    """
     from rlhf_core.training.launch import resolve_device, run_ranks
 
     metrics: dict[str, float] = run_ranks(
@@ -67,9 +70,13 @@ def _train(
     reward = reward.model_copy(update={"pack": agreed(model, reward.pack, rank, "reward.pack")})
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)
-    engine = TrainingEngine(model, reward.deepspeed, reward.optimizer, rank, keeps_best=reward.early_stop is not None)
+    engine = TrainingEngine(
+        model, reward.deepspeed, reward.optimizer, rank, keeps_best=reward.early_stop is not None
+    )
     seed = derive_seed(config.run.seed, "reward")
-    metrics = train_reward(engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services)
+    metrics = train_reward(
+        engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services
+    )
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     statistics = model.statistics = ScoreStatistics.of(scores)
     exchanged = exchange_pairs(held_out)

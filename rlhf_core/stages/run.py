@@ -1,7 +1,7 @@
 """One attempt at one stage: inputs fetched and verified, the stage run, its artifact published.
 
-The artifact is published here and not by the flow: this process holds the fence and the numbers, so a flow that
-dies in between loses nothing, and one that was wrongly thought dead cannot publish.
+The artifact is published here and not by the flow: this process holds the fence and the numbers, so a flow
+that dies in between loses nothing, and one that was wrongly thought dead cannot publish.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ StageFunction = Callable[[PipelineConfig, Services], StageResult]
 def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
     """Run the stage of `spec` and return its published artifact.
 
-    Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told to stop.
+    Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told
+    to stop.
     """
     settings = spec.config.store
     store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
@@ -66,7 +67,9 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
             **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions().get("git", "")),
         },
         inputs={str(name): ref for name, ref in spec.inputs.items()},
-        pipeline=(spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None,
+        pipeline=(
+            (spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None
+        ),
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
@@ -94,7 +97,9 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
 
 def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
     """The error, with what to lower where memory did not suffice."""
-    return OutOfMemory(f"{error.message}; {_what_needs_less(spec)}") if isinstance(error, OutOfMemory) else error
+    return (
+        OutOfMemory(f"{error.message}; {_what_needs_less(spec)}") if isinstance(error, OutOfMemory) else error
+    )
 
 
 def _what_needs_less(spec: StageSpec) -> str:
@@ -118,7 +123,9 @@ def _what_needs_less(spec: StageSpec) -> str:
 
 
 def _give_up(error: RLHFError, watch: Watch, events: Events) -> NoReturn:
-    """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing running."""
+    """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing
+    running.
+    """
     log.critical("%s: %s", type(error).__name__, error.message)
     events.error(error)
     watch.kill()

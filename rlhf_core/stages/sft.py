@@ -1,4 +1,6 @@
-"""Stage `sft`: base model + demonstrations -> `model/` (Hugging Face layout, with the tokenizer), and `adapter/` with `sft.lora`."""
+"""Stage `sft`: base model + demonstrations -> `model/` (Hugging Face layout, with the tokenizer), and
+`adapter/` with `sft.lora`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     if config.model.path is not None and not is_local_model(config.model.path):
         # A download takes what it takes; ranks that load have `run.timeouts.start`.
         fetch_model(config.model.path, config.model.revision)
-    # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each other.
+    # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each
+    # other.
     state = model_state(config)
     require_unchanged(model_digests(config), services.sources, config)
     metrics = run_ranks(
@@ -49,8 +52,14 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
 
 
 def base_model(config: PipelineConfig, data: Path) -> tuple[Path | str, str | None]:
-    """(where the base model is, revision): the configured one, or the data artifact's `config.json` for one from scratch."""
-    return (config.model.path, config.model.revision) if config.model.path is not None else (data / "model", None)
+    """(where the base model is, revision): the configured one, or the data artifact's `config.json` for one
+    from scratch.
+    """
+    return (
+        (config.model.path, config.model.revision)
+        if config.model.path is not None
+        else (data / "model", None)
+    )
 
 
 def _train(
@@ -94,7 +103,9 @@ def _train(
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
     # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the
     # registered policy.
-    policy.lm.generation_config = GenerationConfig(pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos)
+    policy.lm.generation_config = GenerationConfig(
+        pad_token_id=ids.pad, eos_token_id=ids.eos, bos_token_id=ids.bos
+    )
     add_adapter(policy, sft.lora)
     engine = TrainingEngine(policy, sft.deepspeed, sft.optimizer, rank)
     held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
@@ -131,7 +142,9 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
     folder = services.out / "model"
     decode = load_decoder(services.inputs["data"])
     model = (
-        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).to(device).eval()
+        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+        .to(device)
+        .eval()
     )
     rows = []
     prompts = load_prompts(services.inputs["data"], "eval")[: config.sft.samples]

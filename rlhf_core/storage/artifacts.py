@@ -30,8 +30,9 @@ _RUNS_CODE = {
 
 
 class ArtifactStore:
-    """Finds, publishes and fetches artifacts. `cache`: local folder for copies of what a remote store holds. `outbox`:
-    where an artifact waits until a remote store has taken it."""
+    """Finds, publishes and fetches artifacts. `cache`: local folder for copies of what a remote store holds.
+    `outbox`: where an artifact waits until a remote store has taken it.
+    """
 
     def __init__(self, store: Store, cache: Path, outbox: Outbox | None = None) -> None:
         self._store = store
@@ -42,8 +43,8 @@ class ArtifactStore:
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
         """The artifact of a stage key; None if there is none.
 
-        A manifest that cannot be read, or whose files are missing or of another size, is set aside and said loudly:
-        the artifact does not exist then and will be made again.
+        A manifest that cannot be read, or whose files are missing or of another size, is set aside and said
+        loudly: the artifact does not exist then and will be made again.
         """
         prefix = _prefix(kind, key)
         manifest = None
@@ -51,7 +52,9 @@ class ArtifactStore:
             manifest = self._read(kind, key)
             if manifest is None:
                 if self._store.list(prefix):
-                    log.warning("%s has files but no manifest: nothing of it is used.", self._store.uri(prefix))
+                    log.warning(
+                        "%s has files but no manifest: nothing of it is used.", self._store.uri(prefix)
+                    )
                 return None
             if wrong := bundles.wrong_files(self._store, manifest):
                 raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {wrong}.")
@@ -79,22 +82,25 @@ class ArtifactStore:
         mlflow_run_id: str | None = None,
         fence: Fence | None = None,
     ) -> ArtifactRef:
-        """Make the local `folder` the artifact of `key`; consumes it. If the artifact exists already, that one stays.
+        """Make the local `folder` the artifact of `key`; consumes it. If the artifact exists already, that
+        one stays.
 
-        Raises InputError for files that may run code, Superseded if a later attempt holds the key, StoreError if the
-        store fails: nothing is visible then, and the artifact waits in the outbox if there is one.
+        Raises InputError for files that may run code, Superseded if a later attempt holds the key, StoreError
+        if the store fails: nothing is visible then, and the artifact waits in the outbox if there is one.
         """
         files = bundles.hash_folder(folder)
         if program := _program(files):
             raise InputError(
-                f"{kind} left {program}, a kind of file that may run code when loaded; artifacts hold data only: "
-                "write models as safetensors and numbers as JSON or Parquet."
+                f"{kind} left {program}, a kind of file that may run code when loaded; artifacts hold data"
+                " only: write models as safetensors and numbers as JSON or Parquet."
             )
         body = {
             "kind": kind,
             "key": key,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "parents": {name: {"key": ref.key, "digest": ref.digest} for name, ref in sorted(parents.items())},
+            "parents": {
+                name: {"key": ref.key, "digest": ref.digest} for name, ref in sorted(parents.items())
+            },
             "metrics": _finite(metrics),
             "facts": dict(facts or {}),
             "config": json.loads(json.dumps(config, default=str, allow_nan=False)),
@@ -114,7 +120,9 @@ class ArtifactStore:
             )
             ref = self._sent(kind, key, manifest, fence)
         if ref.digest != bundles.digest_of(files):
-            log.warning("The artifact %s/%s exists already with other content; the existing one is kept.", kind, key)
+            log.warning(
+                "The artifact %s/%s exists already with other content; the existing one is kept.", kind, key
+            )
         shutil.rmtree(folder)
         return ref
 
@@ -139,7 +147,8 @@ class ArtifactStore:
         except CorruptArtifact as error:
             kept = bundles.quarantine(self._store, prefix, error.message, manifest)
             raise CorruptArtifact(
-                f"{error.message} The artifact {ref.kind}/{ref.key} is set aside ({kept}); the same command makes it again."
+                f"{error.message} The artifact {ref.kind}/{ref.key} is set aside ({kept}); the same command"
+                " makes it again."
             ) from error
         found = "is gone" if manifest is None else "is not the one this run started with"
         raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} {found}; the same command makes it again.")
@@ -148,11 +157,15 @@ class ArtifactStore:
         """The whole configuration of the run that made it. Raises CorruptArtifact if it is gone."""
         manifest = self._read(ref.kind, ref.key)
         if manifest is None:
-            raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again.")
+            raise CorruptArtifact(
+                f"The artifact {ref.kind}/{ref.key} is gone; the same command makes it again."
+            )
         return dict(manifest.body["config"])
 
     def deliver(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
-        """The artifact of `key` if an earlier attempt finished it and could not upload it: it is uploaded now."""
+        """The artifact of `key` if an earlier attempt finished it and could not upload it: it is uploaded
+        now.
+        """
         prefix = _prefix(kind, key)
         if self._outbox is None or not self._outbox.waiting(prefix):
             return None
@@ -161,7 +174,9 @@ class ArtifactStore:
         return self.find(kind, key) if manifest is None else self._sent(kind, key, manifest, fence)
 
     def _sent(self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None) -> ArtifactRef:
-        """The reference of what was committed, or (None) of what was there already. What dead attempts left beside it goes."""
+        """The reference of what was committed, or (None) of what was there already. What dead attempts left
+        beside it goes.
+        """
         if manifest is None:
             return self._existing(kind, key)
         if fence is not None:
@@ -174,7 +189,9 @@ class ArtifactStore:
     def _existing(self, kind: StageName, key: str) -> ArtifactRef:
         manifest = self._read(kind, key)
         if manifest is None:
-            raise StoreError(f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again.")
+            raise StoreError(
+                f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again."
+            )
         return self._ref(manifest)
 
     def _read(self, kind: str, key: str) -> Manifest | None:
@@ -207,7 +224,9 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 def _stamp(folder: Path) -> _Stamp:
-    """Return path, inode, size and change time of every file. An accidental change always modifies these values."""
+    """Return path, inode, size and change time of every file. An accidental change always modifies these
+    values.
+    """
     found = [(path.relative_to(folder).as_posix(), path.lstat()) for path in sorted(folder.rglob("*"))]
     return tuple((name, state.st_ino, state.st_size, state.st_ctime_ns) for name, state in found)
 
@@ -223,7 +242,9 @@ def _check(fence: Fence | None) -> None:
 
 def _program(files: tuple[FileEntry, ...]) -> str | None:
     """The first file that is a program, or that loading may turn into one."""
-    return next((entry.path for entry in files if PurePosixPath(entry.path).suffix.lower() in _RUNS_CODE), None)
+    return next(
+        (entry.path for entry in files if PurePosixPath(entry.path).suffix.lower() in _RUNS_CODE), None
+    )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

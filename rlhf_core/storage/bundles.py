@@ -1,4 +1,5 @@
-"""A bundle: a set of files in the store that exists whole or not at all. Artifacts and checkpoints are bundles.
+"""A bundle: a set of files in the store that exists whole or not at all. Artifacts and checkpoints are
+bundles.
 
     {prefix}/manifest.json          written last, create-only: names the folder, and size and sha256 of every file
     {prefix}/{folder}/...           the files; each attempt has a folder of its own, so that a writer wrongly thought
@@ -63,7 +64,9 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """sha256 over names, sizes and hashes of the files: the same content has the same digest, whenever made."""
+        """sha256 over names, sizes and hashes of the files: the same content has the same digest, whenever
+        made.
+        """
         return digest_of(self.files)
 
 
@@ -86,7 +89,9 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
             path = Path(parent, name)
             relative = check_key(path.relative_to(folder).as_posix())
             if path.is_symlink():
-                raise InputError(f"{path} is a symbolic link; only plain files can be stored: copy what it points to.")
+                raise InputError(
+                    f"{path} is a symbolic link; only plain files can be stored: copy what it points to."
+                )
             if name in folders or skip(relative):
                 continue
             entries.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
@@ -103,11 +108,13 @@ def commit(
     body: Mapping[str, Any],
     may_commit: Callable[[], None],
 ) -> Manifest | None:
-    """Store `files` of the local folder `source` as the bundle `prefix`; None if somebody else's manifest is there.
+    """Store `files` of the local folder `source` as the bundle `prefix`; None if somebody else's manifest is
+    there.
 
-    `folder` must be a name that no other bundle here uses. `may_commit` is called last before the manifest and raises
-    if the bundle must not appear. Shares disk blocks with `source` where it can: nobody may write to these files any
-    more. Raises StoreError if the store fails or its disk is too small; nothing is visible then.
+    `folder` must be a name that no other bundle here uses. `may_commit` is called last before the manifest
+    and raises if the bundle must not appear. Shares disk blocks with `source` where it can: nobody may write
+    to these files any more. Raises StoreError if the store fails or its disk is too small; nothing is visible
+    then.
     """
     manifest = Manifest(prefix, folder, tuple(files), body)
     if (there := _in_the_way(store, prefix)) is not None:
@@ -123,7 +130,8 @@ def commit(
         raise
     if lost:
         _drop(store, manifest)
-        # Whoever commits first clears what lies beside it, also the files of a later attempt that is still at it.
+        # Whoever commits first clears what lies beside it, also the files of a later attempt that is still at
+        # it.
         if _in_the_way(store, prefix) is not None:
             return None
         raise StoreError(f"The store did not keep {lost}; the same command tries again.")
@@ -180,7 +188,9 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read(store: Store, prefix: str) -> Manifest | None:
-    """The manifest of a bundle, None if there is no such bundle. Raises CorruptArtifact if it is not as it was written."""
+    """The manifest of a bundle, None if there is no such bundle. Raises CorruptArtifact if it is not as it
+    was written.
+    """
     key = f"{prefix}/{MANIFEST}"
     raw = store.read_bytes(key)
     if raw is None:
@@ -208,7 +218,9 @@ def parse(prefix: str, raw: bytes, where: str) -> Manifest:
         for path in (folder, *(entry.path for entry in files)):
             check_key(path)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InputError) as error:
-        raise CorruptArtifact(f"{where} is not a manifest ({type(error).__name__}: {str(error)[:80]}).") from error
+        raise CorruptArtifact(
+            f"{where} is not a manifest ({type(error).__name__}: {str(error)[:80]})."
+        ) from error
     if len({entry.path for entry in files}) < len(files):
         raise CorruptArtifact(f"{where} lists a file twice.")
     manifest = Manifest(prefix, folder, files, content)
@@ -218,8 +230,9 @@ def parse(prefix: str, raw: bytes, where: str) -> Manifest:
 
 
 def wrong_files(store: Store, manifest: Manifest) -> str:
-    """The first file in the store that is missing, of another size or not in the manifest, described; '' if there is
-    none. Hidden files do not count: file systems and file managers leave them."""
+    """The first file in the store that is missing, of another size or not in the manifest, described; '' if
+    there is none. Hidden files do not count: file systems and file managers leave them.
+    """
     sizes = dict(store.sizes(manifest.data))
     for entry in manifest.files:
         size = sizes.pop(f"{manifest.data}/{entry.path}", None)
@@ -234,7 +247,9 @@ def wrong_files(store: Store, manifest: Manifest) -> str:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Raises CorruptArtifact, naming the file, unless `folder` holds exactly the manifest's files, bit by bit."""
+    """Raises CorruptArtifact, naming the file, unless `folder` holds exactly the manifest's files, bit by
+    bit.
+    """
     expected = {entry.path: entry for entry in manifest.files}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
@@ -251,7 +266,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 
 def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
-    """A verified local folder with the bundle's files: the store's own if it is local, else a copy in `cache`.
+    """A verified local folder with the bundle's files: the store's own if it is local, else a copy in
+    `cache`.
 
     Raises CorruptArtifact naming the file; for a remote store only after a second download gave the same.
     """
@@ -278,7 +294,9 @@ def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
 
 def _download(store: Store, manifest: Manifest, target: Path) -> Path:
     require_free(
-        target.parent, sum(entry.size for entry in manifest.files), f"The copy of {store.uri(manifest.prefix)}"
+        target.parent,
+        sum(entry.size for entry in manifest.files),
+        f"The copy of {store.uri(manifest.prefix)}",
     )
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
@@ -304,9 +322,11 @@ def _download(store: Store, manifest: Manifest, target: Path) -> Path:
 
 
 def quarantine(store: Store, prefix: str, reason: str, judged: Manifest | None = None) -> str:
-    """Set a damaged bundle aside: its manifest becomes `damaged-*.json`, its files stay. Returns that file's address.
+    """Set a damaged bundle aside: its manifest becomes `damaged-*.json`, its files stay. Returns that file's
+    address.
 
-    `judged`: what was found damaged, where it could be read: another one, put in its place meanwhile, is left alone.
+    `judged`: what was found damaged, where it could be read: another one, put in its place meanwhile, is left
+    alone.
     """
     raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
     if judged is not None and (there := _folder_named(raw)) not in (None, judged.folder):
@@ -327,7 +347,8 @@ def _folder_named(raw: bytes) -> str | None:
 
 
 def remove(store: Store, prefix: str, *, keep: str = "") -> None:
-    """Delete a bundle with all leftovers, or only the leftovers beside its folder `keep`. What was set aside stays.
+    """Delete a bundle with all leftovers, or only the leftovers beside its folder `keep`. What was set aside
+    stays.
 
     The manifest goes first: half deleted, a bundle is a leftover and not damaged.
     """

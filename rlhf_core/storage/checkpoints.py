@@ -1,9 +1,11 @@
-"""Checkpoints: the resumable states of one stage, `{store}/checkpoints/{stage key}/step-%08d/` (layout: `bundles`).
+"""Checkpoints: the resumable states of one stage, `{store}/checkpoints/{stage key}/step-%08d/` (layout:
+`bundles`).
 
     save     hash -> (bucket: outbox -> upload behind the training) -> files, sizes checked -> manifest -> newest.json
              -> old ones pruned
     latest   what an earlier attempt could not upload -> newest manifest -> every hash -> a local folder
-             damaged: set aside, said loudly, the one before is used; none left: an error, never a silent fresh start
+             damaged: set aside, said loudly, the one before is used; none left: an error, never a silent
+             fresh start
 
 `newest.json` names the step that was committed last: a manifest that vanishes is missed by it.
 """
@@ -35,14 +37,16 @@ from rlhf_core.storage.versions import versions
 log = logging.getLogger(__name__)
 
 LAST_SECONDS = 10.0
-"""How long the end of a stage waits for an upload; the rest of it waits in the outbox for the next attempt."""
+"""How long the end of a stage waits for an upload; the rest of it waits in the outbox for the next attempt.
+"""
 
 _ANY = re.compile(r"/step-(\d{8,})/")
 _COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
 _NOT_CODE = {"threads", "git", "ray", "datasets", "mlflow", "prefect"}
-"""Of what a checkpoint was made with: what decides about no bit (`code` is a digest of the sources), and the threads, which
-the user sets."""
+"""Of what a checkpoint was made with: what decides about no bit (`code` is a digest of the sources), and the
+threads, which the user sets.
+"""
 
 
 class CheckpointStore:
@@ -63,12 +67,13 @@ class CheckpointStore:
         settings: Mapping[str, str] | None = None,
         tell: Callable[[Literal["resumed", "checkpoint"], int], None] = lambda event, step: None,
     ) -> None:
-        """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1. `keep_best`: of
-        the others, those with the highest scores. `fence`: None only in tests and tools, where nobody else writes.
-        `outbox`: given, uploads go on behind the training. `allow_fresh_start`: train from the beginning where only
-        damage is left. `allow_other_code`: go on from what other code or versions wrote. `settings`:
-        those that decide about bits by rounding alone; others than a checkpoint's are told. `tell` hears the step
-        of a checkpoint that is used, and of each that is committed."""
+        """`work`: local folder for downloads. `keep`: newest whole checkpoints that stay, at least 1.
+        `keep_best`: of the others, those with the highest scores. `fence`: None only in tests and tools,
+        where nobody else writes. `outbox`: given, uploads go on behind the training. `allow_fresh_start`:
+        train from the beginning where only damage is left. `allow_other_code`: go on from what other code or
+        versions wrote. `settings`: those that decide about bits by rounding alone; others than a checkpoint's
+        are told. `tell` hears the step of a checkpoint that is used, and of each that is committed.
+        """
         self._store = store
         self._root = f"checkpoints/{stage_key}"
         self._work = work
@@ -92,18 +97,22 @@ class CheckpointStore:
     def latest(self) -> tuple[int, Path] | None:
         """(step, verified local folder) of the newest whole checkpoint; None when none was ever committed.
 
-        A damaged one is set aside, said loudly, and the one before it is used. Raises CorruptArtifact if none is left,
-        ConfigError if other code wrote it and that is not allowed.
+        A damaged one is set aside, said loudly, and the one before it is used. Raises CorruptArtifact if none
+        is left, ConfigError if other code wrote it and that is not allowed.
         """
         self._deliver_waiting()
         steps, newest = self._steps(), self._newest()
         if newest is None and steps:
             log.warning(
-                "%s/%s is missing; the manifests say which is the newest.", self._store.uri(self._root), _NEWEST
+                "%s/%s is missing; the manifests say which is the newest.",
+                self._store.uri(self._root),
+                _NEWEST,
             )
         if newest is not None and newest > max(steps, default=-1):
             log.error(
-                "The checkpoint of step %d in %s is gone: it has no manifest.", newest, self._store.uri(self._root)
+                "The checkpoint of step %d in %s is gone: it has no manifest.",
+                newest,
+                self._store.uri(self._root),
             )
         for step in steps:
             prefix = self._prefix(step)
@@ -129,11 +138,16 @@ class CheckpointStore:
         return None
 
     def _compare(self, step: int, body: Mapping[str, Any]) -> None:
-        """Refuse what other code wrote, or only say so: the stage would go on, but perhaps not in the same bits."""
+        """Refuse what other code wrote, or only say so: the stage would go on, but perhaps not in the same
+        bits.
+        """
         then, now = body.get("settings") or {}, self._settings
-        if other := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
+        if other := [
+            f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)
+        ]:
             log.warning(
-                "The checkpoint of step %d was made with other settings (%s): what follows is the same but for rounding.",
+                "The checkpoint of step %d was made with other settings (%s): what follows is the same but"
+                " for rounding.",
                 step,
                 ", ".join(other),
             )
@@ -144,13 +158,15 @@ class CheckpointStore:
         told = ", ".join(f"{name} {then[name]} -> {now.get(name)}" for name in changed)
         if not self._allow_other_code and not set(changed) <= _NOT_CODE:
             raise ConfigError(
-                f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other code ({told}); "
-                "go back to that, or set it to true to go on, perhaps not in the same bits"
+                f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other"
+                f" code ({told}); go back to that, or set it to true to go on, perhaps not in the same bits"
             )
         log.warning("The checkpoint of step %d was made with other versions (%s).", step, told)
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
-        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size` bytes free."""
+        """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size`
+        bytes free.
+        """
         shutil.rmtree(folder, ignore_errors=True)
         require_free(folder, size, f"The checkpoint of step {step}")
         folder.mkdir(parents=True)
@@ -195,8 +211,8 @@ class CheckpointStore:
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, time.monotonic() - started)
 
     def best(self, known: Mapping[int, float] | None = None) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score. `known` is as
-        in `save`.
+        """Return the address of the checkpoint with the highest score, or None if none has a score. `known`
+        is as in `save`.
         """
         scored = self._scored(self._steps(), known or {})
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
@@ -247,7 +263,9 @@ class CheckpointStore:
                 raise ValueError("checksum")
             return int(content["step"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            log.error("%s is damaged; the manifests alone say which checkpoint is the newest.", self._store.uri(key))
+            log.error(
+                "%s is damaged; the manifests alone say which checkpoint is the newest.", self._store.uri(key)
+            )
             return -1
 
     def _start_anew(self, newest: int) -> None:
@@ -257,11 +275,14 @@ class CheckpointStore:
             self._store.put_if_absent(f"{self._root}/{_NEWEST}", _pointer(newest))
         if not self._allow_fresh_start:
             raise CorruptArtifact(
-                f"No whole checkpoint is left in {where}: all that were committed are damaged or gone. Restore one there "
-                "(what was set aside is named in its damaged-*.json), or add store.allow_fresh_start=true to the command "
-                "to train this stage from its beginning."
+                f"No whole checkpoint is left in {where}: all that were committed are damaged or gone."
+                " Restore one there (what was set aside is named in its damaged-*.json), or add"
+                " store.allow_fresh_start=true to the command to train this stage from its beginning."
             )
-        log.error("No whole checkpoint is left in %s: the stage starts anew, as store.allow_fresh_start says.", where)
+        log.error(
+            "No whole checkpoint is left in %s: the stage starts anew, as store.allow_fresh_start says.",
+            where,
+        )
 
     def _set_aside(self, step: int, error: CorruptArtifact, judged: Manifest | None = None) -> None:
         kept = bundles.quarantine(self._store, self._prefix(step), error.message, judged)
@@ -343,7 +364,8 @@ class _Upload:
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning(
-                "The upload of the checkpoint of step %d is unfinished; the same command finishes it.", self._step
+                "The upload of the checkpoint of step %d is unfinished; the same command finishes it.",
+                self._step,
             )
         elif self._error is not None:
             log.warning("The checkpoint of step %d was not uploaded: %s", self._step, self._error)

@@ -1,14 +1,15 @@
 """One attempt at a time holds a stage key.
 
-Attempts are numbered by create-only objects, `{store}/checkpoints/{stage key}/attempts/%06d.json`. A checkpoint or an
-artifact is committed only by the highest attempt, so a run wrongly thought dead cannot overwrite its successor.
+Attempts are numbered by create-only objects, `{store}/checkpoints/{stage key}/attempts/%06d.json`. A
+checkpoint or an artifact is committed only by the highest attempt, so a run wrongly thought dead cannot
+overwrite its successor.
 
-On one machine the second of two runs waits for the first, and is then refused (`await_holder`); a holder on another
-machine cannot be asked whether it lives, and is overtaken.
+On one machine the second of two runs waits for the first, and is then refused (`await_holder`); a holder on
+another machine cannot be asked whether it lives, and is overtaken.
 
-Between the last look at the attempts and the manifest lies one request: who is overtaken just there may still add a
-whole bundle that nobody else has committed. It changes nothing that is there, because manifests are created only once,
-and it was made for the same stage key: the same configuration, inputs and code.
+Between the last look at the attempts and the manifest lies one request: who is overtaken just there may still
+add a whole bundle that nobody else has committed. It changes nothing that is there, because manifests are
+created only once, and it was made for the same stage key: the same configuration, inputs and code.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ class Fence:
 
 
 def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> bool:
-    """Wait while a process of this machine holds the key of stage `name`, and say whether there was one: it may have made
-    what is wanted. Raises StageHeld if it does not end within `seconds`."""
+    """Wait while a process of this machine holds the key of stage `name`, and say whether there was one: it
+    may have made what is wanted. Raises StageHeld if it does not end within `seconds`.
+    """
     deadline = time.monotonic() + seconds
     said = False
     while (holder := _living_holder(store, stage_key)) is not None:
         where = (
-            f"process {holder.pid} of this machine, running since {datetime.fromtimestamp(holder.started):%d %b %H:%M}"
+            f"process {holder.pid} of this machine, running since"
+            f" {datetime.fromtimestamp(holder.started):%d %b %H:%M}"
         )
         if time.monotonic() > deadline:
             raise StageHeld(
@@ -94,7 +97,9 @@ def claim(store: Store, stage_key: str) -> Fence:
         attempt += 1
         if store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode()):
             return Fence(store, stage_key, attempt)
-    raise StoreError(f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it.")
+    raise StoreError(
+        f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it."
+    )
 
 
 def _folder(stage_key: str) -> str:
@@ -131,7 +136,11 @@ def _run_of(holder: ProcessId) -> int:
     """The process that started the stage, and would start it again: stage, its guard, then the flow."""
     with contextlib.suppress(psutil.Error):
         guard = psutil.Process(holder.pid).parent()
-        if guard is not None and "rlhf_core.stages" in guard.cmdline() and (flow := guard.parent()) is not None:
+        if (
+            guard is not None
+            and "rlhf_core.stages" in guard.cmdline()
+            and (flow := guard.parent()) is not None
+        ):
             return int(flow.pid)
     return holder.pid
 

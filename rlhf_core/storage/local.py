@@ -105,8 +105,8 @@ class LocalFiles:
         return self._root / key
 
     def _set_folder_aside(self, key: str) -> None:
-        """Rename a folder at the path of an object that will be written or deleted. The store never creates such
-        folders.
+        """Rename a folder at the path of an object that will be written or deleted. The store never creates
+        such folders.
         """
         path = self._root / key
         if path.is_dir() and not path.is_symlink():
@@ -153,7 +153,9 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _created(temporary: Path, target: Path, data: bytes) -> bool:
-    """`target` now has `data` by this call. A link is atomic; without links, exclusive creation is the next best."""
+    """`target` now has `data` by this call. A link is atomic; without links, exclusive creation is the next
+    best.
+    """
     try:
         if _linked(temporary, target):
             return True

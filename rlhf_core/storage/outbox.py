@@ -1,4 +1,5 @@
-"""Bundles on their way to a bucket: whole on the local disk first, so that neither a kill nor an outage loses one.
+"""Bundles on their way to a bucket: whole on the local disk first, so that neither a kill nor an outage loses
+one.
 
     add -> {folder}/{prefix}/... with its manifest -> deliver -> the store, manifest last -> removed here
 
@@ -30,14 +31,21 @@ class Outbox:
     def add(
         self, prefix: str, source: Path, files: Sequence[FileEntry], *, folder: str, body: Mapping[str, Any]
     ) -> None:
-        """Keep `files` of `source` as the bundle `prefix` (see `bundles.commit`), in place of one that waits there; on
-        disk before this returns."""
+        """Keep `files` of `source` as the bundle `prefix` (see `bundles.commit`), in place of one that waits
+        there; on disk before this returns.
+        """
         self.discard(prefix)
-        bundles.commit(self._waiting, prefix, source, files, folder=folder, body=body, may_commit=lambda: None)
+        bundles.commit(
+            self._waiting, prefix, source, files, folder=folder, body=body, may_commit=lambda: None
+        )
 
     def waiting(self, root: str) -> list[str]:
         """Prefixes of the bundles below `root` that wait, sorted."""
-        return [key.removesuffix(f"/{MANIFEST}") for key in self._waiting.list(root) if key.endswith(f"/{MANIFEST}")]
+        return [
+            key.removesuffix(f"/{MANIFEST}")
+            for key in self._waiting.list(root)
+            if key.endswith(f"/{MANIFEST}")
+        ]
 
     def deliver(self, prefix: str, may_commit: Callable[[], None]) -> Manifest | None:
         """Upload the bundle `prefix`; None if none waits or another one is in its place.

@@ -1,7 +1,8 @@
 """A store in an S3 bucket, or in one of a compatible server.
 
-Files are finished on the local disk before they are uploaded: an upload that a signal interrupts then leaves either
-nothing or the whole object, because a single put carries its length and a multipart one must be completed.
+Files are finished on the local disk before they are uploaded: an upload that a signal interrupts then leaves
+either nothing or the whole object, because a single put carries its length and a multipart one must be
+completed.
 
     answer                                   what happens
     5xx, SlowDown, timeout, reset, cut body  tried again, with pauses of random length, until `patience` seconds have
@@ -32,15 +33,18 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS, READ_SECONDS = 5, 20
 REQUEST_SECONDS = 300.0
-"""For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than 0.25 MB/s is
-none."""
+"""For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than
+0.25 MB/s is none.
+"""
 LISTED = 100_000
 """Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 SETTLE_SECONDS = 0.5
 """How long writers of one key wait before they look who won, on servers without conditional puts."""
 
 _LEAST_SECONDS = 10.0
-"""Minimum time limit for a small call, even with short patience, because the first call initializes the client."""
+"""Minimum time limit for a small call, even with short patience, because the first call initializes the
+client.
+"""
 _BYTES_PER_SECOND = 250_000
 _PART_BYTES = 16 * 2**20
 _AT_ONCE = 4
@@ -48,8 +52,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
 _HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
              "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
-"""Errors of the client itself that no second try can change, by name: some of its versions lack some of them."""
-_REFUSED = ("400", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed", "301")
+"""Errors of the client itself that no second try can change, by name: some of its versions lack some of them.
+"""
+_REFUSED = (
+    "400",
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+    "301",
+)
 """Codes of answers that are about who asks and where; a bare 400 is what a HEAD gets for an expired token."""
 
 _T = TypeVar("_T")
@@ -76,7 +88,9 @@ def filesystem(endpoint: str | None) -> Any:
             # A server that sends one byte at a time would otherwise block the client forever.
             clock = asyncio.get_running_loop().time
             async with asyncio.timeout(REQUEST_SECONDS) as end:
-                arriving = _arriving(limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds))
+                arriving = _arriving(
+                    limit, lambda seconds: end.reschedule(clock() + REQUEST_SECONDS + seconds)
+                )
                 await super()._get_file(rpath, lpath, **{**more, "callback": arriving})
 
         async def _iterdir(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
@@ -96,7 +110,9 @@ def filesystem(endpoint: str | None) -> Any:
                 while part := await body.read(2**16):
                     content += part
                     if len(content) > SMALL_BYTES:
-                        raise _TooMuch(f"it sends more than {SMALL_BYTES} bytes for an object that must be small")
+                        raise _TooMuch(
+                            f"it sends more than {SMALL_BYTES} bytes for an object that must be small"
+                        )
             finally:
                 body.close()
             return bytes(content)
@@ -121,8 +137,8 @@ def filesystem(endpoint: str | None) -> Any:
 
 
 def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
-    """Callback for downloads. It calls `allow` with the seconds for the announced size, and stops downloads above
-    `limit`.
+    """Callback for downloads. It calls `allow` with the seconds for the announced size, and stops downloads
+    above `limit`.
     """
     from fsspec.callbacks import Callback
 
@@ -166,7 +182,8 @@ class S3Objects:
         refused = self._call("create", "probe", lambda: self._refuses(probe))
         if not refused:
             log.warning(
-                "The server of s3://%s ignores conditional puts: races are decided by reading back.", self._root
+                "The server of s3://%s ignores conditional puts: races are decided by reading back.",
+                self._root,
             )
         return refused
 
@@ -224,7 +241,9 @@ class S3Objects:
 
     def read_bytes(self, key: str) -> bytes | None:
         try:
-            content: bytes = self._call("read", key, lambda: self._within(lambda: self._fs.small(self._path(key))))
+            content: bytes = self._call(
+                "read", key, lambda: self._within(lambda: self._fs.small(self._path(key)))
+            )
         except FileNotFoundError:
             return None
         return content
@@ -278,7 +297,8 @@ class S3Objects:
         self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
 
     def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        """Run a coroutine of the client with all its requests and retries within the time limit for `size` bytes.
+        """Run a coroutine of the client with all its requests and retries within the time limit for `size`
+        bytes.
 
         Raises TimeoutError.
         """
@@ -310,8 +330,8 @@ class S3Objects:
 def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
     """`call()`, tried again while its failure may pass, for `patience` seconds.
 
-    Raises StoreUnavailable, beginning with `what`, where it does not pass, StoreError where it never will; lets
-    FileNotFoundError and FileExistsError through.
+    Raises StoreUnavailable, beginning with `what`, where it does not pass, StoreError where it never will;
+    lets FileNotFoundError and FileExistsError through.
     """
     failed, since = 0, 0.0
     while True:
@@ -322,7 +342,8 @@ def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
         except _errors_of_the_client() as error:
             if isinstance(error, PermissionError) or _code(error) in _REFUSED:
                 raise StoreError(
-                    f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's policy."
+                    f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's"
+                    " policy."
                 ) from error
             if type(error).__name__ in _HOPELESS or isinstance(error, _TooMuch):
                 raise StoreError(f"{what}: {_reason(error)}") from error
@@ -332,7 +353,12 @@ def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
                 raise StoreUnavailable(
                     f"{what}, in {failed} tries over {time.monotonic() - since:.0f} s: {_reason(error)}"
                 ) from error
-            log.log(logging.WARNING if failed == 1 else logging.DEBUG, "%s (%s); trying again.", what, _reason(error))
+            log.log(
+                logging.WARNING if failed == 1 else logging.DEBUG,
+                "%s (%s); trying again.",
+                what,
+                _reason(error),
+            )
             time.sleep(pause)
 
 

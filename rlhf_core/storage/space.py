@@ -9,7 +9,8 @@ from rlhf_core.errors import StoreError
 
 
 def require_free(folder: Path, size: int, what: str) -> None:
-    """Raises StoreError with both numbers unless the disk of `folder` (which need not exist yet) has `size` bytes free.
+    """Raises StoreError with both numbers unless the disk of `folder` (which need not exist yet) has `size`
+    bytes free.
 
     `what`: beginning of the sentence, such as "The checkpoint of step 8".
     """
@@ -17,8 +18,8 @@ def require_free(folder: Path, size: int, what: str) -> None:
     free = shutil.disk_usage(place).free
     if free < size:
         raise StoreError(
-            f"{what} needs {_shown(size)}, but {place} has {_shown(free)} free; free some space there and type the same "
-            "command again. What was saved before is untouched."
+            f"{what} needs {_shown(size)}, but {place} has {_shown(free)} free; free some space there and"
+            " type the same command again. What was saved before is untouched."
         )
 
 

@@ -1,7 +1,7 @@
 """Objects under keys, in a local folder or in a bucket: the only door to what outlives a process.
 
-A key is a relative POSIX path. Data is written whole and then becomes visible at its key; what must be decided
-once for all (a manifest, the number of an attempt) goes through `put_if_absent`.
+A key is a relative POSIX path. Data is written whole and then becomes visible at its key; what must be
+decided once for all (a manifest, the number of an attempt) goes through `put_if_absent`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def check_key(key: str) -> str:
     inside = key and len(key.encode(errors="replace")) <= 900 and not _UNSAFE.search(key)
     if not inside or any(not part or part in (".", "..") or part.startswith(TEMPORARY) for part in parts):
         raise InputError(
-            f"The storage key {key[:80]!r} must be a relative path of at most 900 bytes without empty parts, '.', '..', "
-            f"control characters, '?', backslashes or names starting with {TEMPORARY!r}; rename the file."
+            f"The storage key {key[:80]!r} must be a relative path of at most 900 bytes without empty parts,"
+            f" '.', '..', control characters, '?', backslashes or names starting with {TEMPORARY!r}; rename"
+            " the file."
         )
     if any(len(part.encode()) > 255 for part in parts):
         raise InputError(f"A name in the storage key {key[:80]!r} is longer than 255 bytes; shorten it.")
@@ -60,11 +61,13 @@ def check_key(key: str) -> str:
 
 
 class Store:
-    """A folder (`path` or `file:///path`) or `s3://bucket/prefix`. Every method raises StoreError if the place fails."""
+    """A folder (`path` or `file:///path`) or `s3://bucket/prefix`. Every method raises StoreError if the
+    place fails.
+    """
 
     def __init__(self, url: str | Path, endpoint: str | None = None, patience: float = 60.0) -> None:
-        """`endpoint`: address of an S3-compatible server; None: AWS, or what AWS_ENDPOINT_URL_S3 says. `patience`:
-        seconds for which a bucket's passing failures are tried again.
+        """`endpoint`: address of an S3-compatible server; None: AWS, or what AWS_ENDPOINT_URL_S3 says.
+        `patience`: seconds for which a bucket's passing failures are tried again.
 
         Raises ConfigError for an address that cannot be a store; touches nothing yet.
         """
@@ -78,8 +81,9 @@ class Store:
         return self.local_path("any") is not None
 
     def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
-        """Copy a finished local file to `key`, replacing what was there. `link` may share the file's disk blocks: only
-        for files that nobody will write to any more."""
+        """Copy a finished local file to `key`, replacing what was there. `link` may share the file's disk
+        blocks: only for files that nobody will write to any more.
+        """
         self._backend.put_file(local, check_key(key), link=link)
 
     def get_file(self, key: str, local: Path, size: int | None = None) -> None:
@@ -94,7 +98,9 @@ class Store:
         self._backend.put_bytes(check_key(key), data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create an object; False if it exists already, whoever made it. Of racing callers with different data one wins."""
+        """Create an object; False if it exists already, whoever made it. Of racing callers with different
+        data one wins.
+        """
         return self._backend.put_if_absent(check_key(key), data)
 
     def read_bytes(self, key: str) -> bytes | None:
@@ -122,8 +128,10 @@ class Store:
         self._backend.delete_prefix(check_key(prefix))
 
     def forget_uploads(self, prefix: str) -> None:
-        """Drop the parts of uploads below the folder `prefix` that were killed: a bucket keeps them, and no listing shows
-        them. Only for who alone writes there. A bucket that does not allow it is left as it is, and that is said."""
+        """Drop the parts of uploads below the folder `prefix` that were killed: a bucket keeps them, and no
+        listing shows them. Only for who alone writes there. A bucket that does not allow it is left as it is,
+        and that is said.
+        """
         self._backend.forget_uploads(check_key(prefix))
 
     def uri(self, key: str) -> str:
@@ -135,8 +143,9 @@ class Store:
         return self._backend.local_path(check_key(key))
 
     def check(self, patience: float = _CHECK_PATIENCE) -> None:
-        """Write, list, read and delete a small object. Raises ConfigError if that does not work, StoreUnavailable if that
-        may pass and has not within `patience` seconds."""
+        """Write, list, read and delete a small object. Raises ConfigError if that does not work,
+        StoreUnavailable if that may pass and has not within `patience` seconds.
+        """
         key, data = f"probe-{uuid.uuid4().hex}", b"probe"
         place = _open(self.url, self._endpoint, patience)
         try:
@@ -145,20 +154,25 @@ class Store:
             place.delete([key])
         except StoreUnavailable as error:
             raise StoreUnavailable(
-                f"store.url={self.url!r} cannot be used now: {error.message}; correct its address, or wait until it answers"
+                f"store.url={self.url!r} cannot be used now: {error.message}; correct its address, or wait"
+                " until it answers"
             ) from error
         except StoreError as error:
             raise ConfigError(f"store.url={self.url!r} cannot be used: {error.message}") from error
         except FileNotFoundError as error:
-            raise ConfigError(f"store.url={self.url!r} cannot be used: no folder can be made there.") from error
+            raise ConfigError(
+                f"store.url={self.url!r} cannot be used: no folder can be made there."
+            ) from error
         except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             # Unexpected exceptions of a library. The same command would raise them again.
             raise ConfigError(
-                f"store.url={self.url!r} cannot be used: {type(error).__name__}: {scrubbed(str(error))[:200]}; correct "
-                "store.url or store.endpoint"
+                f"store.url={self.url!r} cannot be used: {type(error).__name__}:"
+                f" {scrubbed(str(error))[:200]}; correct store.url or store.endpoint"
             ) from error
         if not whole:
-            raise ConfigError(f"store.url={self.url!r} cannot be used: it did not give back what was written to it.")
+            raise ConfigError(
+                f"store.url={self.url!r} cannot be used: it did not give back what was written to it."
+            )
 
 
 def _open(url: str, endpoint: str | None, patience: float) -> Backend:
@@ -174,10 +188,14 @@ def _open(url: str, endpoint: str | None, patience: float) -> Backend:
     if scheme == "file":
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise ConfigError(f"store.url={url!r} names the host {parts.netloc!r}; write file:///path or a plain path.")
+            raise ConfigError(
+                f"store.url={url!r} names the host {parts.netloc!r}; write file:///path or a plain path."
+            )
         url = parts.path
     elif scheme:
-        raise ConfigError(f"store.url={url!r} must be a folder or s3://bucket/prefix; got the scheme {scheme!r}.")
+        raise ConfigError(
+            f"store.url={url!r} must be a folder or s3://bucket/prefix; got the scheme {scheme!r}."
+        )
     if not url.strip() or "\0" in url:
         raise ConfigError(f"store.url={url!r} must name a folder or s3://bucket/prefix.")
     from rlhf_core.storage.local import LocalFiles
@@ -189,16 +207,20 @@ def _open_s3(url: str, endpoint: str | None, patience: float) -> Backend:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     if not _BUCKET.match(bucket):
         raise ConfigError(
-            f"store.url={url!r} must be s3://bucket/prefix; {bucket!r} is not a bucket name (3 to 63 of a-z, 0-9, '.', '-')."
+            f"store.url={url!r} must be s3://bucket/prefix; {bucket!r} is not a bucket name (3 to 63 of a-z,"
+            " 0-9, '.', '-')."
         )
     if prefix := prefix.strip("/"):
         try:
             check_key(prefix)
         except InputError as error:
-            raise ConfigError(f"store.url={url!r} has a prefix that cannot be used: {error.message}") from error
+            raise ConfigError(
+                f"store.url={url!r} has a prefix that cannot be used: {error.message}"
+            ) from error
     if endpoint is not None and not re.match(r"^https?://[^/]+", endpoint):
         raise ConfigError(
-            f"store.endpoint={endpoint!r} must be the address of a server; write it like http://127.0.0.1:9000."
+            f"store.endpoint={endpoint!r} must be the address of a server; write it like"
+            " http://127.0.0.1:9000."
         )
     from rlhf_core.storage.s3 import S3Objects
 

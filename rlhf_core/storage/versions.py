@@ -17,7 +17,9 @@ _PACKAGES = (
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Python, the packages that decide about results, a digest of this code, and its commit if it runs from a checkout."""
+    """Python, the packages that decide about results, a digest of this code, and its commit if it runs from a
+    checkout.
+    """
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

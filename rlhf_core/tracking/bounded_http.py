@@ -34,7 +34,8 @@ class BoundedAdapter(HTTPAdapter):
     """Adapter for `Session.mount` that limits the total time of a request and the size of its answer.
 
     The time limit is the timeout of one attempt times the number of attempts, plus the time for the request's
-    body. `Retry-After` is ignored. Raises Timeout of requests, or RequestException if the answer is too large.
+    body. `Retry-After` is ignored. Raises Timeout of requests, or RequestException if the answer is too
+    large.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,11 +94,13 @@ class _Call:
         self._timer.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self._timer.cancel()
         _here.call = None
-        # Ctrl-C and SIGTERM are not subclasses of `Exception` and must be raised unchanged, even if the time is
-        # over.
+        # Ctrl-C and SIGTERM are not subclasses of `Exception` and must be raised unchanged, even if the time
+        # is over.
         if self._over and (kind is None or issubclass(kind, Exception)):
             raise Timeout(f"no whole answer within {self._seconds:.0f} s") from error
 

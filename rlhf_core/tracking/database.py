@@ -1,7 +1,8 @@
 """MLflow's SQLite file, whole or not at all.
 
-MLflow makes its tables in about fifty migrations. A kill in the middle, or two processes at it at once, would leave a
-file that no later MLflow can use. So it is made under another name, by one process at a time, and then renamed.
+MLflow makes its tables in about fifty migrations. A kill in the middle, or two processes at it at once, would
+leave a file that no later MLflow can use. So it is made under another name, by one process at a time, and
+then renamed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ LOCK_SECONDS = 120.0
 
 
 def ensure_database(file: Path) -> None:
-    """Make the absolute `file` unless it is there; takes seconds then. Raises InfrastructureError where another process is
-    at it and does not end, and what MLflow and the disk raise."""
+    """Make the absolute `file` unless it is there; takes seconds then. Raises InfrastructureError where
+    another process is at it and does not end, and what MLflow and the disk raise.
+    """
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +32,8 @@ def ensure_database(file: Path) -> None:
                 _make(file)
     except Timeout as error:
         raise InfrastructureError(
-            f"another process has held {lock} for {LOCK_SECONDS:g} s to make {file.name}; wait for it, or end it"
+            f"another process has held {lock} for {LOCK_SECONDS:g} s to make {file.name}; wait for it, or"
+            " end it"
         ) from error
 
 

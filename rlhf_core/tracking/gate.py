@@ -1,7 +1,7 @@
 """Decides whether a candidate becomes champion.
 
-Each rule is a statistical test at a fixed level, and never only a comparison of two means. Each retraining adds
-a test, so the levels decrease. The k-th test against the same champion has the level
+Each rule is a statistical test at a fixed level, and never only a comparison of two means. Each retraining
+adds a test, so the levels decrease. The k-th test against the same champion has the level
 
     alpha / (k (k + 1))        k = 1, 2, ...; their sum is alpha
 
@@ -104,7 +104,9 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, text: str) -> Evaluation | None:
-        """Read the record, or return None if `text` is not a record. Then another program registered the version."""
+        """Read the record, or return None if `text` is not a record. Then another program registered the
+        version.
+        """
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -125,8 +127,8 @@ class Match:
     losses: int = 0
     judge: str = ""
     away_win_rate: float | None = None
-    """Win rate of the candidate, judged by the champion's reward model. None if that model is not a judge or is
-    missing.
+    """Win rate of the candidate, judged by the champion's reward model. None if that model is not a judge or
+    is missing.
     """
 
     @property
@@ -148,20 +150,27 @@ class Decision:
 
 
 def decide(
-    candidate: Evaluation, champion: Evaluation | None, match: Match | None = None, *, gate: Gate, number: int = 1
+    candidate: Evaluation,
+    champion: Evaluation | None,
+    match: Match | None = None,
+    *,
+    gate: Gate,
+    number: int = 1,
 ) -> Decision:
     """Decide whether the candidate becomes champion.
 
-    The candidate must be good enough compared with its own SFT model, and better than the current champion. The
-    champion is compared in a match. Without a match, the first measure with the same judge in both records is
-    used: true reward, score of the same reward model, or win rate against the same SFT model. `number` is the
-    number of the test against this champion, starting at 1.
+    The candidate must be good enough compared with its own SFT model, and better than the current champion.
+    The champion is compared in a match. Without a match, the first measure with the same judge in both
+    records is used: true reward, score of the same reward model, or win rate against the same SFT model.
+    `number` is the number of the test against this champion, starting at 1.
     """
     if candidate.win_rate < gate.min_win_rate:
         text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"
         return Decision(False, "min_win_rate", text)
     if champion is None:
-        words = f"win rate {candidate.win_rate:.3f} over the SFT model on {candidate.verdicts.prompts} prompts"
+        words = (
+            f"win rate {candidate.win_rate:.3f} over the SFT model on {candidate.verdicts.prompts} prompts"
+        )
         return _sign_test("first", candidate.verdicts, f"{words}, and there is no champion yet", gate, number)
     if match is not None:
         return _by_match(match, gate, number)
@@ -176,12 +185,16 @@ def _by_match(match: Match, gate: Gate, number: int) -> Decision:
     if match.judge:
         words += f" (judge: {match.judge.replace('_', ' ')})"
     if match.judge == "reward_model" and match.away_win_rate is None:
-        words += "; the champion's reward model is not in this store, so only the candidate's judged the match"
+        words += (
+            "; the champion's reward model is not in this store, so only the candidate's judged the match"
+        )
     if match.away_win_rate is not None:
         words += f", and {match.away_win_rate:.3f} by the champion's reward model"
     decision = _sign_test("match", match.verdicts, words, gate, number)
     if decision.champion and match.away_win_rate is not None and match.away_win_rate < 0.5:
-        return Decision(False, "away", f"{decision.reason}; the candidate must not lose by that judge", tested=True)
+        return Decision(
+            False, "away", f"{decision.reason}; the candidate must not lose by that judge", tested=True
+        )
     return decision
 
 
@@ -201,13 +214,19 @@ def _tested(rule: str, p_value: float, words: str, gate: Gate, number: int) -> D
 def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number: int) -> Decision:
     fewest = min(candidate.verdicts.prompts, champion.verdicts.prompts)
     if fewest < gate.min_prompts:
-        text = f"there was no match, and a recorded evaluation has only {fewest} prompts; register.min_prompts={gate.min_prompts}"
+        text = (
+            f"there was no match, and a recorded evaluation has only {fewest} prompts;"
+            f" register.min_prompts={gate.min_prompts}"
+        )
         return Decision(False, "min_prompts", text)
     if candidate.gold_digest is not None and candidate.gold_digest == champion.gold_digest:
         values = (candidate.gold_reward, candidate.gold_error), (champion.gold_reward, champion.gold_error)
         if (decision := _difference("gold_reward", *values, gate, number)) is not None:
             return decision
-    if candidate.reward_model_digest is not None and candidate.reward_model_digest == champion.reward_model_digest:
+    if (
+        candidate.reward_model_digest is not None
+        and candidate.reward_model_digest == champion.reward_model_digest
+    ):
         values = (
             (candidate.reward_model, candidate.reward_model_error),
             (champion.reward_model, champion.reward_model_error),
@@ -216,12 +235,15 @@ def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number:
             return decision
     same = (candidate.judge, candidate.judge_digest, candidate.sft_digest)
     if None not in same and same == (champion.judge, champion.judge_digest, champion.sft_digest):
-        rates = (candidate.win_rate, _win_rate_error(candidate)), (champion.win_rate, _win_rate_error(champion))
+        rates = (
+            (candidate.win_rate, _win_rate_error(candidate)),
+            (champion.win_rate, _win_rate_error(champion)),
+        )
         if (decision := _difference("win_rate", *rates, gate, number)) is not None:
             return decision
     text = (
-        f"there was no match, and the evaluations are not comparable: the candidate's is by {_name(candidate)}, the champion's "
-        f"by {_name(champion)}; set the alias manually if necessary"
+        "there was no match, and the evaluations are not comparable: the candidate's is by"
+        f" {_name(candidate)}, the champion's by {_name(champion)}; set the alias manually if necessary"
     )
     return Decision(False, "incomparable", text)
 
@@ -230,7 +252,9 @@ _Measured = tuple[float | None, float | None]
 """A mean and its standard error."""
 
 
-def _difference(rule: str, candidate: _Measured, champion: _Measured, gate: Gate, number: int) -> Decision | None:
+def _difference(
+    rule: str, candidate: _Measured, champion: _Measured, gate: Gate, number: int
+) -> Decision | None:
     """One-sided z-test of two means on different prompts. None if a standard error is missing or both are 0."""
     (ours, our_error), (theirs, their_error) = candidate, champion
     if ours is None or theirs is None or our_error is None or their_error is None:
@@ -251,7 +275,11 @@ def _win_rate_error(record: Evaluation) -> float:
 
 
 def _name(record: Evaluation) -> str:
-    return "an unknown judge" if record.judge is None else f"{record.judge} {(record.judge_digest or 'unknown')[:12]}"
+    return (
+        "an unknown judge"
+        if record.judge is None
+        else f"{record.judge} {(record.judge_digest or 'unknown')[:12]}"
+    )
 
 
 def _measure(content: Mapping[str, Any], name: str, confidence: float) -> _Measured:

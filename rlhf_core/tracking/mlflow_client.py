@@ -1,7 +1,8 @@
-"""The only file that imports MLflow's client: the few calls that tracking and the registry need, with plain values.
+"""The only file that imports MLflow's client: the few calls that tracking and the registry need, with plain
+values.
 
-Every method may raise whatever MLflow, requests or SQLAlchemy raise. `Tracking` turns that into "not now"; the
-registry, whose whole purpose it is, into an error.
+Every method may raise whatever MLflow, requests or SQLAlchemy raise. `Tracking` turns that into "not now";
+the registry, whose whole purpose it is, into an error.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ class Mlflow:
             # Without the tag MLflow's pages open in their view for prompts and traces.
             tags = {
                 "mlflow.experimentKind": "custom_model_development",
-                "mlflow.note.content": "Runs of the RLHF pipeline: one per configuration and data, with a run per stage below.",
+                "mlflow.note.content": (
+                    "Runs of the RLHF pipeline: one per configuration and data, with a run per stage below."
+                ),
             }
             made = self._client.create_experiment(self._experiment, artifact_location=location, tags=tags)
             return _identity(made, "experiment")
@@ -190,7 +193,9 @@ class Mlflow:
         """Set or change tags."""
         from mlflow.entities import RunTag
 
-        self._client.log_batch(run_id, tags=[RunTag(name, _short(value, 5000)) for name, value in tags.items()])
+        self._client.log_batch(
+            run_id, tags=[RunTag(name, _short(value, 5000)) for name, value in tags.items()]
+        )
 
     def remove_tags(self, run_id: str, prefix: str) -> None:
         """Remove all tags whose names start with `prefix`."""
@@ -264,7 +269,9 @@ class Mlflow:
         if found := self._client.search_logged_models([self.experiment_id], filter_string=text):
             model = found[0]
         else:
-            of_the_run = {tag: text for tag, text in run.data.tags.items() if re.match(r"mlflow\.(user|source\.)", tag)}
+            of_the_run = {
+                tag: text for tag, text in run.data.tags.items() if re.match(r"mlflow\.(user|source\.)", tag)
+            }
             known = {"mlflow.note.content": description, "mlflow.model.isExternal": "true"}
             model = self._client.create_logged_model(
                 self.experiment_id,
@@ -292,7 +299,10 @@ class Mlflow:
         on = {"dataset_name": data.name, "dataset_digest": data.digest} if data else {}
         time = int(run.info.start_time)
         self._client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
-        points = [Metric(clean_name(name), value, time, 0, model_id=model_id, **on) for name, value in metrics.items()]
+        points = [
+            Metric(clean_name(name), value, time, 0, model_id=model_id, **on)
+            for name, value in metrics.items()
+        ]
         self._client.log_batch(run_id, metrics=points)
 
     def link_version(self, model_id: str, name: str, version: str) -> None:
@@ -327,7 +337,9 @@ class Mlflow:
         """All versions of a registered model."""
         found, token = [], None
         while True:
-            page = self._client.search_model_versions(f"name = '{_quoted(name)}'", max_results=200, page_token=token)
+            page = self._client.search_model_versions(
+                f"name = '{_quoted(name)}'", max_results=200, page_token=token
+            )
             found += [ModelVersion(str(entry.version), dict(entry.tags)) for entry in page]
             token = page.token
             if not token:

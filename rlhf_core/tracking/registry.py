@@ -77,11 +77,13 @@ def register(
 ) -> Registration:
     """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it.
 
-    `play`: has the candidate play against the version with these tags; None where it cannot. If another becomes champion
-    meanwhile, that one is played next.
+    `play`: has the candidate play against the version with these tags; None where it cannot. If another
+    becomes champion meanwhile, that one is played next.
     """
     with _asked(mlflow, model):
-        mlflow.ensure_model(model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated.")
+        mlflow.ensure_model(
+            model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated."
+        )
         version, created = _find_or_create(mlflow, model, candidate)
         failpoint("register.created")
         _log_model(mlflow, model, version.version, candidate)
@@ -152,7 +154,9 @@ class _Outcome(NamedTuple):
         kept = _outcome(tags)
         try:
             match = Match(**kept["match"]) if kept["match"] else None
-            decision = Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept.get("tested", match)))
+            decision = Decision(
+                True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept.get("tested", match))
+            )
             if kept["champion"]:
                 return cls(decision, kept["met"], match)
         except (KeyError, TypeError):
@@ -175,8 +179,8 @@ def _number(own: _Tests, known: Iterable[Mapping[str, str]], met: str | None, ev
     """Return the number of the test against the champion `met`. `known` has the tags of all versions.
 
     Tests with the same numbers are the same test, so a process that was killed after it recorded a test makes
-    the same decision again. With other numbers, a version that was tested before is tested again at a separate
-    level.
+    the same decision again. With other numbers, a version that was tested before is tested again at a
+    separate level.
     """
     key = _key(met)
     if (same := own.get(key, {}).get(evidence)) is not None:
@@ -190,12 +194,18 @@ def _tests(tags: Mapping[str, str]) -> _Tests:
     met, tests = outcome.get("met"), outcome.get("tests")
     if isinstance(tests, dict):
         return {
-            champion: {evidence: number for evidence, number in entries.items() if type(number) is int and number > 0}
+            champion: {
+                evidence: number for evidence, number in entries.items() if type(number) is int and number > 0
+            }
             for champion, entries in tests.items()
             if isinstance(entries, dict)
         }
     # Earlier versions of the code only recorded the last test.
-    if "met" in outcome and (met is None or isinstance(met, str)) and outcome.get("tested", outcome.get("match")):
+    if (
+        "met" in outcome
+        and (met is None or isinstance(met, str))
+        and outcome.get("tested", outcome.get("match"))
+    ):
         return {_key(met): {"": 1}}
     return {}
 
@@ -257,19 +267,27 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
             return known, False
     source = candidate.source
     if mlflow.uri.startswith("http") and "://" not in source:
-        # A server takes no bare local path as a source, because it would serve it; this names the place all the same.
+        # A server takes no bare local path as a source, because it would serve it; this names the place all
+        # the same.
         source = f"local-store://{source}"
     description = _description(candidate)
     run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
-    return mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description), True
+    return (
+        mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description),
+        True,
+    )
 
 
 def _description(candidate: Candidate) -> str:
-    return f"Win rate {candidate.evaluation.win_rate:.3f} against the SFT model. Load the folder: {candidate.source}"
+    return (
+        f"Win rate {candidate.evaluation.win_rate:.3f} against the SFT model. Load the folder:"
+        f" {candidate.source}"
+    )
 
 
 def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -> None:
-    """Record the candidate as an output of the run that trained it, with its version and its evaluation metrics.
+    """Record the candidate as an output of the run that trained it, with its version and its evaluation
+    metrics.
 
     If MLflow does not support logged models (before MLflow 3), only a warning is logged.
     """

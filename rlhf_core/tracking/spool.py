@@ -1,10 +1,11 @@
-"""What a run has still to tell its tracker, on the local disk: numbers in a JSON-lines file, files in a folder.
+"""What a run has still to tell its tracker, on the local disk: numbers in a JSON-lines file, files in a
+folder.
 
     {root}/attempt-%06d/points.jsonl     {"step": 7, "metrics": {"loss/policy": 0.1}}
     {root}/attempt-%06d/files/...        under the path they will have among the run's artifacts
 
-A killed process leaves its spool; the next attempt at the same stage takes it over and sends the rest. An attempt that
-was only thought dead finds its folder gone and can mix nothing into its successor's.
+A killed process leaves its spool; the next attempt at the same stage takes it over and sends the rest. An
+attempt that was only thought dead finds its folder gone and can mix nothing into its successor's.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ class Spool:
         for line in self._points.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
-                points = {(str(name), int(entry["step"])): float(value) for name, value in entry["metrics"].items()}
+                points = {
+                    (str(name), int(entry["step"])): float(value) for name, value in entry["metrics"].items()
+                }
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # the line that a kill cut short: its step will be redone
             for point, value in points.items():
@@ -136,5 +139,7 @@ def next_attempt(root: Path) -> int:
 
 def _attempts(root: Path) -> dict[int, Path]:
     return {
-        int(match[1]): path for path in root.glob("attempt-*") if (match := re.fullmatch(r"attempt-(\d+)", path.name))
+        int(match[1]): path
+        for path in root.glob("attempt-*")
+        if (match := re.fullmatch(r"attempt-(\d+)", path.name))
     }

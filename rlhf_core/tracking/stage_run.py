@@ -2,9 +2,10 @@
 
     log_metrics / log_table / ... -> spool on disk -> flush() -> MLflow
 
-Consumes numbers and small files; waits for nothing but its own `flush`, which gives up quickly and tries again at the
-next one. Exactly once: a point's time is the run's start plus its step, MLflow's rows are keyed by it, and a point at
-or below the highest step that the tracker has of its metric is a replay after a crash and is dropped.
+Consumes numbers and small files; waits for nothing but its own `flush`, which gives up quickly and tries
+again at the next one. Exactly once: a point's time is the run's start plus its step, MLflow's rows are keyed
+by it, and a point at or below the highest step that the tracker has of its metric is a replay after a crash
+and is dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _TABLES = "tables"
 class StageRun:
     """See the module. `run_id` is None until the tracker has answered once."""
 
-    def __init__(self, mlflow: Mlflow, opener: Callable[[], RunState], spool: Spool, *, uri: str, system: bool) -> None:
+    def __init__(
+        self, mlflow: Mlflow, opener: Callable[[], RunState], spool: Spool, *, uri: str, system: bool
+    ) -> None:
         """`opener` finds or creates the run, and may raise; `uri` is for people."""
         self._mlflow = mlflow
         self._opener = opener
@@ -61,14 +64,21 @@ class StageRun:
         return len(self._spool.pending) + len(self._spool.files())
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep `metrics` for `step`; they reach the tracker at the next `flush`. Steps of one metric must ascend."""
+        """Keep `metrics` for `step`; they reach the tracker at the next `flush`. Steps of one metric must
+        ascend.
+        """
         with self._lock:
             self._spool.add({clean_name(name): float(value) for name, value in metrics.items()}, int(step))
 
     def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """A table of samples, `name` without suffix: shown by MLflow as a table, stored as `tables/{name}.json`."""
+        """A table of samples, `name` without suffix: shown by MLflow as a table, stored as
+        `tables/{name}.json`.
+        """
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        table = {"columns": columns, "data": [[_plain(row.get(column)) for column in columns] for row in rows]}
+        table = {
+            "columns": columns,
+            "data": [[_plain(row.get(column)) for column in columns] for row in rows],
+        }
         with self._lock:
             self._spool.add_text(json.dumps(table, ensure_ascii=False), f"{_TABLES}/{name}.json")
 
@@ -146,7 +156,9 @@ class StageRun:
         return self._state
 
     def _attempt(self, action: Callable[[], object]) -> bool:
-        """True if the tracker took it. Whatever goes wrong on that side must not stop the training on this one."""
+        """True if the tracker took it. Whatever goes wrong on that side must not stop the training on this
+        one.
+        """
         try:
             action()
         except Exception as error:

@@ -1,8 +1,8 @@
 """Tracking: one MLflow run per pipeline run, and a nested run per stage.
 
-A run is found by its tags before one is created, so that whoever continues a pipeline writes to the same runs. The
-tracker being down never stops a pipeline: what cannot be said now is kept on disk (`spool`) or left out, with one
-warning.
+A run is found by its tags before one is created, so that whoever continues a pipeline writes to the same
+runs. The tracker being down never stops a pipeline: what cannot be said now is kept on disk (`spool`) or left
+out, with one warning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _T = TypeVar("_T")
 
 _PAUSE_SECONDS = 2.0
 
-PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = "rlhf.pipeline_key", "rlhf.stage_key", "rlhf.stage", "mlflow.parentRunId"
+PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = (
+    "rlhf.pipeline_key",
+    "rlhf.stage_key",
+    "rlhf.stage",
+    "mlflow.parentRunId",
+)
 
 _DESCRIPTION = "mlflow.note.content"
 """MLflow shows this tag as the description of a run, rendered as Markdown."""
@@ -106,13 +111,14 @@ class Tracking:
         inputs: Mapping[str, ArtifactRef] | None = None,
         pipeline: tuple[str, str] | None = None,
     ) -> StageRun:
-        """Find the run of a stage under `parent_id` by its stage key, or create it. Also works if the tracker is
-        not available.
+        """Find the run of a stage under `parent_id` by its stage key, or create it. Also works if the tracker
+        is not available.
 
-        `attempt` is the attempt for this stage key. Data that earlier attempts could not send is sent together
-        with the data of this one. `inputs` are the artifacts that the stage reads; the data artifact is logged
-        as the data set of the run. `pipeline` is the key and the name of the pipeline. They are used to find or
-        create the parent run if `parent_id` is unknown because the tracker did not answer earlier.
+        `attempt` is the attempt for this stage key. Data that earlier attempts could not send is sent
+        together with the data of this one. `inputs` are the artifacts that the stage reads; the data artifact
+        is logged as the data set of the run. `pipeline` is the key and the name of the pipeline. They are
+        used to find or create the parent run if `parent_id` is unknown because the tracker did not answer
+        earlier.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
@@ -133,10 +139,11 @@ class Tracking:
         return StageRun(self.mlflow, open_run, spool, uri=self.uri, system=self.system_metrics)
 
     def link_reused(self, parent_id: str | None, stage: str, ref: ArtifactRef) -> None:
-        """Show a reused stage below `parent_id`: a short run with its headline metrics and a link to the run that made it.
+        """Show a reused stage below `parent_id`: a short run with its headline metrics and a link to the run
+        that made it.
 
-        Nothing is added if the stage ran, or was linked, under this parent before; what its run could not send then is
-        sent now.
+        Nothing is added if the stage ran, or was linked, under this parent before; what its run could not
+        send then is sent now.
         """
         if parent_id is None:
             return
@@ -146,7 +153,9 @@ class Tracking:
         self._try(lambda: self._link(parent_id, stage, ref))
 
     def wait(self, seconds: float) -> None:
-        """Until the server answers, whatever it says, at most `seconds`: for the one stage that is nothing without it."""
+        """Until the server answers, whatever it says, at most `seconds`: for the one stage that is nothing
+        without it.
+        """
         deadline = time.monotonic() + seconds
         while self.mlflow.uri.startswith("http") and time.monotonic() < deadline:
             try:
@@ -164,7 +173,9 @@ class Tracking:
         return self._try(lambda: has_version(self.mlflow, model, weights_sha256)) is False
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
-        """Headline numbers of a finished pipeline on its own run, for comparing pipelines; the same twice adds nothing."""
+        """Headline numbers of a finished pipeline on its own run, for comparing pipelines; the same twice
+        adds nothing.
+        """
 
         def log_all() -> None:
             state = self.mlflow.find_run({PIPELINE_KEY: pipeline_key})
@@ -249,11 +260,16 @@ class Tracking:
             self.mlflow.reopen(state.run_id)
             # Tags of the original run and later additions are kept.
             self.mlflow.set_tags(
-                state.run_id, {tag: value for tag, value in text.items() if tag not in (_DESCRIPTION, "mlflow.user")}
+                state.run_id,
+                {tag: value for tag, value in text.items() if tag not in (_DESCRIPTION, "mlflow.user")},
             )
         # Parameters are logged apart from the creation: a kill in between leaves a run that lacks some.
         known = state.params
-        missing = {name: value for name, value in params.items() if value is not None and clean_name(name) not in known}
+        missing = {
+            name: value
+            for name, value in params.items()
+            if value is not None and clean_name(name) not in known
+        }
         self.mlflow.log_params(state.run_id, missing)
         return state
 
@@ -271,7 +287,10 @@ class Tracking:
             tags["rlhf.producer_run_id"] = ref.mlflow_run_id
             tags[_DESCRIPTION] = f"Reused from {self._markdown_link(ref.mlflow_run_id)}."
         state = self.mlflow.create_run(f"{stage} (reused)", tags)
-        points = [Point(clean_name(name), value, 0, state.start + MS_PER_STEP) for name, value in ref.metrics.items()]
+        points = [
+            Point(clean_name(name), value, 0, state.start + MS_PER_STEP)
+            for name, value in ref.metrics.items()
+        ]
         self.mlflow.log_points(state.run_id, points)
         self.mlflow.terminate(state.run_id, "FINISHED")
 
@@ -319,7 +338,9 @@ def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:
 
 
 def _shown(uri: str) -> str:
-    """Return the address without user, query and fragment, which may be secret. The path of a file is not changed."""
+    """Return the address without user, query and fragment, which may be secret. The path of a file is not
+    changed.
+    """
     if uri.startswith("sqlite:"):
         return uri
     parts = urlsplit(uri)

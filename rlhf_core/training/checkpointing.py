@@ -1,4 +1,6 @@
-"""Checkpoints of a training loop: DeepSpeed's state of every rank plus the loop's own, committed as one folder."""
+"""Checkpoints of a training loop: DeepSpeed's state of every rank plus the loop's own, committed as one
+folder.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def after_step(
     state: dict[str, Any],
     score: float | None = None,
 ) -> None:
-    """`save` at every `every`-th step but the last; where rank 0 was asked to stop, at once, and leave. A collective."""
+    """`save` at every `every`-th step but the last; where rank 0 was asked to stop, at once, and leave. A
+    collective.
+    """
     asked = torch.tensor(float(services is not None and services.stop.asked), device=engine.rank.torch_device)
     dist.all_reduce(asked)
     stop = bool(asked.item())
@@ -81,7 +85,9 @@ def stops_after_a_step(services: Services | None) -> AbstractContextManager[None
 
 
 def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:
-    """Load the newest whole checkpoint on every rank; its loop state (with `step`), or None for a fresh start."""
+    """Load the newest whole checkpoint on every rank; its loop state (with `step`), or None for a fresh
+    start.
+    """
     found: list[Any] = [None]
     doing("restore", limit=math.inf)  # rank 0 fetches, the others wait for it in a collective
     if services is not None:

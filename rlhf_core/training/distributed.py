@@ -1,4 +1,6 @@
-"""Joining the process group of one model's training ranks. The only place that knows how DeepSpeed is tamed on a CPU."""
+"""Joining the process group of one model's training ranks. The only place that knows how DeepSpeed is tamed
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from datetime import timedelta
 from typing import Any
 
 _WATCH_FIRST_SECONDS = {"cpu": 3.0, "cuda": 60.0}
-"""What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each other. A
-broken one of gloo raises; NCCL's own watchdog takes the process down, so the stage is to be ended before."""
+"""What a collective has beyond a rank's timeout: `rlhf_core.watch` is to see the ranks as they wait for each
+other. A broken one of gloo raises; NCCL's own watchdog takes the process down, so the stage is to be ended
+before.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,12 @@ class Rank:
     start: float = 300.0
     """Seconds for the rendezvous and every collective until the model is loaded."""
     timeout: float = 600.0
-    """Seconds that a rank may stand still from then on; a collective gets a little more (`bound_collectives`)."""
+    """Seconds that a rank may stand still from then on; a collective gets a little more
+    (`bound_collectives`).
+    """
     listener: socket.socket | None = None
-    """Listening socket of rank 0, if `master_port` is already in use by it, so that no other process can take the
-    port.
+    """Listening socket of rank 0, if `master_port` is already in use by it, so that no other process can take
+    the port.
     """
 
     @property
@@ -60,7 +66,9 @@ class Rank:
         )
 
 
-def rendezvous(address: str, port: int, size: int, *, timeout: timedelta, listener: socket.socket | None = None) -> Any:
+def rendezvous(
+    address: str, port: int, size: int, *, timeout: timedelta, listener: socket.socket | None = None
+) -> Any:
     """Return the store through which `size` processes connect.
 
     `listener` is the master's socket on `address` and `port`, which the store takes over. Without it, torch
@@ -71,7 +79,9 @@ def rendezvous(address: str, port: int, size: int, *, timeout: timedelta, listen
     store = vars(dist)["TCPStore"]  # torch's stubs do not know it
     if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
-    return store(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store(
+        address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join(rank: Rank) -> None:
@@ -99,7 +109,8 @@ def join(rank: Rank) -> None:
         torch.cuda.set_device(rank.local_rank)
     import deepspeed
 
-    # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never built.
+    # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never
+    # built.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     bound_collectives(rank.start)
     limit = timedelta(seconds=rank.start)
@@ -119,8 +130,9 @@ def join(rank: Rank) -> None:
 
 
 def bound_collectives(seconds: float) -> None:
-    """In all groups there are and will be: DeepSpeed makes some of its own for ZeRO and passes them no timeout. By
-    default gloo waits 30 minutes for a rank that hangs, NCCL 10."""
+    """In all groups there are and will be: DeepSpeed makes some of its own for ZeRO and passes them no
+    timeout. By default gloo waits 30 minutes for a rank that hangs, NCCL 10.
+    """
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     timeout = timedelta(seconds=seconds)
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout

@@ -1,8 +1,8 @@
 """One model trained by DeepSpeed over the ranks of this process group.
 
-The wrapper undoes what would make a result depend on how a batch was cut: DeepSpeed averages over ranks, so losses
-are summed parts of a global mean and are scaled by the world size; every `step` is a boundary, so the number of
-micro-batches does not matter.
+The wrapper undoes what would make a result depend on how a batch was cut: DeepSpeed averages over ranks, so
+losses are summed parts of a global mean and are scaled by the world size; every `step` is a boundary, so the
+number of micro-batches does not matter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO reduces at a time, at most."""
 
 MOST_BFLOAT16_SUMS = 128
-"""Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few percent."""
+"""Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
+percent.
+"""
 
 _TAG = "state"
 _COUNTERS = "rlhf_counters"
@@ -47,7 +49,9 @@ _LARGE_SCALE = 8.0
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to `min_lr_ratio` of the peak."""
+    """Rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to `min_lr_ratio` of
+    the peak.
+    """
     warmup = round(config.warmup_ratio * total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -71,7 +75,9 @@ class TrainingEngine:
         ema_decay: float | None = None,
         keeps_best: bool = False,
     ) -> None:
-        """`ema_decay`: also keep an average of the weights. `keeps_best`: also a copy of the best ones, see `keep`."""
+        """`ema_decay`: also keep an average of the weights. `keeps_best`: also a copy of the best ones, see
+        `keep`.
+        """
         import deepspeed
 
         self.rank = rank
@@ -84,7 +90,9 @@ class TrainingEngine:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self._stumbled = False
-        self._rounded_sums = deepspeed_config.dtype == "bfloat16" and deepspeed_config.grad_accum_dtype is None
+        self._rounded_sums = (
+            deepspeed_config.dtype == "bfloat16" and deepspeed_config.grad_accum_dtype is None
+        )
         if deepspeed_config.gradient_checkpointing and optimizer is not None:
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
@@ -98,16 +106,22 @@ class TrainingEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=torch_optimizer,
-            config=self._ds_config(deepspeed_config, sum(p.numel() for p in module.parameters() if p.requires_grad)),
+            config=self._ds_config(
+                deepspeed_config, sum(p.numel() for p in module.parameters() if p.requires_grad)
+            ),
             dist_init_required=False,
         )
         if torch_optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype != "float32":
-            # DeepSpeed has allocated Adam's state by a step on zero gradients: it counts, and the masters decayed.
+            # DeepSpeed has allocated Adam's state by a step on zero gradients: it counts, and the masters
+            # decayed.
             torch_optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
-        self._own_clipping = optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
+        self._own_clipping = (
+            optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
+        )
         if self._own_clipping and torch_optimizer is not None:
-            # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already reduced.
+            # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already
+            # reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
         lm, device = self.module.lm, rank.torch_device
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
@@ -124,7 +138,8 @@ class TrainingEngine:
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
             "steps_per_print": 10**9,
-            # The bucket's buffer is allocated whole: with adapters there is little to put into DeepSpeed's 5e8.
+            # The bucket's buffer is allocated whole: with adapters there is little to put into DeepSpeed's
+            # 5e8.
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": False,
@@ -144,8 +159,9 @@ class TrainingEngine:
         return ds
 
     def close(self) -> None:
-        """The end of this engine, which trained: free what DeepSpeed would hold until the process ends. Whoever calls has
-        let go of the module."""
+        """The end of this engine, which trained: free what DeepSpeed would hold until the process ends.
+        Whoever calls has let go of the module.
+        """
         self.engine.destroy()
         # Under ZeRO-3 something of DeepSpeed outlives its hooks; the tensors shall not.
         vars(self.optimizer).clear()
@@ -166,10 +182,10 @@ class TrainingEngine:
     def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
         """Backward over all micro-batches and one optimizer step; returns the gradient norm before clipping.
 
-        Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on all ranks.
-        A gradient that is not finite changes nothing: the step is skipped, counted in `skipped_steps`, and its norm is
-        returned as it is; the third in a row raises NonFiniteError. Those by which float16 finds its loss scale, which
-        each of them halves, are no fault while it is large.
+        Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on
+        all ranks. A gradient that is not finite changes nothing: the step is skipped, counted in
+        `skipped_steps`, and its norm is returned as it is; the third in a row raises NonFiniteError. Those by
+        which float16 finds its loss scale, which each of them halves, are no fault while it is large.
         """
         assert self.optimizer_config is not None
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
@@ -200,20 +216,22 @@ class TrainingEngine:
             log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps_done)
         if self._skipped_in_a_row >= 3:
             raise NonFiniteError(
-                f"the gradients of optimizer steps {self.steps_done - 2} to {self.steps_done} are not finite; none of them "
-                "was applied; lower the learning rate or look at the batches"
+                f"the gradients of optimizer steps {self.steps_done - 2} to {self.steps_done} are not finite;"
+                " none of them was applied; lower the learning rate or look at the batches"
             )
         return norm
 
     def _warn_of_sums(self, count: int) -> None:
-        """Warn once if there are more micro-batches than bfloat16 can add up precisely. It has 8 significant bits."""
+        """Warn once if there are more micro-batches than bfloat16 can add up precisely. It has 8 significant
+        bits.
+        """
         if count <= MOST_BFLOAT16_SUMS or not self._rounded_sums:
             return
         self._rounded_sums = False
         log.warning(
-            "the gradients of %d micro-batches are added up in bfloat16, where sums of more than a few hundred values "
-            "stop growing; set deepspeed.grad_accum_dtype=float32 (with zero_stage=2), or raise micro_batch_tokens to have "
-            "at most %d",
+            "the gradients of %d micro-batches are added up in bfloat16, where sums of more than a few"
+            " hundred values stop growing; set deepspeed.grad_accum_dtype=float32 (with zero_stage=2), or"
+            " raise micro_batch_tokens to have at most %d",
             count,
             MOST_BFLOAT16_SUMS,
         )
@@ -231,9 +249,11 @@ class TrainingEngine:
             for parameter in parameters:
                 parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
 
-    def weights(self, *, average: bool = False, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the Hugging Face model, full tensor), gathering one decoder layer at a time. Adapters are
-        merged.
+    def weights(
+        self, *, average: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in the Hugging Face model, full tensor), gathering one decoder layer at a time.
+        Adapters are merged.
 
         `average` uses the moving average of the trained weights. `dtype` is described in `merged`. Tied
         parameters are returned once. Under ZeRO-3 this is a collective operation: every rank must iterate to
@@ -269,14 +289,18 @@ class TrainingEngine:
         for name, parameter in self.module.lm.named_parameters():
             parts = name.split(".")
             index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-            groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append((name, parameter))
+            groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append(
+                (name, parameter)
+            )
         return list(groups.values())
 
     def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         return GatheredParameters(
-            parameters, modifier_rank=0 if to_change else None, enabled=self.zero_stage == 3 and bool(parameters)
+            parameters,
+            modifier_rank=0 if to_change else None,
+            enabled=self.zero_stage == 3 and bool(parameters),
         )
 
     def keep(self) -> None:
@@ -309,7 +333,9 @@ class TrainingEngine:
             save(folder, state)
 
     def save_adapter(self, folder: Path, base: str, revision: str | None = None) -> None:
-        """The adapter as PEFT saves it; `base` names the model it belongs to. A collective; without one, nothing."""
+        """The adapter as PEFT saves it; `base` names the model it belongs to. A collective; without one,
+        nothing.
+        """
         if self.lora is None:
             return
         tensors = self._on_rank_zero(self.adapter())
@@ -321,8 +347,9 @@ class TrainingEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies and two
-        moments, and further copies where there are any; frozen ones stay out beside an adapter."""
+        """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies
+        and two moments, and further copies where there are any; frozen ones stay out beside an adapter.
+        """
         copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
         return sum(
             getattr(p, "ds_numel", p.numel()) * (p.element_size() + copies * p.requires_grad)
@@ -331,7 +358,9 @@ class TrainingEngine:
         )
 
     def save_checkpoint(self, folder: Path) -> None:
-        """What is trained, optimizer and step count into `folder`; a collective. Whoever calls commits the folder."""
+        """What is trained, optimizer and step count into `folder`; a collective. Whoever calls commits the
+        folder.
+        """
         self.engine.save_checkpoint(
             str(folder),
             tag=_TAG,
@@ -348,22 +377,26 @@ class TrainingEngine:
             script.unlink(missing_ok=True)
 
     def load_checkpoint(self, folder: Path, scratch: Path) -> None:
-        """The inverse, of a verified folder, which is left as it is; `scratch`, one for all ranks, is made where there is
-        something to convert, and removed. Raises ConfigError if another number of ranks wrote it, unless that is allowed;
-        CorruptArtifact without a usable state, where DeepSpeed alone would start afresh, and for a pickle with classes
-        that are not on the list of `distributed.join`, none of which is called."""
+        """The inverse, of a verified folder, which is left as it is; `scratch`, one for all ranks, is made
+        where there is something to convert, and removed. Raises ConfigError if another number of ranks wrote
+        it, unless that is allowed; CorruptArtifact without a usable state, where DeepSpeed alone would start
+        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is
+        called.
+        """
         ranks = resharding.noted_ranks(folder)
         if ranks != self.rank.world_size and not self._allow_other_ranks:
             raise ConfigError(
-                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got "
-                f"{self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert the checkpoint"
+                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got"
+                f" {self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert"
+                " the checkpoint"
             )
         try:
             path, client = self._load_state(folder, scratch, ranks)
         except pickle.UnpicklingError as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptArtifact(
-                f"The checkpoint {folder} holds what may run code and is not loaded; somebody changed it and its manifest: {reason}"
+                f"The checkpoint {folder} holds what may run code and is not loaded; somebody changed it and"
+                f" its manifest: {reason}"
             ) from error
         if path is None:
             raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
@@ -374,7 +407,9 @@ class TrainingEngine:
             copy.load(folder, self.rank.rank, ranks, self.rank.world_size)
 
     def _load_state(self, folder: Path, scratch: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
-        """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client state)."""
+        """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client
+        state).
+        """
         if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
             found = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
         else:

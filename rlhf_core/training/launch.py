@@ -1,4 +1,5 @@
-"""Training ranks of one stage on one host: rank 0 is the stage's own process, the others are spawned beside it.
+"""Training ranks of one stage on one host: rank 0 is the stage's own process, the others are spawned beside
+it.
 
 rank 0    waits until every other rank is up, then works; a broken collective is explained by the rank that broke it,
           one that timed out by the rank that is stuck (`rlhf_core.watch`)
@@ -37,16 +38,17 @@ _LAST_WORD_SECONDS = 5.0
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cuda" or "cpu": what `wanted` (auto, cuda, cpu) leads to, as it did for keys and precision. Raises ConfigError
-    where that is a GPU and torch cannot use one."""
+    """ "cuda" or "cpu": what `wanted` (auto, cuda, cpu) leads to, as it did for keys and precision. Raises
+    ConfigError where that is a GPU and torch cannot use one.
+    """
     import torch
 
     if not leads_to_gpu(wanted):
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {wanted} leads to a GPU here, but torch cannot use any: mend the driver (`nvidia-smi` tells), or say "
-            "that the device is cpu"
+            f"device {wanted} leads to a GPU here, but torch cannot use any: mend the driver (`nvidia-smi`"
+            " tells), or say that the device is cpu"
         )
     return "cuda"
 
@@ -62,9 +64,10 @@ def run_ranks(
 ) -> Any:
     """Call `work(rank, *args, context)` on every rank and return what rank 0 returned.
 
-    `context` is `rank_zero` on rank 0 and None elsewhere: only rank 0 tracks, commits and reports. `work` and `args`
-    must be picklable. An error of another rank is raised here with its class and the rank's number; a rank that dies
-    without a word is a WorkerDied, one that does not move a WorkerStuck. `watch`: the stage's, entered; None: one's own.
+    `context` is `rank_zero` on rank 0 and None elsewhere: only rank 0 tracks, commits and reports. `work` and
+    `args` must be picklable. An error of another rank is raised here with its class and the rank's number; a
+    rank that dies without a word is a WorkerDied, one that does not move a WorkerStuck. `watch`: the stage's,
+    entered; None: one's own.
     """
     limits = timeouts or TimeoutsConfig()
     with (
@@ -117,7 +120,9 @@ class _Other:
     ) -> _Other:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_other_rank, args=(work, rank, args, there, folder, limits), daemon=True)
+        process = context.Process(
+            target=_other_rank, args=(work, rank, args, there, folder, limits), daemon=True
+        )
         process.start()
         there.close()
         return _Other(rank.rank, process, here)
@@ -151,7 +156,9 @@ def _await_start(others: list[_Other], seconds: float) -> None:
         wait([other.pipe, other.process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
         up = other.pipe.poll() and _receives_up(other.pipe)
         if not up and other.process.exitcode is None and time.monotonic() >= deadline:
-            raise WorkerStuck(f"training rank {other.rank} was not up after {seconds:g} s (run.timeouts.start)")
+            raise WorkerStuck(
+                f"training rank {other.rank} was not up after {seconds:g} s (run.timeouts.start)"
+            )
         if not up:
             other.process.join(_LAST_WORD_SECONDS)
             raise other.error
@@ -159,8 +166,9 @@ def _await_start(others: list[_Other], seconds: float) -> None:
 
 @contextmanager
 def _told_of_failures(others: list[_Other], watch: Watch) -> Iterator[None]:
-    """While it lasts, the stage fails with the error of a rank that ends with one, if rank 0 does not notice: a
-    collective of gloo breaks when a peer is gone, one of NCCL waits for it."""
+    """While it lasts, the stage fails with the error of a rank that ends with one, if rank 0 does not notice:
+    a collective of gloo breaks when a peer is gone, one of NCCL waits for it.
+    """
     over = threading.Event()
 
     def look() -> None:
@@ -187,7 +195,9 @@ def _await_end(others: list[_Other], seconds: float) -> None:
     for other in others:
         other.process.join(seconds)
         if other.process.exitcode is None:
-            raise WorkerStuck(f"training rank {other.rank} did not end within {seconds:g} s (run.timeouts.stall)")
+            raise WorkerStuck(
+                f"training rank {other.rank} did not end within {seconds:g} s (run.timeouts.stall)"
+            )
         if other.process.exitcode != 0:
             raise other.error
 
@@ -243,7 +253,8 @@ def _other_rank(
         code = 1
     finally:
         leave_part()
-    # Where Python takes itself apart while torch's threads still run, it aborts now and then, or waits for other ranks.
+    # Where Python takes itself apart while torch's threads still run, it aborts now and then, or waits for
+    # other ranks.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -33,4 +33,6 @@ def tell(packs: bool, models: str, field: str) -> None:
     if packs:
         log.info("%s: rows are packed; sequences of %s do not influence each other", field, models)
     else:
-        log.warning("%s: rows are padded, because packed sequences of %s would influence each other", field, models)
+        log.warning(
+            "%s: rows are padded, because packed sequences of %s would influence each other", field, models
+        )

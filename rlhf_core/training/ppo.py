@@ -1,7 +1,8 @@
 """The PPO update of one rank: policy and critic each run this in their own process, at the same time.
 
-Each optimizer step sums its micro-batches' parts of one loss whose denominator counts the whole step on all ranks.
-Metrics come back as sums over this rank's tokens; divided by the tokens of all ranks they are the loss's own means.
+Each optimizer step sums its micro-batches' parts of one loss whose denominator counts the whole step on all
+ranks. Metrics come back as sums over this rank's tokens; divided by the tokens of all ranks they are the
+loss's own means.
 
 Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
 """
@@ -34,11 +35,11 @@ def update_policy(
     kl_coef: float = 0.0,
     demonstrations: Sequence[TokenSequence] = (),
 ) -> dict[str, float]:
-    """Clipped surrogate; with the entropy bonus, the KL (`kl.place: loss`, weighted by `kl_coef`) and the pretraining
-    loss on `demonstrations` where configured.
+    """Clipped surrogate; with the entropy bonus, the KL (`kl.place: loss`, weighted by `kl_coef`) and the
+    pretraining loss on `demonstrations` where configured.
 
-    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist; `stumbled`,
-    of those skipped, where no loss scale explains it.
+    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist;
+    `stumbled`, of those skipped, where no loss scale explains it.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -153,7 +154,11 @@ def _count(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -
 
 
 def _batch(
-    engine: TrainingEngine, samples: Sequence[TrainSample], micro_batch: list[int], ppo: PPOConfig, pad_id: int
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    micro_batch: list[int],
+    ppo: PPOConfig,
+    pad_id: int,
 ) -> tuple[TokenBatch, list[TrainSample]]:
     chosen = [samples[i] for i in micro_batch]
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]

@@ -33,8 +33,9 @@ def is_sharded(state: Path) -> bool:
 
 
 def convert(state: Path, out: Path) -> None:
-    """DeepSpeed's `state` folder as a universal one at `out`, in this process: its pickles are then loaded under the
-    allow-list of `distributed.join`."""
+    """DeepSpeed's `state` folder as a universal one at `out`, in this process: its pickles are then loaded
+    under the allow-list of `distributed.join`.
+    """
     from deepspeed.checkpoint import ds_to_universal
 
     options = Namespace(
@@ -53,8 +54,13 @@ def convert(state: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def loading_universal(engine: Any) -> Any:
-    """While it lasts, the DeepSpeed engine reads universal checkpoints; mends what DeepSpeed 0.19 leaves wrong after it."""
-    own = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
+    """While it lasts, the DeepSpeed engine reads universal checkpoints; mends what DeepSpeed 0.19 leaves
+    wrong after it.
+    """
+    own = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in engine.optimizer.param_groups
+    ]
     engine._config.load_universal_checkpoint = True
     try:
         yield
@@ -63,8 +69,8 @@ def loading_universal(engine: Any) -> Any:
     # Under ZeRO-3 every group was given the first one's settings: norms would decay as matrices do.
     for group, settings in zip(engine.optimizer.param_groups, own, strict=True):
         group.update(settings)
-    # ... and all of them share one count of steps, which AdamW then raises once for each; it lies on the CPU, where a fused
-    # AdamW would not find it.
+    # ... and all of them share one count of steps, which AdamW then raises once for each; it lies on the CPU,
+    # where a fused AdamW would not find it.
     for parameter, state in engine.optimizer.optimizer.state.items():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(parameter.device, copy=True)

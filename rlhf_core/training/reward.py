@@ -1,7 +1,7 @@
 """The reward-model loop: Bradley-Terry on pairs, both responses of a pair in the same forward pass.
 
-The loss of one optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the
-held-out loss decides when the training ends and which weights are its result.
+The loss of one optimizer step is the mean over all its pairs, over every rank and micro-batch. With
+`early_stop`, the held-out loss decides when the training ends and which weights are its result.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def train_reward(
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one; returns `tokens_per_s`.
 
-    With `early_stop`, for which the engine must keep its best weights, it has them at the end; then also `best_step`.
+    With `early_stop`, for which the engine must keep its best weights, it has them at the end; then also
+    `best_step`.
     """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
@@ -89,11 +90,17 @@ def train_reward(
             seconds += time.monotonic() - started
             evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
             if services is not None:
-                if step < total and not best.is_final(config):  # at the end those of the best weights are logged
+                if step < total and not best.is_final(
+                    config
+                ):  # at the end those of the best weights are logged
                     metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
-                shown = {name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics}
+                shown = {
+                    name: metrics[f"train/{name}"]
+                    for name in ("loss", "accuracy")
+                    if f"train/{name}" in metrics
+                }
                 services.progress("reward", step, total, "steps", **shown)
             checkpointing.after_step(
                 engine, services, work, step, every=config.checkpoint_every, total=total,
@@ -115,7 +122,9 @@ def _evaluate_in_between(
     total: int,
     best: BestSoFar,
 ) -> dict[str, float]:
-    """Where `early_stop` asks for it: the finite ones of the held-out metrics. Keeps weights that are the best so far."""
+    """Where `early_stop` asks for it: the finite ones of the held-out metrics. Keeps weights that are the
+    best so far.
+    """
     if config.early_stop is None or (step % config.early_stop.every and step < total):
         return {}
     metrics, _ = evaluate_reward(engine, held_out, config, pad_id)
@@ -127,8 +136,8 @@ def _evaluate_in_between(
 def train_step(
     engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
 ) -> dict[str, float]:
-    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics,
-    of which `train/accuracy` counts ties half.
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's
+    metrics, of which `train/accuracy` counts ties half.
 
     A step whose gradient is not finite is skipped and counted.
     """
@@ -165,8 +174,9 @@ def train_step(
 def evaluate_reward(
     engine: TrainingEngine, held_out: Sequence[PairExample], config: RewardConfig, pad_id: int
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores (pairs, 2), chosen
-    first. A collective."""
+    """Held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores (pairs,
+    2), chosen first. A collective.
+    """
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
     for micro_batch in _my_micro_batches(engine, held_out, config):
@@ -201,7 +211,9 @@ def evaluate_saved(
     return _measures(scores, held_out, reward), scores
 
 
-def _measures(scores_P2: torch.Tensor, held_out: Sequence[PairExample], config: RewardConfig) -> dict[str, float]:
+def _measures(
+    scores_P2: torch.Tensor, held_out: Sequence[PairExample], config: RewardConfig
+) -> dict[str, float]:
     gap = scores_P2[:, 0] - scores_P2[:, 1]
     return {
         "eval/accuracy": _right(gap).mean().item(),
@@ -242,7 +254,9 @@ def _table_row(pair: PairExample) -> dict[str, Any]:
     return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
 
 
-def _my_micro_batches(engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig) -> list[list[int]]:
+def _my_micro_batches(
+    engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig
+) -> list[list[int]]:
     rank = engine.rank
     lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in batch]
     if config.packs:

@@ -1,6 +1,8 @@
-"""The supervised fine-tuning loop: forward, sum of token losses over the step's own count, step, log, checkpoint.
+"""The supervised fine-tuning loop: forward, sum of token losses over the step's own count, step, log,
+checkpoint.
 
-The loss of one optimizer step is the mean over ALL target tokens of its batch, over every rank and micro-batch.
+The loss of one optimizer step is the mean over ALL target tokens of its batch, over every rank and
+micro-batch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def train_sft(
     work: Path,
     services: Services | None,
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one; returns `eval_loss`, `perplexity`, `tokens_per_s`."""
+    """Train to the end, from the last checkpoint if there is one; returns `eval_loss`, `perplexity`,
+    `tokens_per_s`.
+    """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
@@ -62,7 +66,11 @@ def train_sft(
                 metrics["train/tokens_per_s"] = tokens / seconds
                 services.metrics.log_metrics(metrics, step)
                 services.progress(
-                    "sft", step, total, "steps", **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {})
+                    "sft",
+                    step,
+                    total,
+                    "steps",
+                    **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {}),
                 )
             checkpointing.after_step(
                 engine, services, work, step, every=config.checkpoint_every, total=total,
@@ -82,7 +90,8 @@ def train_sft(
 def train_step(
     engine: TrainingEngine, batch: Sequence[TokenSequence], config: SFTConfig, total: int, pad_id: int
 ) -> dict[str, float]:
-    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's metrics.
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's
+    metrics.
 
     A step whose gradient is not finite is skipped and counted, and tells no loss.
     """

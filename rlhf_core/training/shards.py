@@ -23,8 +23,9 @@ class WeightCopy:
         dtype: torch.dtype | None = None,
         device: str | None = None,
     ) -> None:
-        """`name`: of its files in a checkpoint. `rank_device`: where the ranks talk. `dtype`, `device`: of the copy, those
-        of the weights unless given."""
+        """`name`: of its files in a checkpoint. `rank_device`: where the ranks talk. `dtype`, `device`: of
+        the copy, those of the weights unless given.
+        """
         self._parameters = {n: p for n, p in lm.named_parameters() if p.requires_grad}
         self._name = name
         self._rank_device = rank_device

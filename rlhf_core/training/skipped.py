@@ -1,4 +1,6 @@
-"""What becomes of the batch of an optimizer step that was skipped: a table of the tracker, for whoever asks why."""
+"""What becomes of the batch of an optimizer step that was skipped: a table of the tracker, for whoever asks
+why.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,15 @@ T = TypeVar("T")
 
 @contextmanager
 def batch_kept(
-    engine: TrainingEngine, services: Services | None, step: int, batch: Sequence[T], row: Callable[[T], dict[str, Any]]
+    engine: TrainingEngine,
+    services: Services | None,
+    step: int,
+    batch: Sequence[T],
+    row: Callable[[T], dict[str, Any]],
 ) -> Iterator[None]:
-    """Around the optimizer step of `batch`, also where it ends the training. `services`: rank 0's; None elsewhere."""
+    """Around the optimizer step of `batch`, also where it ends the training. `services`: rank 0's; None
+    elsewhere.
+    """
     try:
         yield
     finally:

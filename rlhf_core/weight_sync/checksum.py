@@ -1,7 +1,7 @@
 """Checksums of weights, computed on the device they lie on, the same on sender and receiver.
 
-vLLM's own checksums hash fused parameters after loading; on the CPU those are repacked and hash as empty. So what is
-compared is every tensor as it left and as it arrived.
+vLLM's own checksums hash fused parameters after loading; on the CPU those are repacked and hash as empty. So
+what is compared is every tensor as it left and as it arrived.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Acknowledgement:
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """Two 64-bit sums of the elements' bits, the second weighted by odd numbers that depend on the position.
 
-    Any single altered element changes both; swapped elements change the second. Integer arithmetic modulo 2^64, so the
-    order of summation, and hence the device, does not matter. Needs 8 bytes of scratch for each of 4 M elements.
+    Any single altered element changes both; swapped elements change the second. Integer arithmetic modulo
+    2^64, so the order of summation, and hence the device, does not matter. Needs 8 bytes of scratch for each
+    of 4 M elements.
     """
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_VIEWS[bits.element_size()])
@@ -49,14 +50,15 @@ def verify(sent: Mapping[str, str], version: int, acknowledgements: Sequence[Ack
     for ack in acknowledgements:
         if ack.version != version:
             raise WeightSyncError(
-                f"engine {ack.engine} acknowledged policy version {ack.version}, but {version} was sent; the run stops "
-                "so that nothing is sampled from unknown weights"
+                f"engine {ack.engine} acknowledged policy version {ack.version}, but {version} was sent; the"
+                " run stops so that nothing is sampled from unknown weights"
             )
         wrong = [name for name in sent if ack.checksums.get(name) != sent[name]]
         extra = [name for name in ack.checksums if name not in sent]
         if wrong or extra:
             names = ", ".join((wrong + extra)[:3])
             raise WeightSyncError(
-                f"engine {ack.engine} received other weights than version {version} sent: {len(wrong) + len(extra)} of "
-                f"{len(sent)} tensors differ ({names}); the run stops, nothing was sampled from them"
+                f"engine {ack.engine} received other weights than version {version} sent:"
+                f" {len(wrong) + len(extra)} of {len(sent)} tensors differ ({names}); the run stops, nothing"
+                " was sampled from them"
             )

@@ -25,7 +25,13 @@ class GlooGroup:
     """Rank 0 sends, the others receive."""
 
     def __init__(
-        self, address: str, port: int, rank: int, size: int, timeout: float, listener: socket.socket | None = None
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout: float,
+        listener: socket.socket | None = None,
     ) -> None:
         """`listener` is the socket of rank 0 on `address` and `port`."""
         wait = timedelta(seconds=timeout)
@@ -33,7 +39,9 @@ class GlooGroup:
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
 
     def send(self, buffer: torch.Tensor) -> Any:
-        """Start broadcasting (bytes,) uint8 from rank 0; `wait()` on what it returns before reusing the buffer."""
+        """Start broadcasting (bytes,) uint8 from rank 0; `wait()` on what it returns before reusing the
+        buffer.
+        """
         return self._group.broadcast(buffer, 0)
 
     def receive(self, size: int) -> torch.Tensor:

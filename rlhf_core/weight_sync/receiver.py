@@ -1,10 +1,11 @@
-"""The engines' side of weight sync: backends for vLLM's weight-transfer API that checksum every tensor that arrives.
+"""The engines' side of weight sync: backends for vLLM's weight-transfer API that checksum every tensor that
+arrives.
 
-vLLM imports this module in each of an engine's workers (`worker_extension_cls`), which registers the backends:
-`rlhf_gloo` is ours; `rlhf_nccl` and `rlhf_ipc` are vLLM's own with the checksums added.
+vLLM imports this module in each of an engine's workers (`worker_extension_cls`), which registers the
+backends: `rlhf_gloo` is ours; `rlhf_nccl` and `rlhf_ipc` are vLLM's own with the checksums added.
 
-Where LoRA is enabled in the engine, what arrives is an adapter: it is kept aside, the model's weights stay, and
-`SyncExtension.load_adapter` hands it to vLLM's own loader.
+Where LoRA is enabled in the engine, what arrives is an adapter: it is kept aside, the model's weights stay,
+and `SyncExtension.load_adapter` hands it to vLLM's own loader.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from rlhf_core.weight_sync.gloo import GlooGroup
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped here
-    """Where the sender waits. The receivers' ranks follow `rank_offset` in the order of engines and their workers."""
+    """Where the sender waits. The receivers' ranks follow `rank_offset` in the order of engines and their
+    workers.
+    """
 
     address: str
     port: int
@@ -76,7 +79,9 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         specs = [
             TensorSpec(name, getattr(torch, dtype), tuple(shape))
-            for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
+            for name, dtype, shape in zip(
+                update_info.names, update_info.dtypes, update_info.shapes, strict=True
+            )
         ]
         for bucket in cut(specs, self._bucket_bytes):
             buffer = self._group.receive(sum(spec.bytes for spec in bucket))
@@ -98,8 +103,9 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 def _repack_embeddings(model: torch.nn.Module) -> None:
     """Pack embedding matrices again from the weights that now lie in them.
 
-    On the CPU vLLM multiplies with a packed copy. A head tied to the input embedding receives no tensor of its own, so
-    the reload updates the shared matrix but not the head's copy: logits would come from the old policy.
+    On the CPU vLLM multiplies with a packed copy. A head tied to the input embedding receives no tensor of
+    its own, so the reload updates the shared matrix but not the head's copy: logits would come from the old
+    policy.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -110,8 +116,9 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
 
 
 class _Inbox:
-    """Stands in for the model while weights arrive: checksums each tensor, then loads it, or keeps it if it belongs to
-    an adapter (`keep`)."""
+    """Stands in for the model while weights arrive: checksums each tensor, then loads it, or keeps it if it
+    belongs to an adapter (`keep`).
+    """
 
     def __init__(self, model: torch.nn.Module, *, keep: bool) -> None:
         self._model = model

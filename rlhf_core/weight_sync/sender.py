@@ -1,4 +1,5 @@
-"""The trainers' side of weight sync. Every policy rank calls `send`: gathering is a collective; rank 0 also transmits.
+"""The trainers' side of weight sync. Every policy rank calls `send`: gathering is a collective; rank 0 also
+transmits.
 
 start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
 """
@@ -70,14 +71,17 @@ class WeightSender:
         self._checksums: dict[str, str] = {}
         self._transport: _GlooTransport | _VllmTransport
         if backend == "gloo":
-            self._transport = _GlooTransport(self._stream, specs, client, address, receivers, bucket_bytes, timeout)
+            self._transport = _GlooTransport(
+                self._stream, specs, client, address, receivers, bucket_bytes, timeout
+            )
         else:
             self._transport = _VllmTransport(
                 self._stream, specs, client, rank, backend, address, receivers, bucket_bytes
             )
 
     def send(self, version: int) -> SyncReport | None:
-        """One whole sync; a collective. Raises WeightSyncError unless every engine acknowledges version and checksums.
+        """One whole sync; a collective. Raises WeightSyncError unless every engine acknowledges version and
+        checksums.
 
         Returns the report on rank 0, None elsewhere.
         """
@@ -148,7 +152,9 @@ class _GlooTransport:
             for _ in stream:
                 pass
 
-    def _transmit(self, client: EngineClient, stream: Iterator[tuple[str, torch.Tensor]], version: str) -> None:
+    def _transmit(
+        self, client: EngineClient, stream: Iterator[tuple[str, torch.Tensor]], version: str
+    ) -> None:
         update: Mapping[str, Any] = {
             "names": [spec.name for spec in self._specs],
             "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in self._specs],
@@ -161,7 +167,8 @@ class _GlooTransport:
             self._broadcast(stream, received)
             received.result()
         finally:
-            # A broken broadcast leaves the engines' call hanging until its timeout; the error must not wait for it.
+            # A broken broadcast leaves the engines' call hanging until its timeout; the error must not wait
+            # for it.
             pool.shutdown(wait=False)
         client.finish_weight_update(version)
 
@@ -233,7 +240,9 @@ class _VllmTransport:
             )
             # vLLM makes a stream of its own the current one; DeepSpeed counts on the default stream.
             with torch.cuda.stream(torch.cuda.current_stream()):
-                self._engine = NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=self._client, source=Source())
+                self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
+                    nccl, client=self._client, source=Source()
+                )
         else:
             from vllm.distributed.weight_transfer.ipc_engine import (
                 IPCTrainerInitInfo,
@@ -243,7 +252,9 @@ class _VllmTransport:
             # Unlike the others, it takes no tensor that is larger than a bucket.
             size = max(bucket_bytes, *(spec.bytes for spec in specs))
             ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
-            self._engine = IPCTrainerWeightTransferEngine.trainer_init(ipc, client=self._client, source=Source())
+            self._engine = IPCTrainerWeightTransferEngine.trainer_init(
+                ipc, client=self._client, source=Source()
+            )
 
     def send(self, version: str) -> None:
         self._client.version = version

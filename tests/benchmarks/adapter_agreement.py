@@ -1,6 +1,6 @@
-"""The policy of a PPO run with `ppo.lora`, three ways: vLLM serves its adapter on the SFT model, PEFT loads the adapter
-onto the SFT model, and the merged model stands alone. Prints the largest differences of the log-probabilities that they
-give to the same sampled responses, beside those of the SFT model without adapter.
+"""The policy of a PPO run with `ppo.lora`, three ways: vLLM serves its adapter on the SFT model, PEFT loads
+the adapter onto the SFT model, and the merged model stands alone. Prints the largest differences of the
+log-probabilities that they give to the same sampled responses, beside those of the SFT model without adapter.
 
     python -m tests.benchmarks.adapter_agreement SUMMARY        the summary.json that `rlhf run` named at its end
 """
@@ -49,24 +49,35 @@ def largest_gap(lm: Any, rollouts: list[Rollout]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("summary", type=Path)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     args = parser.parse_args()
     stages = json.loads(args.summary.read_text())["stages"]
-    data, sft, ppo = (Path(stages[name]["artifact"].removeprefix("file://")) for name in ("data", "sft", "ppo"))
+    data, sft, ppo = (
+        Path(stages[name]["artifact"].removeprefix("file://")) for name in ("data", "sft", "ppo")
+    )
 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     rollouts = served(sft / "model", ppo / "adapter", load_prompts(data, "eval")[: args.prompts], args.tokens)
     base = AutoModelForCausalLM.from_pretrained(sft / "model")
-    print(f"{sum(len(r.response_ids) for r in rollouts)} tokens sampled by vLLM with the adapter; largest differences:")
-    print(f"  SFT model, no adapter    {largest_gap(base, rollouts):.1e}")
-    print(f"  SFT model + PEFT adapter {largest_gap(PeftModel.from_pretrained(base, ppo / 'adapter'), rollouts):.1e}")
     print(
-        f"  merged model             {largest_gap(AutoModelForCausalLM.from_pretrained(ppo / 'policy'), rollouts):.1e}"
+        f"{sum(len(r.response_ids) for r in rollouts)} tokens sampled by vLLM with the adapter; largest"
+        " differences:"
+    )
+    print(f"  SFT model, no adapter    {largest_gap(base, rollouts):.1e}")
+    print(
+        "  SFT model + PEFT adapter"
+        f" {largest_gap(PeftModel.from_pretrained(base, ppo / 'adapter'), rollouts):.1e}"
+    )
+    print(
+        "  merged model            "
+        f" {largest_gap(AutoModelForCausalLM.from_pretrained(ppo / 'policy'), rollouts):.1e}"
     )
 
 

@@ -1,9 +1,11 @@
-"""Test packing in each causal language model of the installed transformers, and generate `docs/architectures.md`.
+"""Test packing in each causal language model of the installed transformers, and generate
+`docs/architectures.md`.
 
     python -m tests.benchmarks.architectures > docs/architectures.md
 
-For each architecture, a small model with random weights is created and saved. It is then loaded as the stages load it: as
-a policy and as a score model, with `sdpa` and with `eager` attention. This takes about five minutes on one core.
+For each architecture, a small model with random weights is created and saved. It is then loaded as the stages
+load it: as a policy and as a score model, with `sdpa` and with `eager` attention. This takes about five
+minutes on one core.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ COLUMNS: tuple[tuple[str, Callable[..., Any], str], ...] = (
 
 
 def tiny_config(model_type: str) -> Any:
-    """Return a small configuration of this model type. Raises any error of transformers if the sizes do not fit."""
+    """Return a small configuration of this model type. Raises any error of transformers if the sizes do not
+    fit.
+    """
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(model_type)
@@ -140,26 +144,35 @@ def survey(model_types: list[str]) -> str:
     return page(rows, notes, impossible, command, transformers.__version__)
 
 
-def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], command: str, version: str) -> str:
+def page(
+    rows: list[list[str]], notes: dict[str, int], impossible: list[str], command: str, version: str
+) -> str:
     """Return the text of `docs/architectures.md`."""
     titles = ["model_type", "class", *(title for title, _, _ in COLUMNS), "in vLLM's registry"]
     usable = sum(any(cell in ("packed", "padded") for cell in row[2:4]) for row in rows)
     lines = [
         "# Architectures",
         "",
-        f"This page lists {len(rows)} causal language models of transformers {version}. Each was created with random weights "
-        f"and at most {LARGEST / 1e6:.0f} million parameters, and loaded in the same way as in every stage. {usable} of them "
-        f"can be used as a policy. The page is generated with `{command} > docs/architectures.md`.",
+        (
+            f"This page lists {len(rows)} causal language models of transformers {version}. Each was created"
+            f" with random weights and at most {LARGEST / 1e6:.0f} million parameters, and loaded in the same"
+            f" way as in every stage. {usable} of them can be used as a policy. The page is generated with"
+            f" `{command} > docs/architectures.md`."
+        ),
         "",
         "- **packed**: several sequences can share a row without influencing each other.",
-        "- **padded**: sequences in the same row would influence each other. With `pack: auto`, each row contains one "
-        "sequence and is right-padded. `pack: true` is refused.",
+        (
+            "- **padded**: sequences in the same row would influence each other. With `pack: auto`, each row"
+            " contains one sequence and is right-padded. `pack: true` is refused."
+        ),
         "- **refused**: loading the model ends with exit code 2. The note gives the reason.",
         "",
-        "The result is found by running the loaded model and does not depend on its name (see "
-        "[decision 16](decisions/0016-what-is-tried-at-load.md)). `flash_attention_2` requires a GPU and is not in the "
-        "table. An architecture that is not in vLLM's registry can be used for SFT and as a reward model, but not for "
-        "rollouts.",
+        (
+            "The result is found by running the loaded model and does not depend on its name (see [decision"
+            " 16](decisions/0016-what-is-tried-at-load.md)). `flash_attention_2` requires a GPU and is not in"
+            " the table. An architecture that is not in vLLM's registry can be used for SFT and as a reward"
+            " model, but not for rollouts."
+        ),
         "",
         f"| {' | '.join(titles)} |",
         f"|{'---|' * len(titles)}",
@@ -170,7 +183,10 @@ def page(rows: list[list[str]], notes: dict[str, int], impossible: list[str], co
     if impossible:
         lines += [
             "",
-            f"Not tested, because a small model could not be created with generic sizes: {', '.join(impossible)}.",
+            (
+                "Not tested, because a small model could not be created with generic sizes:"
+                f" {', '.join(impossible)}."
+            ),
         ]
     return "\n".join(lines)
 

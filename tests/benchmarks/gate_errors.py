@@ -1,5 +1,6 @@
-"""How often the gate crowns a policy that is no better than the champion, over many retrainings, and how often one that is
-better: the rule before decision 18 (the 95 % interval of the win rate above one half, every time) and the present one.
+"""How often the gate crowns a policy that is no better than the champion, over many retrainings, and how
+often one that is better: the rule before decision 18 (the 95 % interval of the win rate above one half, every
+time) and the present one.
 
     python -m tests.benchmarks.gate_errors
 """
@@ -15,10 +16,19 @@ from rlhf_core.tracking.gate import Gate
 
 
 def crowned_at_least_once(
-    chance: np.random.Generator, *, runs: int, matches: int, prompts: int, ties: float, gate: Gate, rate: float = 0.5
+    chance: np.random.Generator,
+    *,
+    runs: int,
+    matches: int,
+    prompts: int,
+    ties: float,
+    gate: Gate,
+    rate: float = 0.5,
 ) -> tuple[float, float]:
-    """(share by the old rule, by the present one) of `runs` in which at least one of `matches` candidates took the place of
-    the champion. `rate`: of the candidates' wins among the prompts that are no tie; `ties`: share of those."""
+    """(share by the old rule, by the present one) of `runs` in which at least one of `matches` candidates
+    took the place of the champion. `rate`: of the candidates' wins among the prompts that are no tie; `ties`:
+    share of those.
+    """
     tied = chance.binomial(prompts, ties, (runs, matches))
     wins = chance.binomial(prompts - tied, rate)
     losses = prompts - tied - wins
@@ -31,7 +41,9 @@ def crowned_at_least_once(
 
 
 def _needed(prompts: int, levels: np.ndarray) -> np.ndarray:
-    """(prompts + 1, levels): the fewest wins among so many decided prompts whose p-value is at most the level."""
+    """(prompts + 1, levels): the fewest wins among so many decided prompts whose p-value is at most the
+    level.
+    """
     needed = np.full((prompts + 1, len(levels)), prompts + 1)
     for decided in range(prompts + 1):
         # Verdicts.p_value for each number of wins, summed from the top.

@@ -1,9 +1,10 @@
-"""How far the parameters end apart after two optimizer steps on the same data, over all settings of the law test:
+"""How far the parameters end apart after two optimizer steps on the same data, over all settings of the law
+test:
 
     python -m tests.benchmarks.law_differences
 
-Settings: the loss, 1 or 2 ranks, ZeRO 0 to 3, how many micro-batches, padded or packed. The reference of each loss is
-one rank, ZeRO 0, one padded micro-batch (with an adapter: packed ones).
+Settings: the loss, 1 or 2 ranks, ZeRO 0 to 3, how many micro-batches, padded or packed. The reference of each
+loss is one rank, ZeRO 0, one padded micro-batch (with an adapter: packed ones).
 """
 
 from __future__ import annotations

@@ -22,20 +22,28 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/learning_curves.png"), help="the figure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(".rlhf/bench/learning_curves.png"), help="the figure"
+    )
     parser.add_argument("--steps", type=int, default=20, help="PPO steps (default 20)")
     args = parser.parse_args()
     curves: dict[str, list[list[float]]] = {}
     for algorithm in ALGORITHMS:
         for seed in range(3):
             with tempfile.TemporaryDirectory() as folder:
-                curves.setdefault(algorithm, []).append(reward_curve(algorithm, seed, Path(folder), steps=args.steps))
+                curves.setdefault(algorithm, []).append(
+                    reward_curve(algorithm, seed, Path(folder), steps=args.steps)
+                )
     figure, axes = plt.subplots(2, 3, sharex=True, sharey=True, figsize=(9, 5), layout="constrained")
     for axis, (algorithm, seeds) in zip(axes.flat, curves.items(), strict=True):
         for curve in seeds:
             axis.plot(range(1, len(curve) + 1), curve, color="tab:blue", alpha=0.35)
-        axis.plot(range(1, args.steps + 1), [mean(at) for at in zip(*seeds, strict=True)], color="tab:blue", lw=2)
+        axis.plot(
+            range(1, args.steps + 1), [mean(at) for at in zip(*seeds, strict=True)], color="tab:blue", lw=2
+        )
         axis.set_title(algorithm, fontsize=10)
         axis.grid(alpha=0.3)
     figure.supxlabel("step")

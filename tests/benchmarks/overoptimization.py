@@ -1,9 +1,11 @@
-"""Over-optimisation on the demo's task: the reward model's score and the true reward by PPO step, without and with KL.
+"""Over-optimisation on the demo's task: the reward model's score and the true reward by PPO step, without and
+with KL.
 
     python -m tests.benchmarks.overoptimization --out docs/overoptimization.md
 
-Runs `deployments/configs/overoptimization.yaml` as it is, and again with the demo's `ppo.kl.coef`; the second run reuses
-the data, the SFT model and the reward model of the first. Writes a page with a table, and the figure next to it.
+Runs `deployments/configs/overoptimization.yaml` as it is, and again with the demo's `ppo.kl.coef`; the second
+run reuses the data, the SFT model and the reward model of the first. Writes a page with a table, and the
+figure next to it.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ class Curve:
 
 
 def run(home: Path, coef: float, seed: int) -> tuple[Curve, float]:
-    """The curve of one run, and its reward model's accuracy on held-out pairs. Finished stages below `home` are reused."""
+    """The curve of one run, and its reward model's accuracy on held-out pairs. Finished stages below `home`
+    are reused.
+    """
     settings = [f"run.home={home}", f"run.seed={seed}", f"ppo.kl.coef={coef:g}"]
     line = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), *settings]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
@@ -96,7 +100,9 @@ def table(without: Curve, with_kl: Curve) -> str:
     lines = [f"| step | {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
     for step in range(WINDOW, len(without.gold) + 1, WINDOW):
         cells = [
-            f"{values[step - 1]:.2f}" for curve in (without, with_kl) for values in (curve.score, curve.gold, curve.kl)
+            f"{values[step - 1]:.2f}"
+            for curve in (without, with_kl)
+            for values in (curve.score, curve.gold, curve.kl)
         ]
         lines.append(f"| {step} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -132,9 +138,13 @@ def draw(curves: dict[str, Curve], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/overoptimization.md"), help="the page")
-    parser.add_argument("--home", type=Path, default=Path(".rlhf/bench/overoptimization"), help="run.home of the runs")
+    parser.add_argument(
+        "--home", type=Path, default=Path(".rlhf/bench/overoptimization"), help="run.home of the runs"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = load_config(CONFIG, [])
@@ -143,7 +153,9 @@ def main() -> None:
     with_kl, _ = run(args.home, WITH, args.seed)
     names = f"Without KL (`ppo.kl.coef: {WITHOUT:g}`)", f"With KL (`ppo.kl.coef: {WITH:g}`)"
     figure = args.out.with_suffix(".png")
-    draw({name.replace("`", ""): curve for name, curve in zip(names, (without, with_kl), strict=True)}, figure)
+    draw(
+        {name.replace("`", ""): curve for name, curve in zip(names, (without, with_kl), strict=True)}, figure
+    )
     page = PAGE.format(
         pairs=config.data.synthetic.pairs,
         epochs=config.sft.epochs,

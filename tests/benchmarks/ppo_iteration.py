@@ -1,8 +1,9 @@
 """One PPO iteration of the standard shape, on the real stack: `make bench`.
 
-Llama, hidden 256, intermediate 688, 4 layers, 4 heads, vocabulary 2048, untied embeddings, float32; 64 prompts of 64
-tokens, 64 new tokens, 4 minibatches, 1 epoch, a critic of the same size, a reference model, and a rule reward: the
-share of token ids below 1024. Seconds are medians over the counted iterations; CPU seconds are of all processes.
+Llama, hidden 256, intermediate 688, 4 layers, 4 heads, vocabulary 2048, untied embeddings, float32; 64
+prompts of 64 tokens, 64 new tokens, 4 minibatches, 1 epoch, a critic of the same size, a reference model, and
+a rule reward: the share of token ids below 1024. Seconds are medians over the counted iterations; CPU seconds
+are of all processes.
 
 Ends with `json: PATH`, a file with what the table shows.
 """
@@ -76,7 +77,8 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
     make_model(work / "model")
     rng = random.Random(0)
     prompts = [
-        PromptExample(f"p{i}", "", tuple(rng.randrange(2, VOCABULARY) for _ in range(PROMPT))) for i in range(PROMPTS)
+        PromptExample(f"p{i}", "", tuple(rng.randrange(2, VOCABULARY) for _ in range(PROMPT)))
+        for i in range(PROMPTS)
     ]
     folders = dict.fromkeys(ROLES, work / "model")
     with (
@@ -129,17 +131,22 @@ def _table(result: dict[str, Any]) -> Table:
     table.add_row("whole", f"{iteration['seconds']:.3f}", f"{iteration['cpu_seconds']:.3f}", style="bold")
     gib = {name: value / 2**30 for name, value in iteration["peak_memory_bytes"].items()}
     table.caption = (
-        f"{iteration['rollout_tokens_per_s']:.0f} tokens/s in the rollout, {iteration['tokens_per_s']:.0f} over the whole; "
-        f"peak memory {gib['largest_process']:.2f} GiB in one process, {gib['all_workers']:.2f} GiB in all workers"
+        f"{iteration['rollout_tokens_per_s']:.0f} tokens/s in the rollout, {iteration['tokens_per_s']:.0f}"
+        f" over the whole; peak memory {gib['largest_process']:.2f} GiB in one process,"
+        f" {gib['all_workers']:.2f} GiB in all workers"
     )
     return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=7, help="counted iterations (default 7)")
     parser.add_argument("--warm-up", type=int, default=2, help="iterations before them (default 2)")
-    parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/ppo_iteration.json"), help="the JSON file")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".rlhf/bench/ppo_iteration.json"), help="the JSON file"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = run(args.iterations, args.warm_up, Path(folder))

@@ -1,9 +1,11 @@
-"""The iteration of `ppo_iteration.py` by TRL's PPO trainer, to compare side by side. In an environment of its own:
+"""The iteration of `ppo_iteration.py` by TRL's PPO trainer, to compare side by side. In an environment of its
+own:
 
-    python3.11 -m venv trl-env && trl-env/bin/pip install trl==1.12.0 && trl-env/bin/python tests/benchmarks/ppo_iteration_trl.py
+    python3.11 -m venv trl-env && trl-env/bin/pip install trl==1.12.0 && trl-env/bin/python
+    tests/benchmarks/ppo_iteration_trl.py
 
-The same shapes, minibatches, rule reward and number of threads; Hugging Face's `generate` samples. Prints the median
-seconds and CPU seconds of an iteration.
+The same shapes, minibatches, rule reward and number of threads; Hugging Face's `generate` samples. Prints the
+median seconds and CPU seconds of an iteration.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ VOCABULARY, PROMPT, RESPONSE, PROMPTS = 2048, 64, 64, 64
 
 
 class TokenShare(torch.nn.Module):
-    """The rule reward, in the shape of a reward model: the share of response tokens below half the vocabulary."""
+    """The rule reward, in the shape of a reward model: the share of response tokens below half the
+    vocabulary.
+    """
 
     base_model_prefix = "backbone"
 
@@ -65,7 +69,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=7, help="counted iterations (default 7)")
     parser.add_argument("--warm-up", type=int, default=2, help="iterations before them (default 2)")
     args = parser.parse_args()

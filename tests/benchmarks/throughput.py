@@ -1,15 +1,16 @@
 """Training throughput beside a plain PyTorch loop in the same process: `make bench-training`.
 
-The model is the standard Llama of `ppo_iteration`, float32, on one DeepSpeed rank. The plain loop is what one would
-write by hand with transformers' own classes, AdamW (fused) and gradient clipping; it sees the same tokens in the same
-micro-batches with the same threads, and none of this project's modules. All sequences have one length, so that packing
-saves nothing; ours and the plain loop take turns, round by round.
+The model is the standard Llama of `ppo_iteration`, float32, on one DeepSpeed rank. The plain loop is what one
+would write by hand with transformers' own classes, AdamW (fused) and gradient clipping; it sees the same
+tokens in the same micro-batches with the same threads, and none of this project's modules. All sequences have
+one length, so that packing saves nothing; ours and the plain loop take turns, round by round.
 
     sft      16 rows of 512 tokens an optimizer step
     reward   32 pairs of 64 + 64 tokens an optimizer step
     ppo      64 responses of 64 + 64 tokens, 4 minibatches: the policy's clipped loss, then the critic's
 
-Tokens per second are medians over the rounds, the ratio is the median of the rounds' own. Ends with `json: PATH`.
+Tokens per second are medians over the rounds, the ratio is the median of the rounds' own. Ends with `json:
+PATH`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ Work = Callable[[], object]
 
 
 def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Iterator[torch.Tensor]) -> None:
@@ -71,7 +74,11 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Itera
 
 def plain_model(kind: str, folder: Path) -> Any:
     """Stock transformers: "policy" with a language-model head, "score" with one number a token."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     if kind == "policy":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -167,7 +174,9 @@ def ppo(folder: Path, rank: Rank) -> tuple[int, Work, Work]:
     optimizers = plain_optimizer(plain_policy), plain_optimizer(plain_critic)
 
     def policy_loss(part: slice) -> torch.Tensor:
-        logits = plain_policy(input_ids=ids[part], logits_to_keep=RESPONSE + 1, use_cache=False).logits[:, :-1]
+        logits = plain_policy(input_ids=ids[part], logits_to_keep=RESPONSE + 1, use_cache=False).logits[
+            :, :-1
+        ]
         logprobs = logits.log_softmax(-1).gather(-1, ids[part, PROMPT:, None]).squeeze(-1)
         ratio = (logprobs - old_logprobs[part]).exp()
         return -torch.min(ratio * advantages[part], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[part]).mean()
@@ -210,7 +219,9 @@ def measure(rounds: int, tokens: int, ours: Work, plain: Work) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds (default 7)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch, for both (default 1)")
     parser.add_argument("--only", choices=["sft", "reward", "ppo"], help="one of the three")
@@ -233,10 +244,14 @@ def main() -> None:
     for column in ("stage", "ours", "plain loop", "ratio"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for name, row in result.items():
-        table.add_row(name, f"{row['tokens_per_s']:.0f}", f"{row['plain_tokens_per_s']:.0f}", f"{row['ratio']:.2f}")
+        table.add_row(
+            name, f"{row['tokens_per_s']:.0f}", f"{row['plain_tokens_per_s']:.0f}", f"{row['ratio']:.2f}"
+        )
     Console().print(table)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"training_throughput": {"threads": args.threads, **result}}, indent=2) + "\n")
+    args.out.write_text(
+        json.dumps({"training_throughput": {"threads": args.threads, **result}}, indent=2) + "\n"
+    )
     print(f"json: {args.out}")
 
 

@@ -1,15 +1,17 @@
-"""Tokens per second and model FLOPs utilisation of training on one GPU: `python -m tests.benchmarks.utilisation`.
+"""Tokens per second and model FLOPs utilisation of training on one GPU: `python -m
+tests.benchmarks.utilisation`.
 
-A random model of the shape of Qwen2.5-0.5B in bfloat16 with float32 master weights and activation checkpointing, through
-the real engine on one rank:
+A random model of the shape of Qwen2.5-0.5B in bfloat16 with float32 master weights and activation
+checkpointing, through the real engine on one rank:
 
     sft     an optimizer step on 4 rows of 8192 tokens
     ppo     the policy's update on 4 responses, 16384 tokens with their prompts
 
-Utilisation counts the arithmetic of the model, not of checkpointing's second forward pass: 6 floating point operations
-for each weight of a matrix product and token, and 6 x layers x width x length for causal attention, over what the data
-sheet promises. Beside it stand prime-rl's published 26.0 (SFT, 8k) and 11.9 (RL, 16k) thousand tokens/s for Qwen3-0.6B on
-one H100. `--device cpu --small` tries the script where there is no GPU; its figures mean nothing.
+Utilisation counts the arithmetic of the model, not of checkpointing's second forward pass: 6 floating point
+operations for each weight of a matrix product and token, and 6 x layers x width x length for causal
+attention, over what the data sheet promises. Beside it stand prime-rl's published 26.0 (SFT, 8k) and 11.9
+(RL, 16k) thousand tokens/s for Qwen3-0.6B on one H100. `--device cpu --small` tries the script where there is
+no GPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ ROWS = 4
 
 
 def flops_per_token(shape: dict[str, int], parameters: int, length: int) -> float:
-    """Forward and backward pass of one token of a sequence of `length`. The embedding is tied: it counts once, as head."""
+    """Forward and backward pass of one token of a sequence of `length`. The embedding is tied: it counts
+    once, as head.
+    """
     return 6.0 * parameters + 6.0 * shape["num_hidden_layers"] * shape["hidden_size"] * length
 
 
@@ -86,7 +90,9 @@ def ppo(engine: TrainingEngine, vocabulary: int, length: int) -> Callable[[], ob
         )
         for i, row in enumerate(torch.randint(2, vocabulary, (ROWS, length)).tolist())
     ]
-    config = PPOConfig.model_validate({"steps": 10**6, "prompts_per_step": ROWS, "micro_batch_tokens": length})
+    config = PPOConfig.model_validate(
+        {"steps": 10**6, "prompts_per_step": ROWS, "micro_batch_tokens": length}
+    )
     steps = [OptimizerStep([[i] for i in range(ROWS)], float(numbers.size))]
     return lambda: update_policy(engine, samples, steps, config, 0)
 
@@ -104,7 +110,9 @@ def measure(work: Callable[[], object], rounds: int, device: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model and short rows")
     parser.add_argument("--attention", choices=["sdpa", "flash_attention_2"], default="sdpa")
@@ -123,7 +131,9 @@ def main() -> None:
             engine = engine_of(Path(folder), rank, args.attention)
         parameters = sum(parameter.numel() for parameter in engine.engine.module.parameters())
         torch.manual_seed(1)
-        tokens_per_s = ROWS * length / measure(make(engine, shape["vocab_size"], length), args.rounds, args.device)
+        tokens_per_s = (
+            ROWS * length / measure(make(engine, shape["vocab_size"], length), args.rounds, args.device)
+        )
         result[name] = {"length": length, "tokens_per_s": round(tokens_per_s, 1), "prime_rl": PUBLISHED[name]}
         if hardware is not None:
             flops = tokens_per_s * flops_per_token(shape, parameters, length)
@@ -133,7 +143,9 @@ def main() -> None:
     device = hardware.device.name if hardware is not None else args.device
     print(json.dumps({"device": device, "attention": args.attention, **result}, indent=2))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"device": device, "attention": args.attention, **result}, indent=2) + "\n")
+    args.out.write_text(
+        json.dumps({"device": device, "attention": args.attention, **result}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

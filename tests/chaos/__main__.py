@@ -1,4 +1,5 @@
-"""`make chaos`: kills at every point of every stage and at random moments; a table of what became of the runs.
+"""`make chaos`: kills at every point of every stage and at random moments; a table of what became of the
+runs.
 
     python -m tests.chaos [--kills 200] [--seed 0] [--folder .rlhf/chaos] [--table docs/chaos.md]
 
@@ -61,21 +62,26 @@ def main() -> int:
     text = table(_rows(folder))
     print(text)
     if arguments.table:
-        arguments.table.write_text(f'{PREFACE}{text}\nMade by `make chaos ARGS="--table {arguments.table}"`.\n')
+        arguments.table.write_text(
+            f'{PREFACE}{text}\nMade by `make chaos ARGS="--table {arguments.table}"`.\n'
+        )
     rows = _rows(folder)
     well = [row["ended"] and row["same"] and not row["left"] for row in rows]
     return 0 if all(row["negative"] != good for row, good in zip(rows, well, strict=True)) else 1
 
 
 def cases(points: Mapping[str, Mapping[str, int]], seed: int) -> Iterator[Case]:
-    """First, middle and last pass of every point, each with two more kills in what follows; every third case is one at
-    random moments instead. In an order that has all stages early."""
+    """First, middle and last pass of every point, each with two more kills in what follows; every third case
+    is one at random moments instead. In an order that has all stages early.
+    """
     chance = random.Random(seed)
     enumerated: list[Case] = []
     for stage in STAGES:
         for point, most in sorted(points[stage].items()):
             for nth in sorted({1, (most + 1) // 2, most}):
-                more = [f"{chance.choice(sorted(points[stage]))}:{chance.randint(1, 2)}:kill" for _ in range(2)]
+                more = [
+                    f"{chance.choice(sorted(points[stage]))}:{chance.randint(1, 2)}:kill" for _ in range(2)
+                ]
                 entries = dict.fromkeys([f"{point}:{nth}:kill", *more])
                 enumerated.append(Case(stage, tuple(entries), seed=chance.randrange(2**31)))
     chance.shuffle(enumerated)
@@ -95,7 +101,7 @@ def negative_control() -> Case:
     return Case("ppo", points=("ppo.after_update:3:kill",), environment=(("PYTHONPATH", path),))
 
 
-# -- results ----------------------------------------------------------------------------------------------------------
+# -- results --
 
 
 def _note(folder: Path, result: Result, *, negative: bool) -> None:
@@ -116,7 +122,8 @@ def _note(folder: Path, result: Result, *, negative: bool) -> None:
         file.write(json.dumps(row) + "\n")
     verdict = "same bits" if result.same else "ended, OTHER BITS" if result.ended else "DID NOT END"
     print(
-        f"{time.strftime('%H:%M:%S')} {row['case']}: {len(result.kills)} kills, {result.commands} commands, {verdict}"
+        f"{time.strftime('%H:%M:%S')} {row['case']}: {len(result.kills)} kills, {result.commands} commands,"
+        f" {verdict}"
         + (f", left: {result.left}" if result.left else "")
         + (f"\n  {result.why[-600:]}" if result.why else ""),
         flush=True,
@@ -149,10 +156,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         middle = f"{statistics.median(seconds):.1f} s" if seconds else ""
         high = f"{seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))]:.1f} s" if seconds else ""
         ended, same = sum(row["ended"] for row in group), sum(row["same"] for row in group)
-        lines.append(f"| {stage} | {kind} | {len(group)} | {len(seconds)} | {ended} | {same} | {middle} | {high} |")
+        lines.append(
+            f"| {stage} | {kind} | {len(group)} | {len(seconds)} | {ended} | {same} | {middle} | {high} |"
+        )
     negative = [row for row in rows if row["negative"]]
     for row in negative:
-        verdict = "ends in the same bits: the comparison is worth nothing" if row["same"] else "noticed: other bits"
+        verdict = (
+            "ends in the same bits: the comparison is worth nothing" if row["same"] else "noticed: other bits"
+        )
         lines.append(f"\nNegative control (the KL coefficient left out of what is restored): {verdict}.")
     return "\n".join(lines) + "\n"
 

@@ -60,8 +60,9 @@ class Case:
     points: tuple[str, ...] = ()
     """`point:nth:kill`, or another action of `failpoints`; each acts once, whichever comes first."""
     random: tuple[float, ...] = ()
-    """A process of the run, chosen by chance, is killed after this share of the stage's undisturbed time, and another
-    after the next share of it."""
+    """A process of the run, chosen by chance, is killed after this share of the stage's undisturbed time, and
+    another after the next share of it.
+    """
     seed: int = 0
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -78,7 +79,9 @@ class Kill:
     what: str
     """The point, or the process chosen by chance."""
     recovery: float
-    """Seconds until the same point was passed again or, where it is not on the way any more, until the stage was done."""
+    """Seconds until the same point was passed again or, where it is not on the way any more, until the stage
+    was done.
+    """
 
 
 @dataclass
@@ -107,7 +110,11 @@ class Golden:
         home = folder / "home"
         for stage in STAGES[: STAGES.index(stages[-1]) + 1]:
             if stage in stages:
-                shutil.copytree(home, self.before(stage)) if home.exists() else self.before(stage).mkdir(parents=True)
+                (
+                    shutil.copytree(home, self.before(stage))
+                    if home.exists()
+                    else self.before(stage).mkdir(parents=True)
+                )
             trace = folder / f"trace-{stage}"
             trace.mkdir(parents=True)
             started = time.monotonic()
@@ -129,7 +136,9 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
     shutil.copytree(golden.before(case.stage), home)
     trace.mkdir()
     environment = {"RLHF_FAIL": ",".join(case.points), **dict(case.environment)}
-    killer = _Killer(trace, [share * golden.seconds[case.stage] for share in case.random], random.Random(case.seed))
+    killer = _Killer(
+        trace, [share * golden.seconds[case.stage] for share in case.random], random.Random(case.seed)
+    )
     result = Result(case, ended=False, same=False, commands=0)
     while not result.ended and result.commands < COMMANDS:
         result.commands += 1
@@ -149,7 +158,7 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
     return result
 
 
-# -- commands and processes -------------------------------------------------------------------------------------------
+# -- commands and processes --
 
 
 def _command(home: Path, stage: StageName, trace: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -228,7 +237,7 @@ def _left(trace: Path, seconds: float = 10.0) -> list[str]:
     return [_kind(pid) for pid in found]
 
 
-# -- what happened ----------------------------------------------------------------------------------------------------
+# -- what happened --
 
 
 def read_passes(trace: Path) -> list[Pass]:

@@ -1,10 +1,12 @@
 """Kills of what `rlhf up` runs, in the middle of PPO: a table of what became of the flow run.
 
-    python -m tests.chaos.servers [--times 10] [--only KIND] [--postgres] [--folder .rlhf/chaos-servers] [--table FILE]
+    python -m tests.chaos.servers [--times 10] [--only KIND] [--postgres] [--folder .rlhf/chaos-servers]
+    [--table FILE]
 
-Every trial: PPO of the tiny pipeline as a deployment's run; when its first checkpoint is committed (or, for "still
-pending", as soon as a process has the run) the victims get SIGKILL; what was started by `up` is left to itself. Where
-the supervisor is a victim, `rlhf up` is typed again. The end is compared with the run that nobody disturbed.
+Every trial: PPO of the tiny pipeline as a deployment's run; when its first checkpoint is committed (or, for
+"still pending", as soon as a process has the run) the victims get SIGKILL; what was started by `up` is left
+to itself. Where the supervisor is a victim, `rlhf up` is typed again. The end is compared with the run that
+nobody disturbed.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class Servers:
 
     def _rlhf(self, command: str) -> None:
         line = [sys.executable, "-m", "flows.cli", command, "--home", str(self.home)]
-        done = subprocess.run(line, env=self._environment, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(
+            line, env=self._environment, capture_output=True, text=True, timeout=400, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
     @property
@@ -112,7 +116,11 @@ class Servers:
 
     def deploy(self, *overrides: str, until: str = "ppo") -> str:
         """Start a run of the deployment; the flow run's id."""
-        parameters = {"config": str(CONFIG), "overrides": [f"run.home={self.home}", *overrides], "until": until}
+        parameters = {
+            "config": str(CONFIG),
+            "overrides": [f"run.home={self.home}", *overrides],
+            "until": until,
+        }
         deployment = self.deployment("full-pipeline")
         for _ in range(20):
             try:
@@ -175,7 +183,9 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
         servers.down()
     ended = run["state_type"] == "COMPLETED"
     why = (
-        difference(golden.outcomes["ppo"], outcome(home, "ppo")) if ended else str(run.get("state", {}).get("message"))
+        difference(golden.outcomes["ppo"], outcome(home, "ppo"))
+        if ended
+        else str(run.get("state", {}).get("message"))
     )
     if before != ("PENDING" if "pending" in kind else "RUNNING"):
         why = f"the run was {before} when the kill came: not what was to be tried; {why}"
@@ -201,7 +211,10 @@ def table(trials: Sequence[Mapping[str, Any]]) -> str:
     for row in trials:
         groups[row["kind"]].append(row)
     lines = [
-        "| killed in the middle of PPO | times | same run completed | same bits | running again, median | longest |",
+        (
+            "| killed in the middle of PPO | times | same run completed | same bits | running again, median |"
+            " longest |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for kind in (kind for kind in KINDS if kind in groups):
@@ -216,12 +229,16 @@ def table(trials: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> int:
     """0 if every run completed in the same bits."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument(
         "--only", action="append", choices=KINDS, help="this kind of kill, and others that are named so"
     )
-    parser.add_argument("--postgres", action="store_true", help="Prefect's server on PostgreSQL, in place of SQLite")
+    parser.add_argument(
+        "--postgres", action="store_true", help="Prefect's server on PostgreSQL, in place of SQLite"
+    )
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos-servers"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")
     arguments = parser.parse_args()

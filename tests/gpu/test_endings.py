@@ -1,7 +1,9 @@
 """On GPUs, what ends leaves nothing that the next one would miss.
 
-- an engine with compiled kernels and CUDA graphs gives the whole device back: a second one takes nearly all of it
-- ranks over NCCL end together, in seconds; where one fails, its own error ends the stage while the others still wait
+- an engine with compiled kernels and CUDA graphs gives the whole device back: a second one takes nearly all
+  of it
+- ranks over NCCL end together, in seconds; where one fails, its own error ends the stage while the others
+  still wait
 """
 
 from __future__ import annotations

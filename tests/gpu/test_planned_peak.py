@@ -1,8 +1,8 @@
 """On a GPU, the peak that `rlhf plan` predicts for SFT steps is torch's own figure, within 10 %.
 
-A policy of half a billion parameters (the shape of Qwen2.5-0.5B), two packed micro-batches, through the real engine: with
-and without checkpointing, with adapters, under ZeRO 0, 2 and 3. What CUDA and the process need besides tensors is not in
-torch's figure and not compared.
+A policy of half a billion parameters (the shape of Qwen2.5-0.5B), two packed micro-batches, through the real
+engine: with and without checkpointing, with adapters, under ZeRO 0, 2 and 3. What CUDA and the process need
+besides tensors is not in torch's figure and not compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""On GPUs, weights reach the engines over CUDA IPC (one GPU, shared) and NCCL (two GPUs), and prove that they arrived.
+"""On GPUs, weights reach the engines over CUDA IPC (one GPU, shared) and NCCL (two GPUs), and prove that they
+arrived.
 
 - after each sync, engines and trainer give the same tokens the same log-probabilities, in float32
 - a tensor altered on the way to the engines stops the run with a message that names the version
@@ -20,7 +21,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHARED: dict[str, Any] = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
-APART: dict[str, Any] = {"colocate": "pairs", "algorithm": "reinforce_pp", "engine": {"gpu_memory_utilization": 0.3}}
+APART: dict[str, Any] = {
+    "colocate": "pairs",
+    "algorithm": "reinforce_pp",
+    "engine": {"gpu_memory_utilization": 0.3},
+}
 
 
 @pytest.mark.parametrize(("backend", "ppo", "gpus"), [("ipc", SHARED, 1), ("nccl", APART, 2)])

@@ -1,8 +1,9 @@
-"""Measures what training on the CPU allocates, a script for `test_planned_memory`: `python deepspeed_memory.py FILE [peaks]`.
+"""Measures what training on the CPU allocates, a script for `test_planned_memory`: `python
+deepspeed_memory.py FILE [peaks]`.
 
-State, under torchrun: for every precision and ZeRO stage, the bytes of "weights", "gradients" and "optimizer" of a tiny
-policy. Peaks, in one process: the most bytes of tensors at a time over two whole SFT steps of a small policy, the least
-of three runs, because garbage in circles is freed a little earlier or later.
+State, under torchrun: for every precision and ZeRO stage, the bytes of "weights", "gradients" and "optimizer"
+of a tiny policy. Peaks, in one process: the most bytes of tensors at a time over two whole SFT steps of a
+small policy, the least of three runs, because garbage in circles is freed a little earlier or later.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ _TRAINING = "planned training"
 LENGTHS = (384, 256, 200, 184)
 
 
-# -- state ------------------------------------------------------------------------------------------------------------
+# -- state --
 
 
 def measure_state(rank: Rank, dtype: str, stage: int) -> dict[str, int]:
-    deepspeed = DeepSpeedConfig.model_validate({"ranks": rank.world_size, "zero_stage": stage, "dtype": dtype})
+    deepspeed = DeepSpeedConfig.model_validate(
+        {"ranks": rank.world_size, "zero_stage": stage, "dtype": dtype}
+    )
     engine = TrainingEngine(model("policy").to(DTYPES[dtype]), deepspeed, OptimizerConfig(), rank)
     batch = collate([TokenSequence.of((1, 2, 3), (4, 5, 6))], pad_id=0)
     seen: dict[str, int] = {}
@@ -89,7 +92,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in distinct.values())
 
 
-# -- peaks ------------------------------------------------------------------------------------------------------------
+# -- peaks --
 
 
 def small_model(dtype: str, device: str, *, scores: bool = False, **shape: Any) -> Any:
@@ -131,7 +134,8 @@ def measure_peak(settings: dict[str, Any]) -> int:
     settings = dict(settings)
     lora, scores = settings.pop("lora", None), settings.pop("scores", False)
     deepspeed = DeepSpeedConfig.model_validate(settings)
-    gc.collect()  # the engine before is full of circles; its memory must not be given back in the middle of this one
+    # The engine before is full of circles; its memory must not be given back in the middle of this one
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made = small_model(deepspeed.dtype, "cpu", scores=scores)
         add_adapter(made, None if lora is None else LoraConfig.model_validate(lora))

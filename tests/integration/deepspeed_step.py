@@ -1,14 +1,17 @@
-"""Trains tiny models for two optimizer steps under many settings and saves the parameters of each: a script for
-`test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on two.
+"""Trains tiny models for two optimizer steps under many settings and saves the parameters of each: a script
+for `test_deepspeed_laws` and `tests.benchmarks.law_differences`, started with torchrun on one rank and on
+two.
 
-Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining loss, with
-a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry). What else a name may have:
+Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogate + entropy + KL + pretraining
+loss, with a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry). What
+else a name may have:
 
     @token-mean    that aggregation                       resumed    another engine takes the second step, from a checkpoint
     lora           adapters only are trained              hpz        the ranks share a second copy of the parameters
     parts          the head sees seven tokens at a time   offload    optimizer and parameters as if there were a GPU to spare
 
-`nan`, which may be offloaded, takes the policy through three steps of which the second has a gradient that is not finite.
+`nan`, which may be offloaded, takes the policy through three steps of which the second has a gradient that is
+not finite.
 """
 
 from __future__ import annotations
@@ -46,10 +49,18 @@ CUTS = ((1000, False), (60, False), (60, True), (30, True))
 """(tokens per micro-batch, packed): one, two or three, and more micro-batches."""
 SETTINGS = [
     (kind, stage, budget, pack)
-    for kind, stage, (budget, pack) in itertools.product(("sft", "policy", "value", "reward"), (0, 2, 3), CUTS)
-] + [(kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))]
-SETTINGS += [(kind, stage, 60, True) for kind, stage in itertools.product(("policy-lora", "value-lora"), range(4))]
-SETTINGS += [(kind, stage, 60, True) for kind, stage in (("policy-lora-resumed", 2), ("value-lora-resumed", 3))]
+    for kind, stage, (budget, pack) in itertools.product(
+        ("sft", "policy", "value", "reward"), (0, 2, 3), CUTS
+    )
+] + [
+    (kind, stage, 60, True) for kind, stage in (("policy", 1), ("nan", 0), ("nan", 1), ("nan", 2), ("nan", 3))
+]
+SETTINGS += [
+    (kind, stage, 60, True) for kind, stage in itertools.product(("policy-lora", "value-lora"), range(4))
+]
+SETTINGS += [
+    (kind, stage, 60, True) for kind, stage in (("policy-lora-resumed", 2), ("value-lora-resumed", 3))
+]
 MODES = ("token-mean", "seq-mean-token-sum", "token-sum")
 """Besides `seq-mean-token-mean`, which the other settings have."""
 BY_MODE = [f"{kind}@{mode}" for kind in ("policy", "value") for mode in MODES]
@@ -58,7 +69,9 @@ SETTINGS += [("policy-parts", stage, 1000, True) for stage in (0, 2, 3)]
 SETTINGS += [("policy-offload", stage, 60, True) for stage in (1, 2)]
 SETTINGS += [("nan-offload", stage, 60, True) for stage in (1, 2, 3)]
 VARIANTS = ("policy-offload", "policy-offload-resumed", "policy-hpz", "policy-hpz-resumed")
-"""That end in the bits of `policy`. Those with a second copy come last: DeepSpeed keeps its groups for all that follows."""
+"""That end in the bits of `policy`. Those with a second copy come last: DeepSpeed keeps its groups for all
+that follows.
+"""
 SETTINGS += [(kind, 3, 60, True) for kind in VARIANTS]
 """(loss, ZeRO stage, tokens per micro-batch, packed)."""
 OF_FOUR_RANKS = [(kind, 3, 60, True) for kind in ("policy", "policy-hpz", "policy-hpz-resumed")]
@@ -140,7 +153,9 @@ def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
     return _NothingPersists(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
 
 
-def train(rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Path) -> dict[str, torch.Tensor]:
+def train(
+    rank: Rank, kind: str, stage: int, budget: int, pack: bool, folder: Path
+) -> dict[str, torch.Tensor]:
     policy.HEAD_CHUNK = 7 * _SHAPE["vocab_size"] if "parts" in kind else 1 << 27
     engine = new_engine(rank, kind, stage)
     copies: list[bool] = []
@@ -231,8 +246,9 @@ def main() -> None:
 
 
 def leave_for_good() -> None:
-    """Leave the group and end this process here: when Python takes itself apart while torch's threads still run,
-    it aborts now and then, after all is done."""
+    """Leave the group and end this process here: when Python takes itself apart while torch's threads still
+    run, it aborts now and then, after all is done.
+    """
     leave()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -254,13 +270,20 @@ def run_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     for ranks in ("1", "2", "4"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         done = subprocess.run(
-            [*command, __file__, str(folder)], env=env, capture_output=True, text=True, timeout=300, check=False
+            [*command, __file__, str(folder)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
     return {path.stem: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
 
 
-def largest_difference(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> tuple[float, str]:
+def largest_difference(
+    weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> tuple[float, str]:
     """(largest absolute difference of a parameter, its name)."""
     return max(((weights[name] - tensor).abs().max().item(), name) for name, tensor in reference.items())
 

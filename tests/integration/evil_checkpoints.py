@@ -1,5 +1,6 @@
-"""Plants pickles that run code in real DeepSpeed checkpoints with matching manifests, and loads them: a script for
-`test_checkpoint_pickles`, which prints nothing and leaves `answers.json`."""
+"""Plants pickles that run code in real DeepSpeed checkpoints with matching manifests, and loads them: a
+script for `test_checkpoint_pickles`, which prints nothing and leaves `answers.json`.
+"""
 
 from __future__ import annotations
 

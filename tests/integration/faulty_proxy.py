@@ -109,15 +109,21 @@ class _Handler(BaseHTTPRequestHandler):
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
-        headers = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection")]
+        headers = [
+            (k, v) for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection")
+        ]
         return answer.status, headers, content
 
     def _forward_half(self, body: bytes) -> None:
         with socket.create_connection(self.server.upstream) as upstream:
             head = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-            upstream.sendall(f"{self.command} {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body[: len(body) // 2])
+            upstream.sendall(
+                f"{self.command} {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body[: len(body) // 2]
+            )
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, sent: int | None = None) -> None:
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], content: bytes, sent: int | None = None
+    ) -> None:
         self.send_response_only(status)
         length = str(len(content))
         for name, value in headers:

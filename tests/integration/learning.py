@@ -1,7 +1,8 @@
-"""A small real PPO run whose reward is a rule: for the slow learning tests and `tests.benchmarks.learning_curves`.
+"""A small real PPO run whose reward is a rule: for the slow learning tests and
+`tests.benchmarks.learning_curves`.
 
-A random Llama samples 16 tokens, no EOS among them: a policy cannot raise its reward by falling silent. The reward is
-the share of token ids below half the vocabulary, 0.5 at the start.
+A random Llama samples 16 tokens, no EOS among them: a policy cannot raise its reward by falling silent. The
+reward is the share of token ids below half the vocabulary, 0.5 at the start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_g
 VOCABULARY = 100
 
 
-def reward_curve(algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_coef: float = 0.0) -> list[float]:
+def reward_curve(
+    algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_coef: float = 0.0
+) -> list[float]:
     """Mean reward of each step's samples, before that step's update."""
     config = config_from_tree(
         {
@@ -44,6 +47,8 @@ def reward_curve(algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_c
         work / "model", seed, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=None, dtype="float32"
     )
     rng = random.Random(seed)
-    prompts = [PromptExample(f"p{i}", "", (1, *(rng.randrange(3, VOCABULARY) for _ in range(4)))) for i in range(64)]
+    prompts = [
+        PromptExample(f"p{i}", "", (1, *(rng.randrange(3, VOCABULARY) for _ in range(4)))) for i in range(64)
+    ]
     with small_ppo(config, model, work, prompts) as controller:
         return [controller.iterate()["objective/scores"] for _ in range(steps)]

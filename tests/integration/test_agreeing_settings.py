@@ -1,7 +1,8 @@
 """Whole PPO iterations under settings that must not matter: Ray, vLLM and DeepSpeed for real, float32.
 
-- padded or packed, in one pass or many, on one policy rank or two under ZeRO-3, with one engine or two, with models in
-  processes of their own or shared: the same rollouts, and the same loss, KL, scores and gradient norm of every step
+- padded or packed, in one pass or many, on one policy rank or two under ZeRO-3, with one engine or two, with
+  models in processes of their own or shared: the same rollouts, and the same loss, KL, scores and gradient
+  norm of every step
 - policy and reference, critic and reward model, or all four in the same processes: the same
 - a merged adapter in the engines, or the adapter alone: the same
 """
@@ -26,7 +27,12 @@ COMPARED = (
     "loss/policy", "loss/value", "objective/kl", "objective/scores", "objective/rlhf_reward", "policy/grad_norm",
     "value/grad_norm", "policy/entropy", "rollout/length",
 )  # fmt: skip
-PLAIN: dict[str, Any] = {"prompts_per_step": 12, "max_new_tokens": 10, "minibatches": 2, "micro_batch_tokens": 4096}
+PLAIN: dict[str, Any] = {
+    "prompts_per_step": 12,
+    "max_new_tokens": 10,
+    "minibatches": 2,
+    "micro_batch_tokens": 4096,
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "padded, many passes": {"pack": False, "micro_batch_tokens": 64},
     "packed, many passes, two engines": {"micro_batch_tokens": 64, "engine": {"count": 2}},
@@ -88,7 +94,9 @@ def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_pairs(model: Path, reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def in_pairs(
+    model: Path, reward_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         return steps(model, tmp_path_factory.mktemp("pairs"), REWARD_MODEL, patch, scored_by(reward_model))
 
@@ -102,7 +110,9 @@ def test_nor_does_which_models_share_processes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = steps(model, tmp_path, {**REWARD_MODEL, "colocate": colocate}, monkeypatch, scored_by(reward_model))
+    made = steps(
+        model, tmp_path, {**REWARD_MODEL, "colocate": colocate}, monkeypatch, scored_by(reward_model)
+    )
     assert_same(made, in_pairs)
 
 

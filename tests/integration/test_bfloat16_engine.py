@@ -1,6 +1,7 @@
 """Engines that compute in bfloat16, through the real vLLM.
 
-- with `model.head_dtype: float32` an engine in bfloat16 gives the log-probabilities of unrounded logits, as the trainer
+- with `model.head_dtype: float32` an engine in bfloat16 gives the log-probabilities of unrounded logits, as
+  the trainer
 - a trainer in float32 corrects for such an engine: the weight of each token is exp(trainer - engine) within
   `ppo.importance_bounds`, and the loss of the policy is the mean of weight x advantage worked out by hand
 """
@@ -38,13 +39,15 @@ def saved(folder: Path, initializer_range: float) -> Path:
     )
 
 
-def test_an_engine_in_bfloat16_can_leave_its_logits_unrounded(tmp_path: Path, summary_lines: list[str]) -> None:
+def test_an_engine_in_bfloat16_can_leave_its_logits_unrounded(
+    tmp_path: Path, summary_lines: list[str]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     from rlhf_core.rollout.engine import Engine
 
-    # Decoder layers that add nothing: what is left of bfloat16's rounding is that of the head. Its logits have a
-    # standard deviation of sqrt(256) x 0.5 = 8, where bfloat16's numbers are 0.03 to 0.06 apart.
+    # Decoder layers that add nothing: what is left of bfloat16's rounding is that of the head. Its logits
+    # have a standard deviation of sqrt(256) x 0.5 = 8, where bfloat16's numbers are 0.03 to 0.06 apart.
     model = saved(tmp_path / "model", 0.5)
     lm = AutoModelForCausalLM.from_pretrained(model)
     for layer in lm.model.layers:
@@ -53,21 +56,30 @@ def test_an_engine_in_bfloat16_can_leave_its_logits_unrounded(tmp_path: Path, su
     lm.save_pretrained(model)
     heads = ("model", "float32")
     trainers = {
-        head: load_policy(model, dtype="bfloat16", attention="sdpa", device="cpu", head_dtype=head) for head in heads
+        head: load_policy(model, dtype="bfloat16", attention="sdpa", device="cpu", head_dtype=head)
+        for head in heads
     }
     prompts, gaps = small_prompts(), {}
     for head in heads:
-        engine = Engine(model, EngineConfig(dtype="bfloat16"), device="cpu", max_model_len=64, seed=0, head_dtype=head)
+        engine = Engine(
+            model, EngineConfig(dtype="bfloat16"), device="cpu", max_model_len=64, seed=0, head_dtype=head
+        )
         seeds = list(range(len(prompts)))
-        rollouts = engine.generate(prompts, n=1, max_new_tokens=40, temperature=1.0, seeds=seeds, policy_version=0)
+        rollouts = engine.generate(
+            prompts, n=1, max_new_tokens=40, temperature=1.0, seeds=seeds, policy_version=0
+        )
         engine.shutdown()
-        batch = collate([TokenSequence.of(r.prompt_ids, r.response_ids) for r in rollouts], pad_id=0, pack=False)
+        batch = collate(
+            [TokenSequence.of(r.prompt_ids, r.response_ids) for r in rollouts], pad_id=0, pack=False
+        )
         sampled_N = torch.tensor([value for rollout in rollouts for value in rollout.rollout_logprobs])
         for name, trainer in trainers.items():
             with torch.no_grad():
                 gaps[head, name] = (trainer(batch).logprobs_N - sampled_N).abs().mean().item()
     shown = ", ".join(f"{engine} and {trainer} {gap:.1e}" for (engine, trainer), gap in gaps.items())
-    summary_lines.append(f"mean gap in log-probability by head of engine and trainer, both in bfloat16: {shown}")
+    summary_lines.append(
+        f"mean gap in log-probability by head of engine and trainer, both in bfloat16: {shown}"
+    )
     # Float32 sums of 256 products of logits of about 8 are off by 1e-5; rounding to bfloat16 by 1e-2.
     assert gaps["float32", "float32"] < 1e-4
     assert gaps["model", "float32"] > 1e-3
@@ -110,7 +122,7 @@ def test_importance_weights_correct_the_loss_for_an_engine_in_bfloat16(
     assert update["loss/policy"] == pytest.approx(by_hand, abs=1e-6)
     assert abs(by_hand - uncorrected) > 2e-5
     summary_lines.append(
-        f"engine in bfloat16, trainer in float32: {inside:.0%} of the weights within {LOW} and {HIGH}, mean gap "
-        f"{experience.metrics['rollout/logprob_gap_mean']:.1e}, loss {update['loss/policy']:.6f} (by hand {by_hand:.6f}, "
-        f"without weights {uncorrected:.6f})"
+        f"engine in bfloat16, trainer in float32: {inside:.0%} of the weights within {LOW} and {HIGH}, mean"
+        f" gap {experience.metrics['rollout/logprob_gap_mean']:.1e}, loss {update['loss/policy']:.6f} (by"
+        f" hand {by_hand:.6f}, without weights {uncorrected:.6f})"
     )

@@ -1,10 +1,12 @@
-"""A sample of `make chaos`: stages killed several times, in different processes, a full disk, and the same command again.
+"""A sample of `make chaos`: stages killed several times, in different processes, a full disk, and the same
+command again.
 
 - it ends well, in the bits and with the metrics, each once, of the run that nobody disturbed
 - nothing is left 10 s after the end
 - asked to stop, PPO and supervised fine-tuning finish the step in hand and leave a checkpoint of it
 - rollouts that were sampled before the kill are trained on, not sampled again
-- a step with numbers that are not finite, wherever they come from, is skipped, its batch is kept, and the run goes on
+- a step with numbers that are not finite, wherever they come from, is skipped, its batch is kept, and the run
+  goes on
 - a run that forgets its KL coefficient is noticed
 """
 
@@ -22,7 +24,9 @@ from tests.chaos.harness import Case, Golden, read_passes, run_case
 
 SAMPLE = (
     pytest.param(Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")), marks=pytest.mark.slow),
-    Case("sft", ("sft.step:4:int", "checkpoint.written:2:kill", "bundle.committed:2:kill", "flow.made:1:kill")),
+    Case(
+        "sft", ("sft.step:4:int", "checkpoint.written:2:kill", "bundle.committed:2:kill", "flow.made:1:kill")
+    ),
     Case("reward", ("checkpoint.written:1:enospc", "stage.made:1:kill")),
     pytest.param(Case("reward", ("reward.step:7:kill",)), marks=pytest.mark.slow),
     Case("register", ("register.created:1:kill",)),
@@ -46,14 +50,19 @@ def test_a_stage_that_is_killed_ends_in_the_same_bits(golden: Golden, case: Case
 def test_ppo_leaves_a_checkpoint_when_asked_to_stop_and_does_not_sample_the_step_in_hand_again(
     golden: Golden, tmp_path: Path
 ) -> None:
-    # Asked in step 1, the first attempt leaves a checkpoint of it. The second one's controller is killed in step 3, after
-    # the checkpoint of step 2, and the third one's critic in step 4: both times step 3 has its rollouts already.
+    # Asked in step 1, the first attempt leaves a checkpoint of it. The second one's controller is killed in
+    # step 3, after the checkpoint of step 2, and the third one's critic in step 4: both times step 3 has its
+    # rollouts already.
     points = ("ppo.after_scoring:1:int", "ppo.after_rollout:2:kill", "critic.update:2:kill")
     result = run_case(golden, Case("ppo", points), tmp_path)
     assert result.ended and result.same, result.why
     assert len(result.kills) == 3
     passed = Counter(p.point for p in read_passes(tmp_path / "trace"))
-    assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (2, 6, 5)
+    assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"], passed["engine.generate"]) == (
+        2,
+        6,
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,9 @@ def test_a_step_with_numbers_that_are_not_finite_is_skipped_and_its_batch_is_kep
 
 
 @pytest.mark.slow  # `make chaos` begins with it, too
-def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(golden: Golden, tmp_path: Path) -> None:
+def test_a_run_that_forgets_its_kl_coefficient_does_not_end_in_the_same_bits(
+    golden: Golden, tmp_path: Path
+) -> None:
     result = run_case(golden, negative_control(), tmp_path)
     assert result.ended and result.kills, result.why
     assert not result.same

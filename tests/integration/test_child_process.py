@@ -2,8 +2,10 @@
 
 - the child's artifact comes back, and its progress in order
 - an error comes back with its class and message
-- a child that dies, is halted, exits without a result, or hangs, is a StageFailed that says how and quotes the log
-- nothing of it survives: not after success, timeout or interruption, not in another session, not the flow's SIGKILL
+- a child that dies, is halted, exits without a result, or hangs, is a StageFailed that says how and quotes
+  the log
+- nothing of it survives: not after success, timeout or interruption, not in another session, not the flow's
+  SIGKILL
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ import pytest
 import flows.child as child_module
 from flows.child import run_child, telling_lines
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import DataError, InfrastructureError, StageFailed, StageTimedOut, Superseded, UnexpectedError
+from rlhf_core.errors import (
+    DataError,
+    InfrastructureError,
+    StageFailed,
+    StageTimedOut,
+    Superseded,
+    UnexpectedError,
+)
 from rlhf_core.processes import ProcessId, wait_gone
 from rlhf_core.stages.spec import StageSpec
 from rlhf_core.types import ArtifactRef
@@ -49,9 +58,16 @@ def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
     def install(body: str) -> dict[str, str]:
         lines = "".join(f"    {line}\n" for line in body.splitlines())
-        module = "module = types.ModuleType('rlhf_core.stages.run')\nmodule.execute = execute\nsys.modules[module.__name__] = module\n"
+        module = (
+            "module = types.ModuleType('rlhf_core.stages.run')\nmodule.execute ="
+            " execute\nsys.modules[module.__name__] = module\n"
+        )
         (tmp_path / "sitecustomize.py").write_text(f"{PRELUDE}{lines}\n{module}")
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TOY_FOLDER": str(tmp_path)}
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "TOY_FOLDER": str(tmp_path),
+        }
 
     return install
 
@@ -78,7 +94,9 @@ def pid_of(path: Path, seconds: float = 20.0) -> ProcessId:
     raise AssertionError(f"{path} was not written")
 
 
-def test_the_childs_artifact_and_progress_come_back_in_order(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+def test_the_childs_artifact_and_progress_come_back_in_order(
+    toy: Any, spec: StageSpec, tmp_path: Path
+) -> None:
     environment = toy(
         "for done in range(4):\n"
         "    events._sent.clear()\n"  # without the limit on the rate
@@ -87,7 +105,9 @@ def test_the_childs_artifact_and_progress_come_back_in_order(toy: Any, spec: Sta
     )
     events: list[dict[str, Any]] = []
     ref = run(spec, tmp_path, environment, on_event=events.append)
-    assert ref == ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
+    assert ref == ArtifactRef(
+        "data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"}
+    )
     assert [event["done"] for event in events] == [0, 1, 2, 3]
     assert [event["metrics"] for event in events] == [{"loss": 0.0}, {"loss": 1.0}, {}, {"loss": 3.0}]
 
@@ -101,8 +121,12 @@ def test_the_spec_reaches_the_child_unchanged(toy: Any, tmp_path: Path) -> None:
     assert (tmp_path / "seen").read_text() == repr(spec)
 
 
-@pytest.mark.parametrize("error", [DataError("rows.jsonl:3: no prompt; add one"), Superseded("attempt 2 holds it")])
-def test_an_error_keeps_its_class_and_message(toy: Any, spec: StageSpec, tmp_path: Path, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [DataError("rows.jsonl:3: no prompt; add one"), Superseded("attempt 2 holds it")]
+)
+def test_an_error_keeps_its_class_and_message(
+    toy: Any, spec: StageSpec, tmp_path: Path, error: Exception
+) -> None:
     environment = toy(f"from rlhf_core import errors\nraise errors.{type(error).__name__}({error.args[0]!r})")
     with pytest.raises(type(error)) as caught:
         run(spec, tmp_path, environment)
@@ -120,8 +144,12 @@ def test_an_unforeseen_exception_is_named_and_told_from_an_outage(
         run(spec, tmp_path, toy(body))
 
 
-def test_a_killed_child_is_named_with_its_signal_and_its_last_words(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
-    environment = toy("print('CustomError: disk is full', file=sys.stderr)\nos.kill(os.getpid(), signal.SIGKILL)")
+def test_a_killed_child_is_named_with_its_signal_and_its_last_words(
+    toy: Any, spec: StageSpec, tmp_path: Path
+) -> None:
+    environment = toy(
+        "print('CustomError: disk is full', file=sys.stderr)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
     with pytest.raises(StageFailed, match=r"killed by SIGKILL.*data-01\.log.*CustomError: disk is full"):
         run(spec, tmp_path, environment)
 
@@ -134,24 +162,32 @@ def test_a_halted_child_is_killed_and_named(toy: Any, tmp_path: Path) -> None:
     assert time.monotonic() - started < 11.5
 
 
-def test_an_exit_without_a_result_is_a_failure_even_with_code_0(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+def test_an_exit_without_a_result_is_a_failure_even_with_code_0(
+    toy: Any, spec: StageSpec, tmp_path: Path
+) -> None:
     with pytest.raises(StageFailed, match="exit code 0 and no result"):
         run(spec, tmp_path, toy("os._exit(0)"))
 
 
 def test_any_exit_code_has_an_obituary_with_the_log(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match=r"exit code 255 and no result; log: .*data-01\.log.*ValueError: last words"):
+    with pytest.raises(
+        StageFailed, match=r"exit code 255 and no result; log: .*data-01\.log.*ValueError: last words"
+    ):
         run(spec, tmp_path, toy("print('ValueError: last words', flush=True)\nos._exit(255)"))
 
 
 def test_a_child_over_its_time_is_stopped(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy("(folder / 'pid').write_text(str(os.getpid()))\ntime.sleep(600)")
-    with pytest.raises(StageTimedOut, match=r"stopped after 4 seconds, all that run\.stage_timeout=604800 left it"):
+    with pytest.raises(
+        StageTimedOut, match=r"stopped after 4 seconds, all that run\.stage_timeout=604800 left it"
+    ):
         run(spec, tmp_path, environment, timeout=4.0)
     assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
 
 
-def test_a_child_that_does_not_stop_is_killed(toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_child_that_does_not_stop_is_killed(
+    toy: Any, spec: StageSpec, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(child_module, "TERM_SECONDS", 0.5)
     environment = toy("signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
     began = time.monotonic()
@@ -160,7 +196,9 @@ def test_a_child_that_does_not_stop_is_killed(toy: Any, spec: StageSpec, tmp_pat
     assert time.monotonic() - began < 15
 
 
-def test_what_the_child_started_ends_with_it_in_whatever_session(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+def test_what_the_child_started_ends_with_it_in_whatever_session(
+    toy: Any, spec: StageSpec, tmp_path: Path
+) -> None:
     environment = toy(
         "for name, away in (('same', False), ('other', True)):\n"
         "    process = subprocess.Popen(['sleep', '600'], start_new_session=away)\n"
@@ -175,7 +213,8 @@ def test_what_the_child_started_ends_with_it_in_whatever_session(toy: Any, spec:
 
 def test_an_interruption_of_the_flow_stops_the_child(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy(
-        "(folder / 'pid').write_text(str(os.getpid()))\nevents.progress('data', 1, 9, 'rows')\ntime.sleep(600)"
+        "(folder / 'pid').write_text(str(os.getpid()))\nevents.progress('data', 1, 9,"
+        " 'rows')\ntime.sleep(600)"
     )
 
     def interrupt(event: dict[str, Any]) -> None:
@@ -214,8 +253,9 @@ def test_the_child_and_what_it_started_die_with_a_flow_that_is_killed(
     )
     spec.write(tmp_path / "spec.json")
     script = (
-        "import os, sys; from pathlib import Path; from flows.child import run_child; from rlhf_core.stages.spec import StageSpec;"
-        "run_child(StageSpec.read(Path(sys.argv[1])), Path(sys.argv[2]), os.environ, 600, print)"
+        "import os, sys; from pathlib import Path; from flows.child import run_child; from"
+        " rlhf_core.stages.spec import StageSpec;run_child(StageSpec.read(Path(sys.argv[1])),"
+        " Path(sys.argv[2]), os.environ, 600, print)"
     )
     flow = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "spec.json"), str(tmp_path / "a.log")], env=environment

@@ -1,7 +1,8 @@
 """An engine that is closed frees its memory, through the real DeepSpeed, on one rank.
 
 - without ZeRO and under ZeRO 1 and 2 nothing of the model and its optimizer is left
-- under ZeRO 3 the optimizer's master weights and moments are gone, and what is left is at most a shard of the weights
+- under ZeRO 3 the optimizer's master weights and moments are gone, and what is left is at most a shard of the
+  weights
 - all of them are held by a ZeRO engine that is dropped without being closed: there is something to free
 """
 
@@ -51,7 +52,9 @@ def tensor_bytes() -> int:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        storages = [
+            x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)
+        ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -1,22 +1,24 @@
-"""Split invariance through the real DeepSpeed and the real loops (float32, tolerance 2e-6 on the parameters, 5e-6 for
-pairs).
+"""Split invariance through the real DeepSpeed and the real loops (float32, tolerance 2e-6 on the parameters,
+5e-6 for pairs).
 
-- two optimizer steps give the same parameters on 1 and 2 ranks, under ZeRO 0 to 3, with one or several micro-batches,
-  padded and packed, for 9 sequences of uneven length: token loss, clipped surrogate with entropy, KL and pretraining
-  loss, clipped value loss, pairs of the reward model; policy and value under each aggregation
+- two optimizer steps give the same parameters on 1 and 2 ranks, under ZeRO 0 to 3, with one or several
+  micro-batches, padded and packed, for 9 sequences of uneven length: token loss, clipped surrogate with
+  entropy, KL and pretraining loss, clipped value loss, pairs of the reward model; policy and value under each
+  aggregation
 - so do logits that are made a few tokens at a time, of which the ranks have different numbers
 - so does the moving average of the weights, sharded or not
-- ZeRO-3 with a second copy of the parameters (hpZ), or offloaded, ends in the same bits, also from a checkpoint; so do
-  ZeRO 1 and 2 with the optimizer offloaded
-- the same holds for adapters on a frozen model, trained head included; another engine that goes on from the checkpoint
-  of the first step, which leaves the frozen weights out, ends in the same bits
-- a step whose gradient is not finite changes no parameter and no moment: the steps around it end as if it had not been;
-  offloaded or not
+- ZeRO-3 with a second copy of the parameters (hpZ), or offloaded, ends in the same bits, also from a
+  checkpoint; so do ZeRO 1 and 2 with the optimizer offloaded
+- the same holds for adapters on a frozen model, trained head included; another engine that goes on from the
+  checkpoint of the first step, which leaves the frozen weights out, ends in the same bits
+- a step whose gradient is not finite changes no parameter and no moment: the steps around it end as if it had
+  not been; offloaded or not
 
-They hold in float32 alone. In half precision gradients are added up over micro-batches, and over ranks, in that precision:
-in bfloat16 the sum is off by 0.6 % of its norm after 32 micro-batches, by 1.2 % after 128 (a tiny model's gradients). With
-`grad_accum_dtype` fp32 micro-batches would not be, but DeepSpeed 0.19 refuses that under ZeRO 0, and under ZeRO 1 and 2
-with the optimizer offloaded it keeps a gradient that is not finite in the sum: no later step is applied.
+They hold in float32 alone. In half precision gradients are added up over micro-batches, and over ranks, in
+that precision: in bfloat16 the sum is off by 0.6 % of its norm after 32 micro-batches, by 1.2 % after 128 (a
+tiny model's gradients). With `grad_accum_dtype` fp32 micro-batches would not be, but DeepSpeed 0.19 refuses
+that under ZeRO 0, and under ZeRO 1 and 2 with the optimizer offloaded it keeps a gradient that is not finite
+in the sum: no later step is applied.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ from tests.integration.deepspeed_step import (
 
 TOLERANCE = 2e-6
 OF_PAIRS = 5e-6
-"""A pair's gradient is the difference of two sequences' gradients: more of it cancels, and Adam divides what is left of the
-rounding by its eps of 1e-4. One micro-batch that counts 1 % too much makes a difference of 0.02."""
+"""A pair's gradient is the difference of two sequences' gradients: more of it cancels, and Adam divides what
+is left of the rounding by its eps of 1e-4. One micro-batch that counts 1 % too much makes a difference of
+0.02.
+"""
 
 
 @pytest.fixture(scope="module")

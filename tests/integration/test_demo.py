@@ -2,9 +2,11 @@
 
 - the true reward rises, after PPO and step by step, by the demo's own measure (`rewards/gold/mean`)
 - the policy uses the prompt on each seed: with exchanged prompts its gold reward falls
-- so does the reward model on seeds 0 and 2: with exchanged prompts its held-out accuracy falls; on seed 1 it does not
+- so does the reward model on seeds 0 and 2: with exchanged prompts its held-out accuracy falls; on seed 1 it
+  does not
 - what its checkpoints take, hashing included, is at most 2 % of its PPO steps
-- without a KL penalty a weak reward model is over-optimised: its score rises to the end, the true reward falls
+- without a KL penalty a weak reward model is over-optimised: its score rises to the end, the true reward
+  falls
 
 Slow: each seed is the whole pipeline, four minutes on two idle cores.
 """
@@ -33,7 +35,15 @@ def test_the_demo_raises_the_true_reward(
     seed: int, reads_prompts: bool, tmp_path: Path, summary_lines: list[str]
 ) -> None:
     """`reads_prompts`: whether the reward model of this seed uses the prompt, as measured (decision 20)."""
-    command = [sys.executable, "-m", "flows.cli", "run", str(DEMO), f"run.home={tmp_path}", f"run.seed={seed}"]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "run",
+        str(DEMO),
+        f"run.home={tmp_path}",
+        f"run.seed={seed}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text())
@@ -43,7 +53,9 @@ def test_the_demo_raises_the_true_reward(
     assert summary["evaluate"]["win_rate"]["mean"] >= 0.70
     assert 0 < summary["evaluate"]["kl"] < 20
     if reads_prompts:
-        assert summary["reward"]["accuracy"] - summary["reward"]["accuracy_exchanged"] >= 0.03  # measured: 0.081, 0.057
+        assert (
+            summary["reward"]["accuracy"] - summary["reward"]["accuracy_exchanged"] >= 0.03
+        )  # measured: 0.081, 0.057
     exchanged = summary["evaluate"]["gold_reward_exchanged"]
     assert gold["sft"]["mean"] - exchanged["sft"]["mean"] >= 0.5  # measured: 1.033, 1.038, 0.937
     assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.6  # measured: 1.222, 1.171, 1.052
@@ -64,8 +76,8 @@ def seconds_of(home: Path, *metrics: str) -> list[float]:
     """Sums over the steps of PPO, as MLflow has them."""
     with closing(sqlite3.connect(home / "mlflow.db")) as database:
         query = (
-            "select sum(metrics.value) from metrics join tags using (run_uuid) where metrics.key = ? and tags.key = 'rlhf.stage' "
-            "and tags.value = 'ppo'"
+            "select sum(metrics.value) from metrics join tags using (run_uuid) where metrics.key = ? and"
+            " tags.key = 'rlhf.stage' and tags.value = 'ppo'"
         )
         return [float(database.execute(query, (name,)).fetchone()[0]) for name in metrics]
 
@@ -83,6 +95,6 @@ def test_without_a_kl_penalty_the_true_reward_falls_while_the_score_rises(
     assert without.kl[-1] > 2 * with_kl.kl[-1]
     assert with_kl.gold[-1] > without.gold[-1] + 0.4, "a KL penalty limits the loss"  # measured: 0.82
     summary_lines.append(
-        f"over-optimisation: the true reward falls by {without.fall:.2f} from step {without.peak + 1} to the end, where "
-        f"the score rises by {without.rise:.2f}; by {with_kl.fall:.2f} with a KL penalty"
+        f"over-optimisation: the true reward falls by {without.fall:.2f} from step {without.peak + 1} to the"
+        f" end, where the score rises by {without.rise:.2f}; by {with_kl.fall:.2f} with a KL penalty"
     )

@@ -1,8 +1,9 @@
-"""Reward-model training that stops early, through the real DeepSpeed: one rank without ZeRO, two ranks under ZeRO-3.
+"""Reward-model training that stops early, through the real DeepSpeed: one rank without ZeRO, two ranks under
+ZeRO-3.
 
 - it ends before its epochs do, with the very weights that had the lowest held-out loss
-- a training that is killed, after that evaluation and again when all that is left is to restore it, ends in the same
-  bits, from checkpoints that hold the best weights and the counts
+- a training that is killed, after that evaluation and again when all that is left is to restore it, ends in
+  the same bits, from checkpoints that hold the best weights and the counts
 - checkpoints carry minus the held-out loss as their score where there was an evaluation
 """
 
@@ -47,8 +48,10 @@ def pairs(count: int, seed: int) -> list[PairExample]:
 
 
 def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -> dict[str, Any]:
-    """Digests of the weights at the end and of those kept on the way, the held-out losses by step, and where it ended. All
-    ranks die together, after `dies_after` optimizer steps, or with 0 when the best weights are to be restored."""
+    """Digests of the weights at the end and of those kept on the way, the held-out losses by step, and where
+    it ended. All ranks die together, after `dies_after` optimizer steps, or with 0 when the best weights are
+    to be restored.
+    """
     from rlhf_core.training import reward
     from rlhf_core.training.engine import TrainingEngine
 
@@ -88,7 +91,13 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
             engine, pairs(24, 0), pairs(24, 1), CONFIG, seed=0, pad_id=0, work=folder, services=services
         )
     best = metrics.get("best_step")
-    return {"weights": digest(engine), "kept": kept, "steps": engine.steps_done, "best": best, "losses": losses}
+    return {
+        "weights": digest(engine),
+        "kept": kept,
+        "steps": engine.steps_done,
+        "best": best,
+        "losses": losses,
+    }
 
 
 def digest(engine: Any) -> str:
@@ -114,7 +123,9 @@ def work(number: int, ranks: int, port: int, stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_the_best_weights_are_the_result_and_survive_kills_bit_by_bit(ranks: int, stage: int, tmp_path: Path) -> None:
+def test_the_best_weights_are_the_result_and_survive_kills_bit_by_bit(
+    ranks: int, stage: int, tmp_path: Path
+) -> None:
     from torch.multiprocessing import spawn
 
     spawn(work, (ranks, free_port(), stage, tmp_path), nprocs=ranks)
@@ -126,7 +137,9 @@ def test_the_best_weights_are_the_result_and_survive_kills_bit_by_bit(ranks: int
     assert (last["weights"], last["best"]) == (whole["weights"], whole["best"])
     # It never saw the best evaluation itself: the weights came out of the checkpoint.
     assert last["kept"] == []
-    manifests = [json.loads(path.read_text()) for path in (tmp_path / "whole" / "store").rglob("manifest.json")]
+    manifests = [
+        json.loads(path.read_text()) for path in (tmp_path / "whole" / "store").rglob("manifest.json")
+    ]
     assert {m["step"] % 2 for m in manifests} == {0, 1}
     assert [m["score"] for m in manifests] == [
         None if m["step"] % 2 else -whole["losses"][str(m["step"])] for m in manifests

@@ -74,7 +74,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (home / "prefect").mkdir()
     (home / "prefect" / "prefect.db").write_bytes(b"garbage " * 1000)
     (home / "prefect" / "complete").touch()
-    with subprocess.Popen([sys.executable, "-c", COMMAND, str(home)], stdout=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(home)], stdout=subprocess.PIPE, text=True
+    ) as command:
         assert command.stdout is not None
         pid, url, login = command.stdout.readline().split()
         yield Server(command, home, int(pid), url, login)
@@ -161,7 +163,9 @@ def opened(page: str, profile: Path) -> Iterator[queue.Queue[dict[str, str]]]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
         line = [CHROMIUM, *options, f"--user-data-dir={profile}", f"http://127.0.0.1:{site.server_port}/"]
-        browser = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        browser = subprocess.Popen(
+            line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         try:
             yield results
         finally:
@@ -193,7 +197,11 @@ def test_each_rule_refuses_alone(server: Server) -> None:
         "nothing": ({**known, "Origin": origin}, 200),
     }
     found = {
-        title: httpx.post(f"{server.url}/variables/filter", json={}, headers=headers, trust_env=False).status_code
+        title: (
+            httpx.post(
+                f"{server.url}/variables/filter", json={}, headers=headers, trust_env=False
+            ).status_code
+        )
         for title, (headers, _) in tried.items()
     }
     assert found == {title: status for title, (_, status) in tried.items()}
@@ -218,7 +226,9 @@ def test_it_is_started_again_where_it_dies_and_ends_with_the_command(server: Ser
     os.kill(server.pid, signal.SIGKILL)
     assert wait(lambda: not answers(f"{server.url}/health"), 10)
     assert wait(lambda: answers(f"{server.url}/health"), 60)
-    assert [found["name"] for found in post(f"{server.url}/variables/filter", {}, login=server.login)] == ["known"]
+    assert [found["name"] for found in post(f"{server.url}/variables/filter", {}, login=server.login)] == [
+        "known"
+    ]
     new = listener(int(server.url.split(":")[2].partition("/")[0]))
     assert new not in (None, server.pid)
     process = ProcessId.of(new or 0)
@@ -252,7 +262,9 @@ def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
             "--until",
             "data",
         ]
-        with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        with subprocess.Popen(
+            line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as run:
             # The stage's process takes a moment to end: the flow is not told yet.
             assert wait(lambda: any(p.point == "stage.published" for p in read_passes(trace)), 120)
             server.kill()

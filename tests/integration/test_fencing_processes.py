@@ -1,8 +1,8 @@
 """Processes that race for one stage key, and holders that were only thought dead.
 
-Locks: of processes that claim and publish at the same moment one artifact stays, everybody else gets it or is told who
-holds the key, and it verifies; a holder stopped anywhere in a save and woken after its successor has committed changes
-nothing of it.
+Locks: of processes that claim and publish at the same moment one artifact stays, everybody else gets it or is
+told who holds the key, and it verifies; a holder stopped anywhere in a save and woken after its successor has
+committed changes nothing of it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,12 @@ def test_of_processes_that_publish_at_once_one_artifact_stays_and_it_is_whole(
         mine = [answer for answer in seen if answer[0] == turn]
         assert {digest for _, digest, _ in mine} <= {ref.digest, "superseded"}
         assert sorted(attempt for _, _, attempt in mine) == [1, 2, 3, 4]
-    outcomes = Counter("superseded" if digest == "superseded" else "published or found" for _, digest, _ in seen)
-    summary_lines.append(f"{PROCESSES} processes x {ROUNDS} races for a key: one artifact each; {dict(outcomes)}")
+    outcomes = Counter(
+        "superseded" if digest == "superseded" else "published or found" for _, digest, _ in seen
+    )
+    summary_lines.append(
+        f"{PROCESSES} processes x {ROUNDS} races for a key: one artifact each; {dict(outcomes)}"
+    )
 
 
 def state(folder: Path, text: str) -> Path:
@@ -110,8 +114,12 @@ def stale_holder(root: Path, point: str) -> int:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_holder_that_sleeps_through_its_successors_commit_changes_nothing(tmp_path: Path, point: str) -> None:
-    holder = subprocess.Popen([sys.executable, "-m", "tests.integration.test_fencing_processes", str(tmp_path), point])
+def test_a_holder_that_sleeps_through_its_successors_commit_changes_nothing(
+    tmp_path: Path, point: str
+) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.test_fencing_processes", str(tmp_path), point]
+    )
     try:
         deadline = time.monotonic() + 60
         while psutil.Process(holder.pid).status() != psutil.STATUS_STOPPED:
@@ -131,7 +139,10 @@ def test_a_holder_that_sleeps_through_its_successors_commit_changes_nothing(tmp_
     assert bundles.read(store, "checkpoints/k/step-00000001") == before
     found = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k")).latest()
     assert found is not None
-    assert [(found[1] / name).read_text() for name in ("rank0.pt", "rank1.pt")] == ["rank0.pt new", "rank1.pt new"]
+    assert [(found[1] / name).read_text() for name in ("rank0.pt", "rank1.pt")] == [
+        "rank0.pt new",
+        "rank1.pt new",
+    ]
 
 
 if __name__ == "__main__":

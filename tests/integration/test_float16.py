@@ -1,7 +1,9 @@
-"""float16 with a dynamic loss scale, through the real DeepSpeed, on a CPU that is told it may (it computes float16 too).
+"""float16 with a dynamic loss scale, through the real DeepSpeed, on a CPU that is told it may (it computes
+float16 too).
 
 - under ZeRO 1 to 3 on one rank, three steps end near those in float32, norms included
-- steps whose gradient overflows halve the scale, change nothing, are counted, and end nothing while the scale is large
+- steps whose gradient overflows halve the scale, change nothing, are counted, and end nothing while the scale
+  is large
 - what is not finite at any scale ends the training with NonFiniteError
 - an engine that goes on from a checkpoint has the scale, and ends in the same bits
 """

@@ -1,10 +1,13 @@
-"""The command line with real Prefect, real child processes, real store and MLflow, around stages that only count.
+"""The command line with real Prefect, real child processes, real store and MLflow, around stages that only
+count.
 
-- a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its summary
+- a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its
+  summary
 - typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
 - of two of the same command at once, the second waits for the first and reuses what it made
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
-- its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130; twice, at once
+- its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130;
+  twice, at once
 - a secret in the words of a failing stage is in no log and no database afterwards
 - Prefect's storage holds no pickle, and nothing else
 - files of the working folder are neither imported nor taken for settings
@@ -99,24 +102,30 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
-    """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases and store."""
+    """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases and
+    store.
+    """
     toys = tmp_path / "toys"
     toys.mkdir()
     name = request.node.name[:40].replace("_", "-")
     (toys / "sitecustomize.py").write_text(STAGES)
     config = tmp_path / "toy.yaml"
     config.write_text(
-        f"run: {{name: {name}, seed: {zlib.crc32(name.encode()) % 10**6}, home: {home}, device: cpu, threads: 1, retry_delay: 0.1}}\n"
-        "ppo: {steps: 4}\ntracking: {system_metrics: false}\n"
+        f"run: {{name: {name}, seed: {zlib.crc32(name.encode()) % 10**6}, home: {home}, device: cpu, threads:"
+        " 1, retry_delay: 0.1}\nppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
     environment |= {
         "PYTHONPATH": os.pathsep.join([str(toys), *sys.path]),
         "TOY_FOLDER": str(tmp_path),
         "HF_TOKEN": CANARY,
     }
 
-    def start(fault: str = "none:0:none", until: str = "sft", folder: Path | None = None) -> subprocess.Popen[str]:
+    def start(
+        fault: str = "none:0:none", until: str = "sft", folder: Path | None = None
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "flows.cli", "run", str(config), "--until", until],
             cwd=folder,
@@ -167,17 +176,23 @@ def task_states(home: Path) -> list[str]:
     """State names of the task runs of the latest flow run, as Prefect has them."""
     with sqlite3.connect(home / "prefect" / "prefect.db") as database:
         (latest,) = database.execute("select id from flow_run order by created desc limit 1").fetchone()
-        rows = database.execute("select state_name from task_run where flow_run_id = ? order by start_time", (latest,))
+        rows = database.execute(
+            "select state_name from task_run where flow_run_id = ? order by start_time", (latest,)
+        )
         return [name for (name,) in rows]
 
 
 def metrics_of(home: Path, run: str) -> list[tuple[str, float]]:
     """All rows of an MLflow run's metrics."""
     with sqlite3.connect(home / "mlflow.db") as database:
-        return list(database.execute("select key, value from metrics where run_uuid = ? order by key", (run,)))
+        return list(
+            database.execute("select key, value from metrics where run_uuid = ? order by key", (run,))
+        )
 
 
-def test_a_killed_stage_continues_and_the_second_run_reuses_all(command: Command, home: Path, tmp_path: Path) -> None:
+def test_a_killed_stage_continues_and_the_second_run_reuses_all(
+    command: Command, home: Path, tmp_path: Path
+) -> None:
     out, err = finish(command("sft:2:kill"))
     first = summary_of(out)
     assert "trying again from the last checkpoint" in err
@@ -226,7 +241,9 @@ def test_of_two_at_once_the_second_waits_and_reuses(command: Command, home: Path
     assert nothing_left(tmp_path)
 
 
-def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(command: Command, tmp_path: Path) -> None:
+def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(
+    command: Command, tmp_path: Path
+) -> None:
     process = command("data:3:hang", until="data")
     stage = wait_for(tmp_path / "hang", process)
     process.kill()
@@ -279,7 +296,9 @@ def test_prefect_keeps_no_pickle(command: Command, home: Path) -> None:
         for path in (home / "prefect").rglob("*")
         if path.is_file() and path.suffix not in (".db", ".db-wal", ".db-shm")
     ]
-    assert [path for path in stored if path.read_bytes()[:1] == b"\x80" or path.suffix in (".pkl", ".pickle")] == []
+    assert [
+        path for path in stored if path.read_bytes()[:1] == b"\x80" or path.suffix in (".pkl", ".pickle")
+    ] == []
     assert not any((home / "prefect" / "storage").rglob("*"))
 
 
@@ -315,10 +334,14 @@ def test_nothing_of_the_working_folder_is_run_or_read(command: Command, tmp_path
         "flows",
         "yaml",
     ):
-        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\nraise ImportError('planted')\n")
+        (folder / f"{name}.py").write_text(
+            f"open({str(ran)!r}, 'a').write('{name} ')\nraise ImportError('planted')\n"
+        )
     logging = folder / "evil.yml"
     logging.write_text(EVIL.replace("RAN", str(ran)))
-    (folder / ".env").write_text(f"PREFECT_LOGGING_CONFIG_PATH={logging}\nPREFECT_API_URL=http://127.0.0.1:9/api\n")
+    (folder / ".env").write_text(
+        f"PREFECT_LOGGING_CONFIG_PATH={logging}\nPREFECT_API_URL=http://127.0.0.1:9/api\n"
+    )
     (folder / "prefect.toml").write_text(f'profiles_path = "none"\n[logging]\nconfig_path = "{logging}"\n')
     (folder / "pyproject.toml").write_text(f'[tool.prefect.logging]\nconfig_path = "{logging}"\n')
     (folder / "matplotlibrc").write_text("backend: module://queue\n")

@@ -1,6 +1,7 @@
 """A stage that waits in vain ends itself.
 
-- the flow hears the error with its class, the exit code is that of a fault, and no process that the watch knows is left
+- the flow hears the error with its class, the exit code is that of a fault, and no process that the watch
+  knows is left
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The first steps of AdamW in bfloat16 and float16, through the real DeepSpeed, on one rank.
 
-- the first step moves a weight by the learning rate, as Adam's corrected moments do: nothing was counted before it
-- it ends in the same parameters under every ZeRO stage that the configuration allows, the optimizer offloaded or not
-  (tolerance 2^-8: the last of bfloat16's 8 bits, for weights below 1), weight decay included, near those of float32
-- with `grad_accum_dtype: float32` the gradients of 400 micro-batches add up to 400 times one, under ZeRO 2 and 3; in
-  bfloat16 the part of them is lost that additions in torch lose, and a warning says so
+- the first step moves a weight by the learning rate, as Adam's corrected moments do: nothing was counted
+  before it
+- it ends in the same parameters under every ZeRO stage that the configuration allows, the optimizer offloaded
+  or not (tolerance 2^-8: the last of bfloat16's 8 bits, for weights below 1), weight decay included, near
+  those of float32
+- with `grad_accum_dtype: float32` the gradients of 400 micro-batches add up to 400 times one, under ZeRO 2
+  and 3; in bfloat16 the part of them is lost that additions in torch lose, and a warning says so
 - a step whose gradient is NaN changes nothing: the next one ends in the bits of a training without it
 """
 
@@ -31,11 +33,14 @@ SETTINGS = [("bfloat16", stage, "none", None) for stage in range(4)]
 SETTINGS += [("bfloat16", stage, "optimizer", None) for stage in (1, 2, 3)]
 SETTINGS += [("bfloat16", stage, "none", "float32") for stage in (2, 3)]
 SETTINGS += [("float16", stage, "none", None) for stage in (1, 2, 3)]
-"""(dtype, ZeRO stage, offload, grad_accum_dtype). The preflight refuses float16 under ZeRO 0: DeepSpeed divides by a
-loss scale there that it has not multiplied by."""
+"""(dtype, ZeRO stage, offload, grad_accum_dtype). The preflight refuses float16 under ZeRO 0: DeepSpeed
+divides by a loss scale there that it has not multiplied by.
+"""
 MANY = 400
-"""A bfloat16 sum of n equal numbers g stops growing where g is less than half of the distance of its neighbours: after
-256 to 512 additions, depending on the bits of g, as half a last bit of a number of 8 bits is 1/512 to 1/256 of it."""
+"""A bfloat16 sum of n equal numbers g stops growing where g is less than half of the distance of its
+neighbours: after 256 to 512 additions, depending on the bits of g, as half a last bit of a number of 8 bits
+is 1/512 to 1/256 of it.
+"""
 
 
 def engine_of(dtype: str, stage: int, offload: str, sums: str | None = None) -> Any:
@@ -57,7 +62,9 @@ def weights_after(engine: Any, factor: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def share_of_many(dtype: str, stage: int, sums: str | None) -> tuple[float, int]:
-    """The norm of the sum of many equal gradients as a share of so many times the norm of one; warnings on the way."""
+    """The norm of the sum of many equal gradients as a share of so many times the norm of one; warnings on
+    the way.
+    """
     first, second = (engine_of(dtype, stage, "none", sums) for _ in range(2))
     warnings: list[Any] = []
     logging.getLogger("rlhf_core.training.engine").addFilter(lambda record: warnings.append(record) or True)
@@ -107,7 +114,9 @@ def work(_number: int, folder: Path) -> None:
             "bits": all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items()),
         }
     found["sums"] = {
-        f"{stage}-{sums}": share_of_many("bfloat16", stage, sums) for stage in (2, 3) for sums in (None, "float32")
+        f"{stage}-{sums}": share_of_many("bfloat16", stage, sums)
+        for stage in (2, 3)
+        for sums in (None, "float32")
     }
     found["sums"]["by hand"] = share_by_hand()
     (folder / "found.json").write_text(json.dumps(found))
@@ -140,8 +149,9 @@ def test_many_gradients_add_up_in_float32_and_not_in_bfloat16(
     assert share < 0.97, "at least three times what the other sums may be off by"
     assert warnings == 1
     summary_lines.append(
-        f"sum of {MANY} bfloat16 gradients under ZeRO {stage}: {share:.4f} of the true one, "
-        f"{found['sums']['by hand']:.4f} by hand, {found['sums'][f'{stage}-float32'][0]:.4f} with float32 sums"
+        f"sum of {MANY} bfloat16 gradients under ZeRO {stage}: {share:.4f} of the true one,"
+        f" {found['sums']['by hand']:.4f} by hand, {found['sums'][f'{stage}-float32'][0]:.4f} with float32"
+        " sums"
     )
 
 

@@ -1,10 +1,11 @@
 """Ranks of one stage: what the stage hears when another rank fails. Real processes and gloo.
 
-- an error of another rank arrives with its class and the rank's number, though rank 0 only sees a broken collective
+- an error of another rank arrives with its class and the rank's number, though rank 0 only sees a broken
+  collective
 - so it does where rank 0 sees nothing, as in NCCL's collectives; and all ranks leave their group together
 - a rank that dies without a word, or before it is up, is named within seconds
-- a rank that is halted, or stands still, is named within its timeout and 10 s, in the groups that DeepSpeed makes, too;
-  stacks are saved, and no rank is left
+- a rank that is halted, or stands still, is named within its timeout and 10 s, in the groups that DeepSpeed
+  makes, too; stacks are saved, and no rank is left
 - what rank 0 returns comes back when all went well
 """
 
@@ -146,7 +147,9 @@ def test_a_commit_is_finished_before_a_failed_rank_ends_the_stage(tmp_path: Path
     assert committed == [[]] and len(_told) == 1
 
 
-def test_rank_zero_leaves_the_group_with_the_others_and_not_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_leaves_the_group_with_the_others_and_not_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     await_end, joined = launch._await_end, []
 
     def waits(*arguments: Any) -> None:
@@ -188,7 +191,9 @@ def test_a_rank_that_does_not_move_is_named_within_its_timeout(
     with Watch(tmp_path / "stacks") as watch:
         seen = threading.Thread(target=_note_start, args=(watch, began), daemon=True)
         seen.start()
-        with pytest.raises(WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {said}"):
+        with pytest.raises(
+            WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {said}"
+        ):
             run_ranks(work, 2, "cpu", rank_zero=None, timeouts=limits, watch=watch)
         assert time.monotonic() - began[0] < 3 + 10
         assert "run_ranks" in (watch.folder / "training_rank_0.stacks").read_text()

@@ -1,9 +1,11 @@
 """PPO that trains adapters only: Ray, vLLM and DeepSpeed for real, for both ways of weight sync.
 
-- at the first step the policy without its adapter, the reference, gives the same numbers as with it: KL exactly 0
+- at the first step the policy without its adapter, the reference, gives the same numbers as with it: KL
+  exactly 0
 - after each sync, merged weights or adapter alone, engines and trainer give the same tokens the same
   log-probabilities, to 1e-4 in float32; so does the saved adapter, loaded by PEFT on the base model
-- the saved model is the base with the adapter merged; the same adapter, served by a fresh engine, gives the same
+- the saved model is the base with the adapter merged; the same adapter, served by a fresh engine, gives the
+  same
 - only the adapter's bytes travel where it is sent alone; an altered tensor stops the run
 """
 
@@ -67,7 +69,8 @@ def _gap(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 def test_engines_trainer_and_the_saved_adapter_agree(
     model: Path, tmp_path: Path, sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken, or gets lost.
+    # The third sync is the one after step 2; its fifth tensor is altered after its checksum was taken, or
+    # gets lost.
     fault = {"merged": ("load", "drop"), "adapter": ("send", "alter")}[sync]
     monkeypatch.setenv("RLHF_FAIL", f"weight_sync.{fault[0]}:{2 * TENSORS[sync] + 5}:{fault[1]}")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -111,7 +114,9 @@ def _served(model: Path, adapter: Path, prompts: list[PromptExample]) -> list[Ro
 
     from rlhf_core.rollout.engine import Engine
 
-    engine = Engine(model, EngineConfig(kv_cache_gib=1.0), device="cpu", max_model_len=32, seed=0, adapter_rank=RANK)
+    engine = Engine(
+        model, EngineConfig(kv_cache_gib=1.0), device="cpu", max_model_len=32, seed=0, adapter_rank=RANK
+    )
     engine.llm.llm_engine.add_lora(LoRARequest("policy-1", 1, str(adapter)))
     seeds = list(range(len(prompts)))
     rollouts = engine.generate(

@@ -1,7 +1,8 @@
 """Adapters in every stage, and all models of PPO in one group of ranks, through `rlhf run`.
 
 - SFT, reward model and PPO each leave an adapter next to a merged model
-- PPO sends only the adapter to its engines; the policy that is evaluated and registered is the one that was trained
+- PPO sends only the adapter to its engines; the policy that is evaluated and registered is the one that was
+  trained
 - with `colocate: all` policy, reference, critic and reward model share their ranks
 
 Slow: the whole pipeline, after SFT of its base model.
@@ -27,11 +28,15 @@ def rlhf_run(home: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "flows.cli", "run", str(TINY), f"run.home={home}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary: dict[str, Any] = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text())
+    summary: dict[str, Any] = json.loads(
+        Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text()
+    )
     return summary
 
 
-def test_adapters_in_all_three_stages_with_all_models_in_one_group(tmp_path: Path, summary_lines: list[str]) -> None:
+def test_adapters_in_all_three_stages_with_all_models_in_one_group(
+    tmp_path: Path, summary_lines: list[str]
+) -> None:
     # Adapters of SFT need a pretrained model: this is one.
     first = rlhf_run(tmp_path / "first", "--until", "sft")
     base = tmp_path / "first" / "store" / first["stages"]["sft"]["artifact"] / "model"
@@ -55,7 +60,7 @@ def test_adapters_in_all_three_stages_with_all_models_in_one_group(tmp_path: Pat
     assert published["published/logprob_gap"] < 1e-3 * max(1.0, published["published/logprob_update"])
     assert "register" in summary["stages"]
     summary_lines.append(
-        f"adapters in three stages: the judged policy differs from the trained one by "
+        "adapters in three stages: the judged policy differs from the trained one by "
         f"{published['published/logprob_gap']:.1e} nats per token, from the SFT model by "
         f"{published['published/logprob_update']:.1e}"
     )

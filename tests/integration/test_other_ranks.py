@@ -1,8 +1,9 @@
 """A training continued on another number of ranks, through the real DeepSpeed and the real policy loop.
 
 - without `allow_other_ranks` it is refused, by a message that names both numbers
-- with it, from two ranks to one and from one to two, under ZeRO 0 to 3: the second step ends with the parameters and
-  the moving average of a training that was not interrupted (float32, tolerance 2e-6), weight decay included; adapters too
+- with it, from two ranks to one and from one to two, under ZeRO 0 to 3: the second step ends with the
+  parameters and the moving average of a training that was not interrupted (float32, tolerance 2e-6), weight
+  decay included; adapters too
 - the checkpoint's folder, which is the store's own where that is a local one, is left as it was
 - bfloat16 masters keep their precision on the way
 """
@@ -31,7 +32,9 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-3}
 def engine_of(rank: Rank, kind: str, dtype: str, stage: int, *, allow: bool) -> Any:
     from rlhf_core.training.engine import TrainingEngine
 
-    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4, weight_decay=0.3)
+    optimizer = OptimizerConfig(
+        learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4, weight_decay=0.3
+    )
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": dtype, "allow_other_ranks": allow})
     model = deepspeed_step.model(kind)
     if dtype == "bfloat16":
@@ -51,11 +54,15 @@ def step(engine: Any) -> None:
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
     streams = {"": engine.weights(), "average.": engine.weights(average=True)}
-    return {prefix + name: tensor.float().clone() for prefix, stream in streams.items() for name, tensor in stream}
+    return {
+        prefix + name: tensor.float().clone() for prefix, stream in streams.items() for name, tensor in stream
+    }
 
 
 def work(number: int, ranks: int, port: int, folder: Path) -> None:
-    """Continue what the other number of ranks left in `folder`, if anything, and leave a step of one's own there."""
+    """Continue what the other number of ranks left in `folder`, if anything, and leave a step of one's own
+    there.
+    """
     rank = Rank(number, ranks, number, "127.0.0.1", port)
     join(rank)
     found = {}
@@ -111,7 +118,9 @@ def test_a_training_goes_on_where_it_was_on_another_number_of_ranks(
     found = differences[direction]
     for setting in SETTINGS:
         difference, parameter = found[label(*setting)]
-        assert difference <= TOLERANCE[setting[1]], f"{label(*setting)}: {parameter} differs by {difference:.2g}"
+        assert difference <= TOLERANCE[setting[1]], (
+            f"{label(*setting)}: {parameter} differs by {difference:.2g}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The whole pipeline on the real stack, as `rlhf run` runs it.
 
-- against a real S3-compatible server every stage ends well and leaves what the summary, MLflow and the store promise
+- against a real S3-compatible server every stage ends well and leaves what the summary, MLflow and the store
+  promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
 - the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
@@ -53,7 +54,9 @@ CANARIES = {
 """Secrets in the environment of every run here; S3 asks for the first two."""
 
 
-def _run(home: Path, *overrides: str, folder: Path | None = None, **env: str) -> tuple[dict[str, Any], str, float]:
+def _run(
+    home: Path, *overrides: str, folder: Path | None = None, **env: str
+) -> tuple[dict[str, Any], str, float]:
     """`rlhf run` on the tiny configuration; (summary, output, seconds)."""
     command = [
         sys.executable,
@@ -94,7 +97,9 @@ class Golden:
         """Where it was typed: with modules named like those that its processes import."""
         self.folder.mkdir()
         for name in ("queue", "random", "torch", "ray", "vllm", "deepspeed", "datasets", "transformers"):
-            (self.folder / f"{name}.py").write_text("raise SystemExit('a file of the working folder was run')\n")
+            (self.folder / f"{name}.py").write_text(
+                "raise SystemExit('a file of the working folder was run')\n"
+            )
         self.summary, self.output, self.seconds = _run(
             home, f"store.url={url}", folder=self.folder, TMPDIR=str(temporary)
         )
@@ -119,7 +124,9 @@ def golden(s3_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_no_secret_is_found_anywhere_after_a_whole_run(
     golden: Golden, s3_server: Any, tmp_path: Path, summary_lines: list[str]
 ) -> None:
-    """Home (logs, MLflow's and Prefect's databases, spool, copies), the bucket, the output; no temporary file is left."""
+    """Home (logs, MLflow's and Prefect's databases, spool, copies), the bucket, the output; no temporary file
+    is left.
+    """
     import boto3
 
     bucket = boto3.resource("s3", endpoint_url=s3_server.endpoint).Bucket(s3_server.bucket)
@@ -156,7 +163,9 @@ def test_every_stage_runs_on_s3_and_the_summary_has_its_numbers(golden: Golden) 
     assert len(summary["weights_sha256"]) == 64
 
 
-def test_the_policy_of_the_store_opens_with_transformers_and_differs_from_the_sft_model(golden: Golden) -> None:
+def test_the_policy_of_the_store_opens_with_transformers_and_differs_from_the_sft_model(
+    golden: Golden,
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy, sft = golden.fetch("ppo") / "policy", golden.fetch("sft") / "model"
@@ -188,7 +197,9 @@ def test_mlflow_has_the_parent_the_stages_their_curves_and_the_registered_policy
     assert version.run_id == ppo
     [output] = client.get_run(ppo).outputs.model_outputs
     model = client.get_logged_model(output.model_id)
-    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "tiny-policy", "version": int(version.version)}]
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [
+        {"name": "tiny-policy", "version": int(version.version)}
+    ]
     assert "win_rate/mean" in {metric.key for metric in model.metrics}
     for run in (parent, by_stage["ppo"]):
         assert {"mlflow.user", "mlflow.source.name", "mlflow.source.type"} <= set(run.data.tags)
@@ -210,7 +221,9 @@ def test_the_trajectory_is_the_pinned_one(golden: Golden) -> None:
 
 
 def test_every_response_of_ppo_stands_beside_the_prompt_that_it_answers(golden: Golden) -> None:
-    """The engine's log-probabilities of a response are the trainer's after its own prompt, and after no other."""
+    """The engine's log-probabilities of a response are the trainer's after its own prompt, and after no
+    other.
+    """
     for line in (golden.fetch("ppo") / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["rollout/logprob_gap_max"] < 1e-3
 

@@ -1,9 +1,9 @@
 """What `rlhf plan` predicts is what training allocates, on the CPU through the real DeepSpeed.
 
-- parameters, gradients and optimizer state on 1 and 2 ranks under ZeRO 0 to 3, in float32 and bfloat16: to the byte
-  (gradients of ZeRO 2: to the parameter that straddles the ranks' border)
-- the peak of an SFT step, activations and logits included, in either precision, with checkpointing and adapters, under
-  each ZeRO stage: within 5 %
+- parameters, gradients and optimizer state on 1 and 2 ranks under ZeRO 0 to 3, in float32 and bfloat16: to
+  the byte (gradients of ZeRO 2: to the parameter that straddles the ranks' border)
+- the peak of an SFT step, activations and logits included, in either precision, with checkpointing and
+  adapters, under each ZeRO stage: within 5 %
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ TOLERANCE = 0.05
 
 
 def measured(tmp_path: Path, *arguments: str, ranks: int = 1) -> Any:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if not arguments else []
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if not arguments
+        else []
+    )
     script = str(Path(__file__).parent / "deepspeed_memory.py")
     paths = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
     # What another test's rank 0 left in this process would make it wait for ranks that nobody starts.
@@ -52,7 +56,9 @@ def planned_model(settings: dict[str, Any]) -> Model:
     lora = LoraConfig.model_validate(settings["lora"]) if "lora" in settings else None
     deepspeed = {name: value for name, value in settings.items() if name not in ("lora", "scores")}
     scores = bool(settings.get("scores"))
-    return Model(shape(SHAPE), DeepSpeedConfig.model_validate(deepspeed), scores=scores, lora=lora, device="cpu")
+    return Model(
+        shape(SHAPE), DeepSpeedConfig.model_validate(deepspeed), scores=scores, lora=lora, device="cpu"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -63,7 +69,10 @@ def test_the_predicted_state_is_what_deepspeed_allocates(ranks: int, tmp_path: P
     for dtype, stage, found in measured(tmp_path, ranks=ranks):
         planned = Model(of, DeepSpeedConfig(ranks=ranks, zero_stage=stage, dtype=dtype), device="cpu")
         setting = f"{dtype}, ZeRO {stage}, {ranks} ranks"
-        assert (found["weights"], found["optimizer"]) == (planned.state.weights, planned.state.optimizer), setting
+        assert (found["weights"], found["optimizer"]) == (
+            planned.state.weights,
+            planned.state.optimizer,
+        ), setting
         slack = 0.01 if stage == 2 else 0.0
         assert found["gradients"] == pytest.approx(planned.gradients, rel=slack, abs=0), setting
 

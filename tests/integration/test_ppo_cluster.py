@@ -1,7 +1,7 @@
 """PPO over several ranks and engines: Ray, vLLM and DeepSpeed for real.
 
-- two policy ranks under ZeRO-3 and two engines, at a temperature other than 1: after each sync, engines and trainer give
-  the same tokens the same log-probabilities, to 1e-4 in float32
+- two policy ranks under ZeRO-3 and two engines, at a temperature other than 1: after each sync, engines and
+  trainer give the same tokens the same log-probabilities, to 1e-4 in float32
 - every rollout carries the version that was acknowledged last
 - beyond loopback only Ray's own sockets listen, and who comes without the token of this run is refused
 - a tensor altered on the way to the engines stops the run with a message that names it
@@ -71,11 +71,16 @@ def test_two_zero3_ranks_and_two_engines_agree_until_a_tensor_is_altered(
         assert abs(experience.metrics["objective/kl"]) > 1e-3
         # Ray's own programs, which ask for the token; each with one socket, the raylet with two.
         programs = Counter((listener.program.partition("::")[0], listener.pid) for listener in reachable)
-        assert {program for program, _ in programs} <= {"gcs_server", "raylet", "ray", Path(sys.executable).name}, (
+        assert {program for program, _ in programs} <= {
+            "gcs_server",
+            "raylet",
+            "ray",
+            Path(sys.executable).name,
+        }, reachable
+        assert 44217 not in {listener.port for listener in reachable}, "Ray's metrics, which ask for no token"
+        assert [entry for entry, number in programs.items() if number > 1 + (entry[0] == "raylet")] == [], (
             reachable
         )
-        assert 44217 not in {listener.port for listener in reachable}, "Ray's metrics, which ask for no token"
-        assert [entry for entry, number in programs.items() if number > 1 + (entry[0] == "raylet")] == [], reachable
         assert stranger.wait(timeout=120) != 0
         assert "connected" not in stranger.communicate()[0]
         with pytest.raises(

@@ -2,10 +2,11 @@
 
 - dynamic filtering replaces the prompts whose samples score alike, so that no such prompt is left
 - the score of every response is its reward minus the overlong penalty, worked out by hand
-- dual clip bounds the loss of tokens that became much more likely although their advantage is negative: the loss of the
-  policy is the mean worked out by hand
+- dual clip bounds the loss of tokens that became much more likely although their advantage is negative: the
+  loss of the policy is the mean worked out by hand
 - rows of 2,048 tokens: engine and trainer agree on every token of them, and the step changes the policy
-- an engine of two tensor-parallel processes receives the weights over gloo and samples from the policy of each step
+- an engine of two tensor-parallel processes receives the weights over gloo and samples from the policy of
+  each step
 """
 
 from __future__ import annotations
@@ -85,12 +86,15 @@ def test_filtering_overlong_penalty_and_dual_clip_give_the_numbers_worked_out_by
     assert update["loss/policy"] == pytest.approx(bounded_N.mean().item(), abs=1e-5)
     assert update["policy/grad_norm"] == 0, "of a token held by a clip there is no gradient"
     summary_lines.append(
-        f"options of PPO: {batch.replaced} prompts replaced, scores {min(scores):.2f} to {max(scores):.2f}, loss "
-        f"{update['loss/policy']:.5f} with dual clip (by hand {bounded_N.mean():.5f}, without {unbounded_N.mean():.5f})"
+        f"options of PPO: {batch.replaced} prompts replaced, scores {min(scores):.2f} to {max(scores):.2f},"
+        f" loss {update['loss/policy']:.5f} with dual clip (by hand {bounded_N.mean():.5f}, without"
+        f" {unbounded_N.mean():.5f})"
     )
 
 
-def test_rows_of_2048_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]) -> None:
+def test_rows_of_2048_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
+) -> None:
     model = save_tiny_llama(
         tmp_path / "model",
         vocab_size=VOCABULARY,
@@ -123,8 +127,9 @@ def test_rows_of_2048_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, su
     # The last positions too are trained on, not the first ones alone.
     assert changed_BT[:, -128:].mean() > 1e-4
     summary_lines.append(
-        f"rows of 2,048 tokens: largest gap to the engine {experience.metrics['rollout/logprob_gap_max']:.1e}, mean "
-        f"change of log-probabilities by one step {changed_BT.mean():.1e}"
+        "rows of 2,048 tokens: largest gap to the engine"
+        f" {experience.metrics['rollout/logprob_gap_max']:.1e}, mean change of log-probabilities by one step"
+        f" {changed_BT.mean():.1e}"
     )
 
 
@@ -147,4 +152,6 @@ def test_an_engine_of_two_tensor_parallel_processes_follows_the_policy(
     assert steps[-1]["objective/kl"] > 0.01, "the policy has left its reference"
     gaps = [step["rollout/logprob_gap_max"] for step in steps]
     assert max(gaps) < 1e-4
-    summary_lines.append(f"an engine of two processes: largest gap in log-probability {max(gaps):.1e} in three steps")
+    summary_lines.append(
+        f"an engine of two processes: largest gap in log-probability {max(gaps):.1e} in three steps"
+    )

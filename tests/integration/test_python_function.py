@@ -1,7 +1,8 @@
 """Locks the user's reward function in its own process.
 
 - lists, tuples and arrays of numbers are accepted; prints do not disturb; state lives on between batches;
-- a function that hangs, dies, raises or returns anything else is tried again, then the samples at fault are found;
+- a function that hangs, dies, raises or returns anything else is tried again, then the samples at fault are
+  found;
 - a sample that hangs is searched for only where the others are to be saved (`mask`);
 - a file or function that cannot be loaded is the user's configuration error, found before the first batch;
 - every process of it runs the source that was read first; a source that a run is not known by is refused
@@ -137,13 +138,17 @@ def test_a_value_that_is_not_finite_is_none(by_text: PythonFunction) -> None:
 
 
 @pytest.mark.parametrize("text", ["raise", "die", "none"])
-def test_the_sample_at_fault_is_found_and_the_others_keep_their_values(by_text: PythonFunction, text: str) -> None:
+def test_the_sample_at_fault_is_found_and_the_others_keep_their_values(
+    by_text: PythonFunction, text: str
+) -> None:
     outcome = by_text([sample("good"), sample("good"), sample(text), sample("good")])
     assert list(outcome.reasons) == [2]
     assert [outcome.values[i] for i in (0, 1, 3)] == [1.0, 1.0, 1.0]
 
 
-def test_a_sample_that_hangs_is_searched_for_where_the_others_are_to_be_saved(file: Path, tmp_path: Path) -> None:
+def test_a_sample_that_hangs_is_searched_for_where_the_others_are_to_be_saved(
+    file: Path, tmp_path: Path
+) -> None:
     batch = [sample("hang", pid=str(tmp_path / "pid")), sample("good")]
     for on_error, failed in (("mask", [0]), ("abort", [0, 1])):
         with PythonFunction(source(file, "by_text", timeout=0.7, retries=0, on_error=on_error)) as function:
@@ -173,12 +178,19 @@ def test_closing_ends_the_process(file: Path) -> None:
 
 
 @pytest.mark.parametrize("by_file", [True, False])
-def test_an_edit_during_the_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool) -> None:
+def test_an_edit_during_the_run_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
-    code = "import os\n\ndef f(samples):\n    if samples[0].response == 'die': os._exit(1)\n    return [1.0] * len(samples)\n"
+    code = (
+        "import os\n\ndef f(samples):\n    if samples[0].response == 'die': os._exit(1)\n    return [1.0] *"
+        " len(samples)\n"
+    )
     module = tmp_path / "edited_reward.py"
     module.write_text(code)
-    one = PythonReward(type="python", function="edited_reward:f", file=str(module) if by_file else None, retries=0)
+    one = PythonReward(
+        type="python", function="edited_reward:f", file=str(module) if by_file else None, retries=0
+    )
     with PythonFunction(one, hashlib.sha256(code.encode()).hexdigest()) as function:
         module.write_text(code.replace("1.0", "2.0"))
         assert function([sample("die")]).reasons

@@ -1,7 +1,7 @@
 """A rollout batch of any size on one engine on the CPU, through the real vLLM.
 
-- a batch of more prompt tokens than one scheduler step takes, and of more tokens than the KV cache holds, so that vLLM
-  preempts requests and computes them again, is answered: with the same bits the second time
+- a batch of more prompt tokens than one scheduler step takes, and of more tokens than the KV cache holds, so
+  that vLLM preempts requests and computes them again, is answered: with the same bits the second time
 - a request alone gets the tokens that it gets in the batch, preempted or not
 """
 
@@ -23,8 +23,8 @@ from tests.tiny_llama import save_tiny_llama
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """A token takes 2 x 3 layers x 32 heads x 256 x 4 bytes: a KV cache of 1 GiB has 42 blocks of 128 tokens."""
-    # vLLM looks for `__dict__` in every value of every module. A proxy of Flask, which the S3 server of other tests has
-    # loaded, raises at that.
+    # vLLM looks for `__dict__` in every value of every module. A proxy of Flask, which the S3 server of other
+    # tests has loaded, raises at that.
     for name, module in list(sys.modules.items()):
         if any(type(value).__name__ == "LocalProxy" for value in vars(module).values()):
             monkeypatch.delitem(sys.modules, name)
@@ -61,7 +61,8 @@ def test_a_batch_beyond_one_scheduler_step_and_the_kv_cache_has_the_same_bits_tw
     monkeypatch.setattr(scheduler, "_preempt_request", counted)
     chance = random.Random(0)
     prompts = [
-        PromptExample(f"p{i}", "", tuple(chance.randrange(3, 101) for _ in range(117 + i % 7))) for i in range(44)
+        PromptExample(f"p{i}", "", tuple(chance.randrange(3, 101) for _ in range(117 + i % 7)))
+        for i in range(44)
     ]
     seeds = list(range(44))
     first = answers(engine, prompts, seeds)
@@ -69,4 +70,6 @@ def test_a_batch_beyond_one_scheduler_step_and_the_kv_cache_has_the_same_bits_tw
     assert preempted
     assert answers(engine, prompts, seeds) == first
     for place in (0, 41, 43):
-        assert answers(engine, prompts[place : place + 1], [place])[0].response_ids == first[place].response_ids
+        assert (
+            answers(engine, prompts[place : place + 1], [place])[0].response_ids == first[place].response_ids
+        )

@@ -32,7 +32,9 @@ SECONDS = 45
 
 def add_row(file: Path, row: int) -> None:
     with file.open("a") as lines:
-        lines.write(json.dumps({"prompt": f"Tell me about fox {row}.", "completion": f"The fox {row} runs."}) + "\n")
+        lines.write(
+            json.dumps({"prompt": f"Tell me about fox {row}.", "completion": f"The fox {row} runs."}) + "\n"
+        )
 
 
 def ended(servers: Servers, deployment: str) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`rlhf serve-reward` as people start it: a process with a tiny reward model.
 
-- it says its url, answers a client of the pipeline with the scores of `models.scoring`, and ends on SIGTERM with code 0
+- it says its url, answers a client of the pipeline with the scores of `models.scoring`, and ends on SIGTERM
+  with code 0
 - a folder that holds no reward model is one message and exit code 2
 """
 
@@ -48,7 +49,9 @@ def test_it_serves_a_reward_model_until_it_is_stopped(tmp_path: Path) -> None:
                 send_tokens=True,
                 items_per_request=2,
             )
-            samples = [RewardInput(str(i), "", "", (1, 2 + i), tuple(range(5, 9 + i)), True) for i in range(5)]
+            samples = [
+                RewardInput(str(i), "", "", (1, 2 + i), tuple(range(5, 9 + i)), True) for i in range(5)
+            ]
             service = RemoteService(source)
             outcome = service(samples)
             service.close()

@@ -1,9 +1,11 @@
-"""`rlhf up`, a run of the deployment whose process is killed, `rlhf down`: the real Prefect, MLflow and worker.
+"""`rlhf up`, a run of the deployment whose process is killed, `rlhf down`: the real Prefect, MLflow and
+worker.
 
 On SQLite, and in the slow set on PostgreSQL.
 
 - the same flow run is running again within 30 s and completes; its tags tell configuration, seed and pipeline
-- progress, reports and links are there as artifacts; the form's schema knows types and descriptions; the schedule is off
+- progress, reports and links are there as artifacts; the form's schema knows types and descriptions; the
+  schedule is off
 - the run's MLflow run leads back to it, and nothing is left after `rlhf down`
 - a run that is cancelled in Prefect leaves a checkpoint of the step in hand, and is not started again
 """
@@ -29,8 +31,12 @@ from tests.postgres import postgres, postgres_programs
 NEEDS_POSTGRES = pytest.mark.skipif(postgres_programs() is None, reason="needs PostgreSQL's programs")
 
 
-@pytest.mark.parametrize("database", ["SQLite", pytest.param("PostgreSQL", marks=[pytest.mark.slow, NEEDS_POSTGRES])])
-def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "database", ["SQLite", pytest.param("PostgreSQL", marks=[pytest.mark.slow, NEEDS_POSTGRES])]
+)
+def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(
+    database: str, tmp_path: Path
+) -> None:
     home, trace = tmp_path / "home", tmp_path / "trace"
     trace.mkdir()
     with postgres(tmp_path / "postgres") if database == "PostgreSQL" else nullcontext() as url:
@@ -41,7 +47,9 @@ def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(
             _cancel_one_that_runs(servers, home, trace)
         finally:
             servers.down()
-    assert wait(lambda: not [p for p, value in carriers(MARK) if value == str(home) and p.pid != os.getpid()], 10)
+    assert wait(
+        lambda: not [p for p, value in carriers(MARK) if value == str(home) and p.pid != os.getpid()], 10
+    )
     if database == "PostgreSQL":
         assert not list(home.rglob("prefect.db"))
 

@@ -1,10 +1,12 @@
 """A bucket behind a faulty network, and what is left of it.
 
-Locks: 5xx, SlowDown, slow answers, resets, lost answers, cut requests and cut or short answers are survived, and the
-artifact and the checkpoints have the right bytes afterwards; at no time is a partial one readable; an outage beyond the
-bound, expired credentials and denied access are a StoreError that says what to do, keep everything locally, and the
-next attempt uploads it; a permanent one is not tried twice; an upload that nobody reads ends; a stage that is asked to
-stop during one does, and leaves nothing half; uploads behind the training are as safe; preflight says what is wrong with the store in one message, and takes no outage for a wrong configuration.
+Locks: 5xx, SlowDown, slow answers, resets, lost answers, cut requests and cut or short answers are survived,
+and the artifact and the checkpoints have the right bytes afterwards; at no time is a partial one readable; an
+outage beyond the bound, expired credentials and denied access are a StoreError that says what to do, keep
+everything locally, and the next attempt uploads it; a permanent one is not tried twice; an upload that nobody
+reads ends; a stage that is asked to stop during one does, and leaves nothing half; uploads behind the
+training are as safe; preflight says what is wrong with the store in one message, and takes no outage for a
+wrong configuration.
 """
 
 from __future__ import annotations
@@ -152,7 +154,8 @@ def test_a_passing_fault_is_survived_with_the_right_bytes(
 ) -> None:
     proxy.restart(PASSING[name])
     started = time.monotonic()
-    # A fault with a period can meet the same request of a file again and again. A loaded machine makes few tries in 30 s.
+    # A fault with a period can meet the same request of a file again and again. A loaded machine makes few
+    # tries in 30 s.
     attempt = Attempt(url, proxy.endpoint, tmp_path, patience=120.0)
     for step in (1, 2, 3):
         attempt.checkpoints.save(step, state(tmp_path, step))
@@ -215,7 +218,8 @@ def test_what_cannot_be_uploaded_is_kept_and_the_same_command_uploads_it(
     assert found is not None and found[0] == 3
     assert_checkpoints(direct, tmp_path / "again", [2, 3])
     summary_lines.append(
-        f"{fault + f' for good, after {after}':38} StoreError in {seconds:.1f} s after {tries} tries; then uploaded"
+        f"{fault + f' for good, after {after}':38} StoreError in {seconds:.1f} s after {tries} tries; then"
+        " uploaded"
     )
 
 
@@ -246,7 +250,9 @@ def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_n
         if not ended or ended[-1] != allowed:
             break
     assert len(ended) >= 3
-    summary_lines.append(f"{fault + ' in the middle of an artifact':38} after {ended} requests: unseen, then uploaded")
+    summary_lines.append(
+        f"{fault + ' in the middle of an artifact':38} after {ended} requests: unseen, then uploaded"
+    )
 
 
 def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploads_what_it_made(
@@ -269,7 +275,9 @@ def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploa
 
     monkeypatch.setattr(run, "_stage_function", lambda name: stage)
     proxy.restart(lambda n: "")
-    with pytest.raises(StoreError, match=r"expired.*check the credentials.*the same command uploads it") as caught:
+    with pytest.raises(
+        StoreError, match=r"expired.*check the credentials.*the same command uploads it"
+    ) as caught:
         run.execute(spec, Events(None))
     assert caught.value.exit_code == 3
     direct = Store(url, s3_server.endpoint)
@@ -304,7 +312,13 @@ def test_an_upload_that_nobody_reads_is_given_up_and_made_again(
 
 @pytest.mark.parametrize(("times", "code"), [(1, EXIT_STOPPED), (2, 128 + signal.SIGKILL)])
 def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
-    times: int, code: int, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
+    times: int,
+    code: int,
+    proxy: FaultyProxy,
+    url: str,
+    s3_server: Any,
+    tmp_path: Path,
+    summary_lines: list[str],
 ) -> None:
     config = load_config(TINY, [f"run.home={tmp_path}", f"store.url={url}"])
     config = config.model_copy(update={"store": config.store.model_copy(update={"endpoint": proxy.endpoint})})
@@ -314,7 +328,9 @@ def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
     command = [sys.executable, "-m", "rlhf_core.stages", str(tmp_path / "spec.json")]
     proxy.restart(lambda n: "stall" if n > 2 else "", path="/artifacts/data/k/")
     with (tmp_path / "log").open("wb") as log:
-        stage = subprocess.Popen(command, env={**os.environ, **flow}, stdout=log, stderr=log, start_new_session=True)
+        stage = subprocess.Popen(
+            command, env={**os.environ, **flow}, stdout=log, stderr=log, start_new_session=True
+        )
     deadline = time.monotonic() + 120
     while not proxy.seen["stall"] and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -370,5 +386,9 @@ def test_an_outage_of_the_datas_bucket_is_no_fault_of_the_data(proxy: FaultyProx
     for fault, kind in (("503", StoreUnavailable), ("denied", DataError)):
         proxy.restart(lambda n, fault=fault: fault)  # type: ignore[misc]
         with pytest.raises(kind, match=r"cannot list s3://") as caught:
-            list(read_rows(Source(path=f"{url}/rows.jsonl"), StoreConfig(endpoint=proxy.endpoint, retry_seconds=2.0)))
+            list(
+                read_rows(
+                    Source(path=f"{url}/rows.jsonl"), StoreConfig(endpoint=proxy.endpoint, retry_seconds=2.0)
+                )
+            )
         assert type(caught.value) is kind

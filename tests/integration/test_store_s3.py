@@ -1,8 +1,9 @@
 """The store, artifacts and checkpoints on a real S3-compatible server.
 
-Locks: the store's contract on S3, one winner among racing creators (also on a server that ignores conditions), damage
-noticed after a second download, checkpoints that fall back, downloads that appear whole and are verified again,
-readable errors for a missing bucket, a dead server and denied access, no secret in them.
+Locks: the store's contract on S3, one winner among racing creators (also on a server that ignores
+conditions), damage noticed after a second download, checkpoints that fall back, downloads that appear whole
+and are verified again, readable errors for a missing bucket, a dead server and denied access, no secret in
+them.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def test_a_published_artifact_is_fetched_verified_and_cached(store: Store, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)]
+    ("make", "expected"),
+    [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)],
 )
 def test_every_mutation_of_every_file_is_noticed_and_said(
     make: Callable[[Store, Path], damage.Bundle],

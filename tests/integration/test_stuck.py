@@ -1,10 +1,11 @@
-"""Engines and ranks that die or do not move in PPO: Ray, vLLM and DeepSpeed for real, two ZeRO-3 policy ranks.
+"""Engines and ranks that die or do not move in PPO: Ray, vLLM and DeepSpeed for real, two ZeRO-3 policy
+ranks.
 
-- an engine that is killed in a rollout, one that is killed in a weight sync, and a reference worker that is killed or
-  halted are replaced without a restart of the stage; what they were asked is asked again, with the same seeds, and the
-  weights end in the bits of the undisturbed run
-- a policy rank, a critic rank, or an engine without restarts left, halted by a SIGSTOP, is named within its timeout and
-  10 s; the stacks of the others are saved, and no process is left 10 s after the end
+- an engine that is killed in a rollout, one that is killed in a weight sync, and a reference worker that is
+  killed or halted are replaced without a restart of the stage; what they were asked is asked again, with the
+  same seeds, and the weights end in the bits of the undisturbed run
+- a policy rank, a critic rank, or an engine without restarts left, halted by a SIGSTOP, is named within its
+  timeout and 10 s; the stacks of the others are saved, and no process is left 10 s after the end
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def _nobody_is_left(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two undisturbed steps and then one in which a policy rank and the critic's are halted: digest, what was said."""
+    """Two undisturbed steps and then one in which a policy rank and the critic's are halted: digest, what was
+    said.
+    """
     folder = tmp_path_factory.mktemp("golden")
     halts = "policy.update:3:stop,critic.update:3:stop"
     with pytest.MonkeyPatch.context() as patch:
@@ -106,9 +109,14 @@ def test_lost_engines_and_frozen_models_are_replaced_with_the_same_bits_until_an
     golden: tuple[str, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One engine in the rollout of step 1; one in the sync after it, its third with the sync that confirms the
-    # replacement. Each has answered in between, so that one restart in a row is enough. In the end one is killed that is
-    # halted when it has been started again: what was asked of it twice has had no answer.
-    lost = ("engine.generate:1:kill", "engine.receive:3:kill", "reference.logprobs:1:kill", "reference.logprobs:2:stop")
+    # replacement. Each has answered in between, so that one restart in a row is enough. In the end one is
+    # killed that is halted when it has been started again: what was asked of it twice has had no answer.
+    lost = (
+        "engine.generate:1:kill",
+        "engine.receive:3:kill",
+        "reference.logprobs:1:kill",
+        "reference.logprobs:2:stop",
+    )
     last = ("engine.generate:3:kill", "engine.generate:1:stop")
     with (
         pytest.raises(

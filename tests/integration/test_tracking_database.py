@@ -50,7 +50,9 @@ def test_killed_while_it_is_made_the_next_attempt_makes_it(tmp_path: Path, momen
 def test_several_at_once_make_it_once(tmp_path: Path) -> None:
     file = tmp_path / "mlflow.db"
     told = {**os.environ, "MLFLOW_LOGGING_LEVEL": "INFO"}
-    makers = [subprocess.Popen([*MAKE, str(file)], env=told, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    makers = [
+        subprocess.Popen([*MAKE, str(file)], env=told, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     said = [maker.communicate()[1] for maker in makers]
     assert [maker.returncode for maker in makers] == [0, 0, 0], said
     assert sum("Creating initial MLflow database tables" in text for text in said) == 1

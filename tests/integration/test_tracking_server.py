@@ -1,7 +1,7 @@
 """Tracking and registry against a real MLflow server that dies and comes back.
 
-Locks: runs, points, tables and files over HTTP, an outage in the middle of a stage, registration of a policy that lies
-in a local store, links for people.
+Locks: runs, points, tables and files over HTTP, an outage in the middle of a stage, registration of a policy
+that lies in a local store, links for people.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ class Server:
         ]
         command += ["--backend-store-uri", f"sqlite:///{self._home}/server.db"]
         command += ["--artifacts-destination", str(self._home / "artifacts"), "--serve-artifacts"]
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment = {
+            **os.environ,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
         with (self._home / "server.log").open("ab") as output:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -124,7 +128,9 @@ def test_an_outage_of_the_server_loses_nothing_and_doubles_nothing(
         (s, float(s)) for s in range(6)
     ]
     assert [m.step for m in client.get_metric_history(run.run_id, "timing/step")] == list(range(6))
-    table = json.loads(Path(client.download_artifacts(run.run_id, "tables/samples.json", str(tmp_path))).read_text())
+    table = json.loads(
+        Path(client.download_artifacts(run.run_id, "tables/samples.json", str(tmp_path))).read_text()
+    )
     assert table == {"columns": ["prompt", "response"], "data": [["a", "b"]]}
     with urllib.request.urlopen(tracking.url(parent), timeout=10) as page:
         assert page.status == 200
@@ -134,11 +140,16 @@ def test_an_outage_of_the_server_loses_nothing_and_doubles_nothing(
     )
     done = register(again.mlflow, "demo-policy", policy, gate=Gate(0.5))
     assert (done.version, done.decision.champion) == ("1", True)
-    assert client.get_model_version_by_alias("demo-policy", "champion").source == "local-store:///a/store/ppo/policy"
+    assert (
+        client.get_model_version_by_alias("demo-policy", "champion").source
+        == "local-store:///a/store/ppo/policy"
+    )
 
 
 def test_a_server_that_refuses_connections_costs_seconds(tmp_path: Path) -> None:
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": "http://127.0.0.1:9"}})
+    config = PipelineConfig.model_validate(
+        {"run": {"home": str(tmp_path)}, "tracking": {"uri": "http://127.0.0.1:9"}}
+    )
     start = time.monotonic()
     tracking = open_tracking(config)
     run = tracking.stage_run(tracking.parent_run("p", "demo"), "ppo", "k1")

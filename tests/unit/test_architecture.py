@@ -1,8 +1,9 @@
 """The architecture, read from the source.
 
 Locked here:
-- imports go one way: flows -> stages -> cluster, evaluation, tracking -> training, rollout, weight_sync, rewards
-  -> models, data, storage -> algo -> config, types, seeds -> errors, files, and packages do not import each other in a circle;
+- imports go one way: flows -> stages -> cluster, evaluation, tracking -> training, rollout, weight_sync,
+  rewards -> models, data, storage -> algo -> config, types, seeds -> errors, files, and packages do not
+  import each other in a circle;
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
 - configuration, types and algorithms start without any of them;
 - every shipped configuration loads;
@@ -163,7 +164,8 @@ def modules_after(statement: str) -> set[str]:
 
 def test_configuration_types_and_seeds_start_without_anything_heavy() -> None:
     loaded = modules_after(
-        "import rlhf_core.config.load, rlhf_core.config.preflight, rlhf_core.config.keys, rlhf_core.types, rlhf_core.seeds"
+        "import rlhf_core.config.load, rlhf_core.config.preflight, rlhf_core.config.keys, rlhf_core.types,"
+        " rlhf_core.seeds"
     )
     assert "pydantic" in loaded
     heavy = {
@@ -218,7 +220,9 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_nothing_unpickles_by_itself() -> None:
-    """What is stored is JSON, Parquet and safetensors; DeepSpeed's files are loaded under `training.distributed.join`."""
+    """What is stored is JSON, Parquet and safetensors; DeepSpeed's files are loaded under
+    `training.distributed.join`.
+    """
     wrong = [
         place(file, node.lineno)
         for file in sources()

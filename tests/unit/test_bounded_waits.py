@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 WAITS = {"join", "wait", "result", "recv", "communicate", "acquire", "get"}
 """Methods of threads, processes, futures, locks, pipes and queues that wait for ever if nothing is said."""
-CALLS = {("subprocess", "run"), ("subprocess", "check_output"), ("ray", "get"), ("ray", "wait"), ("opener", "open")}
+CALLS = {
+    ("subprocess", "run"),
+    ("subprocess", "check_output"),
+    ("ray", "get"),
+    ("ray", "wait"),
+    ("opener", "open"),
+}
 """Functions that do, whatever else is said, without a `timeout`."""
 
 BOUNDED = {
@@ -24,15 +30,21 @@ BOUNDED = {
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/stages.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
-    "rlhf_core/rewards/remote.py: task.result()": "its group has ended; each request has the source's timeout",
+    "rlhf_core/rewards/remote.py: task.result()": (
+        "its group has ended; each request has the source's timeout"
+    ),
     "rlhf_core/rewards/server.py: self._arrived.wait()": "a server waits for requests until it is cancelled",
-    "rlhf_core/storage/checkpoints.py: self._thread.join()": "store.retry_seconds bounds each call of the upload",
+    "rlhf_core/storage/checkpoints.py: self._thread.join()": (
+        "store.retry_seconds bounds each call of the upload"
+    ),
     "rlhf_core/storage/checkpoints.py: self._upload.result()": "the same",
     "rlhf_core/training/launch.py: other.process.join()": "after SIGKILL",
     "rlhf_core/training/launch.py: pipe.recv()": "after poll() said that there is something",
     "rlhf_core/training/launch.py: self.pipe.recv()": "after poll() said that there is something",
     "rlhf_core/watch.py: self._thread.join()": "a thread that looks twice a second whether it is to end",
-    "rlhf_core/weight_sync/gloo.py: self._group.broadcast(buffer, 0).wait()": "the group's timeout, run.timeouts.sync",
+    "rlhf_core/weight_sync/gloo.py: self._group.broadcast(buffer, 0).wait()": (
+        "the group's timeout, run.timeouts.sync"
+    ),
     "rlhf_core/weight_sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/weight_sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/weight_sync/sender.py: sending.wait()": "is completed",
@@ -43,7 +55,11 @@ def unbounded() -> Iterator[str]:
     for top in ("rlhf_core", "flows"):
         for file in sorted((ROOT / top).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _may_wait(node, node.func):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and _may_wait(node, node.func)
+                ):
                     yield f"{file.relative_to(ROOT)}: {ast.unparse(node)}"
 
 

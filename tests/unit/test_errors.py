@@ -1,8 +1,8 @@
 """Errors on their way from one process to another.
 
 - every class of the tree keeps itself and its message through pickle and through a record
-- what nobody foresaw is sorted where it was raised: a bug, which is not tried again, the system's failure, which is, or
-  memory that did not suffice
+- what nobody foresaw is sorted where it was raised: a bug, which is not tried again, the system's failure,
+  which is, or memory that did not suffice
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def test_the_systems_failure_is_tried_again(fault: Exception) -> None:
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+            " tried"
         ),
     ],
 )

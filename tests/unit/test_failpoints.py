@@ -16,7 +16,9 @@ import pytest
 
 from rlhf_core.failpoints import failpoint
 
-PASS_THREE_TIMES = "from rlhf_core.failpoints import failpoint\nprint([failpoint('here', 'alter') for _ in range(3)])"
+PASS_THREE_TIMES = (
+    "from rlhf_core.failpoints import failpoint\nprint([failpoint('here', 'alter') for _ in range(3)])"
+)
 
 
 def _run(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,6 @@
-"""What is not a regular file of bounded size is refused before it is opened; nothing waits and nothing is read without end."""
+"""What is not a regular file of bounded size is refused before it is opened; nothing waits and nothing is
+read without end.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """The watch over a stage's processes, with real ones.
 
-- one that stands still or is halted is late after its limit, and not before; one that moves, or is idle, never is
-- the error names who is to blame, by name, process and what it was doing: the gone before the halted before the still
+- one that stands still or is halted is late after its limit, and not before; one that moves, or is idle,
+  never is
+- the error names who is to blame, by name, process and what it was doing: the gone before the halted before
+  the still
 - stacks of all processes are saved; of a halted one it says so
 - where nobody asks, `fail` is called, some seconds later
 - who is killed is gone, halted or not, and never another process that has the number now
@@ -54,7 +56,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     processes = []
 
     def one(name: str, how: str) -> int:
-        process = subprocess.Popen([sys.executable, "-c", PART, str(tmp_path / "stacks"), name, str(LIMIT), how])
+        process = subprocess.Popen(
+            [sys.executable, "-c", PART, str(tmp_path / "stacks"), name, str(LIMIT), how]
+        )
         processes.append(process)
         wait_until(lambda: _shown(tmp_path / "stacks", name, how))
         return process.pid
@@ -126,11 +130,15 @@ def test_who_is_gone_is_named_at_once_and_before_all_others(watch: Watch, start:
     wait_until(lambda: [part.name for part in watch.lost()] == ["engine 0", "engine 1"])
     error = watch.blame("rollouts", "")
     assert isinstance(error, WorkerDied)
-    assert error.message.startswith(f"while waiting for rollouts: engine 0 (process {gone}) is gone; stacks of")
+    assert error.message.startswith(
+        f"while waiting for rollouts: engine 0 (process {gone}) is gone; stacks of"
+    )
     assert watch.late() == []
 
 
-def test_where_nobody_asks_the_stage_is_failed(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_asks_the_stage_is_failed(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch_module, "GRACE_SECONDS", 0.5)
     failures: list[InfrastructureError] = []
     with Watch(tmp_path / "stacks", failures.append):
@@ -139,7 +147,9 @@ def test_where_nobody_asks_the_stage_is_failed(tmp_path: Path, start: Start, mon
     assert "training rank 1" in failures[0].message
 
 
-def test_the_killed_are_gone_halted_or_not_and_nobody_who_has_their_number(watch: Watch, start: Start) -> None:
+def test_the_killed_are_gone_halted_or_not_and_nobody_who_has_their_number(
+    watch: Watch, start: Start
+) -> None:
     halted, moving, other = start("engine 0", "moves"), start("engine 1", "moves"), start("engine 2", "moves")
     os.kill(halted, signal.SIGSTOP)
     wait_until(lambda: len(watch.lost()) == 1)

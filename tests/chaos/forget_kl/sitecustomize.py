@@ -1,4 +1,6 @@
-"""The negative control of `tests.chaos`: a process that starts with this folder on its path forgets the KL coefficient."""
+"""The negative control of `tests.chaos`: a process that starts with this folder on its path forgets the KL
+coefficient.
+"""
 
 import importlib.abc
 import importlib.machinery

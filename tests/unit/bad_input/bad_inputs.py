@@ -1,7 +1,7 @@
 """A table's row of bad input, and what `rlhf run` says to it: in this process, without its slow parts.
 
-Real: the command line, loading, the checks before the start, and the data stage. Left out: Prefect, MLflow and the
-child process between the command and the data stage (`tests/integration/test_flow.py` has them).
+Real: the command line, loading, the checks before the start, and the data stage. Left out: Prefect, MLflow
+and the child process between the command and the data stage (`tests/integration/test_flow.py` has them).
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Command:
     captured: pytest.CaptureFixture[str]
     counted: list[str]
     data_stage: bool = False
-    """Whether the run goes on to the data stage where the configuration passes; otherwise passing is a failure."""
+    """Whether the run goes on to the data stage where the configuration passes; otherwise passing is a
+    failure.
+    """
 
     def complaint(self, bad: Bad) -> str:
         """The message for `bad`, which the user sees with exit code 2 and nothing else, in `SECONDS`."""
@@ -67,7 +69,9 @@ class Command:
     def said(self, *arguments: str) -> str:
         """The message to these arguments."""
         self.patch.setattr(cli, "_run_flow", self._run_data_stage if self.data_stage else _must_not_start)
-        began = time.process_time()  # of the processor, so that a busy machine is not taken for a slow message
+        began = (
+            time.process_time()
+        )  # of the processor, so that a busy machine is not taken for a slow message
         code = cli.main(arguments)
         seconds = time.process_time() - began
         out, err = self.captured.readouterr()

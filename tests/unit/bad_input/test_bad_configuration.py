@@ -1,8 +1,8 @@
 """Every bad configuration gives one clear message, before anything heavy starts.
 
-Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the file and line (or
-the override), the field, the value where it may be shown, the rule and a fix, without a traceback or a word of the
-validation library; all problems of a file are listed at once; secrets are never shown.
+Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the file and
+line (or the override), the field, the value where it may be shown, the rule and a fix, without a traceback or
+a word of the validation library; all problems of a file are listed at once; secrets are never shown.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ SYNTAX = (
     Bad("only comments", "# nothing\n", ("is empty",)),
     Bad("a list at the top", "- a\n", ("c.yaml:1", "must hold sections", "a list")),
     Bad("a single word", "hello\n", ("must hold sections", "a single value")),
-    Bad("a duplicate key", "sft:\n  epochs: 1\n  epochs: 2\n", ("c.yaml:3", "duplicate key sft.epochs", "keep one")),
+    Bad(
+        "a duplicate key",
+        "sft:\n  epochs: 1\n  epochs: 2\n",
+        ("c.yaml:3", "duplicate key sft.epochs", "keep one"),
+    ),
     Bad("a duplicate section", "run: {seed: 1}\nrun: {seed: 2}\n", ("c.yaml:2", "duplicate key run")),
     Bad(
-        "a python tag", "run: !!python/object/apply:os.system ['id']\n", ("c.yaml:1", "unsupported tag", "plain value")
+        "a python tag",
+        "run: !!python/object/apply:os.system ['id']\n",
+        ("c.yaml:1", "unsupported tag", "plain value"),
     ),
     Bad("a string tag", "run:\n  name: !!str 5\n", ("c.yaml:2", "unsupported tag")),
     Bad("a local tag", "run: !secret x\n", ("unsupported tag", "!secret")),
@@ -39,9 +45,15 @@ SYNTAX = (
     Bad("a recursive alias", "run: &r\n  name: *r\n", ("c.yaml:2", "recursive alias *r")),
     Bad("a recursive list", "a: &a [*a]\n", ("recursive",)),
     Bad("an alias of nothing", "run: {name: *x}\n", ("c.yaml:1", "alias *x has no anchor", "quote")),
-    Bad("a merge key", "a: &a {seed: 1}\nrun:\n  <<: *a\n", ("c.yaml:3", "merge keys", "write the fields out")),
+    Bad(
+        "a merge key", "a: &a {seed: 1}\nrun:\n  <<: *a\n", ("c.yaml:3", "merge keys", "write the fields out")
+    ),
     Bad("a tab as indent", "run:\n\tname: x\n", ("c.yaml:2", "tab", "spaces")),
-    Bad("a tab deeper down", "run:\n  name: x\nppo:\n  kl:\n  \t coef: 1\n   x: 1\n", ("c.yaml:5", "tab", "spaces")),
+    Bad(
+        "a tab deeper down",
+        "run:\n  name: x\nppo:\n  kl:\n  \t coef: 1\n   x: 1\n",
+        ("c.yaml:5", "tab", "spaces"),
+    ),
     Bad("an open bracket", "run: {name: x\nppo: 1\n", ("c.yaml:", "not valid YAML")),
     Bad("two colons", "run:\n  name: a: b\n", ("c.yaml:2", "not valid YAML", "quote")),
     Bad("two documents", "run: {seed: 1}\n---\nrun: {seed: 2}\n", ("c.yaml:2", "second document")),
@@ -61,14 +73,23 @@ FIELDS = (
     Bad(
         "an unknown key",
         "sft:\n  optimizer:\n    learing_rate: 1e-5\n",
-        ("c.yaml:3", "sft.optimizer.learing_rate", "unknown key", "did you mean sft.optimizer.learning_rate?"),
+        (
+            "c.yaml:3",
+            "sft.optimizer.learing_rate",
+            "unknown key",
+            "did you mean sft.optimizer.learning_rate?",
+        ),
     ),
     Bad("an unknown section", "pppo:\n  steps: 3\n", ("c.yaml:1", "pppo: unknown key", "did you mean ppo?")),
-    Bad("a short name", "ppo:\n  lr: 1e-5\n", ("c.yaml:2", "ppo.lr", "did you mean ppo.policy.learning_rate")),
+    Bad(
+        "a short name", "ppo:\n  lr: 1e-5\n", ("c.yaml:2", "ppo.lr", "did you mean ppo.policy.learning_rate")
+    ),
     Bad("a key one level too high", "ppo:\n  coef: 0.1\n", ("c.yaml:2", "did you mean ppo.kl.coef")),
     Bad("an unlike key", "store:\n  zzz: 1\n", ("store.zzz: unknown key", "known keys: url, endpoint")),
     Bad("top_p, which does not exist", "ppo:\n  top_p: 0\n", ("c.yaml:2", "ppo.top_p: unknown key")),
-    Bad("text for a number", 'ppo:\n  steps: "ten"\n', ("c.yaml:2", "ppo.steps", "an integer from 1", "'ten'")),
+    Bad(
+        "text for a number", 'ppo:\n  steps: "ten"\n', ("c.yaml:2", "ppo.steps", "an integer from 1", "'ten'")
+    ),
     Bad("null for a number", "ppo:\n  steps:\n", ("c.yaml:2", "ppo.steps", "an integer", "null")),
     Bad("null for a section", "sft:\n", ("c.yaml:1", "sft: must be a section", "null", "leave the key out")),
     Bad("text for a section", "ppo: fast\n", ("c.yaml:1", "ppo: must be a section", "'fast'")),
@@ -81,15 +102,25 @@ FIELDS = (
     Bad("not a number", "sft: {optimizer: {learning_rate: .nan}}\n", ("learning_rate", "finite", "got .nan")),
     Bad("infinite", "sft: {optimizer: {learning_rate: .inf}}\n", ("learning_rate", "finite", "got .inf")),
     Bad("overflowing", "sft: {optimizer: {learning_rate: 1e999}}\n", ("learning_rate", "finite", "got .inf")),
-    Bad("zero learning rate", "sft: {optimizer: {learning_rate: 0}}\n", ("learning_rate", "above 0", "got 0")),
-    Bad("no is text", "data: {deduplicate: no}\n", ("data.deduplicate", "true or false", "got 'no'", "write false")),
+    Bad(
+        "zero learning rate", "sft: {optimizer: {learning_rate: 0}}\n", ("learning_rate", "above 0", "got 0")
+    ),
+    Bad(
+        "no is text",
+        "data: {deduplicate: no}\n",
+        ("data.deduplicate", "true or false", "got 'no'", "write false"),
+    ),
     Bad("off is text", "sft: {pack: off}\n", ("sft.pack", "true or false", "got 'off'", "write false")),
     Bad("1 is no boolean", "sft: {pack: 1}\n", ("sft.pack", "true or false", "got 1")),
     Bad("012 is text", "ppo: {steps: 012}\n", ("ppo.steps", "got '012'", "write 12")),
     Bad("0x10 is text", "ppo: {steps: 0x10}\n", ("ppo.steps", "got '0x10'")),
     Bad("22:30 is text", "ppo: {steps: 22:30}\n", ("ppo.steps", "an integer", "got '22:30'")),
     Bad("1_000 is text", "ppo: {steps: 1_000}\n", ("ppo.steps", "got '1_000'", "write 1000")),
-    Bad("a number for text", "model: {revision: 123}\n", ("model.revision", "must be text", "got 123", "in quotes")),
+    Bad(
+        "a number for text",
+        "model: {revision: 123}\n",
+        ("model.revision", "must be text", "got 123", "in quotes"),
+    ),
     Bad(
         "an unknown choice",
         "data: {template: chta}\n",
@@ -98,24 +129,38 @@ FIELDS = (
     Bad("an empty list", "data: {sft: []}\n", ("data.sft", "at least 1", "a list of 0")),
     Bad("text for a list", "data: {sft: a.jsonl}\n", ("data.sft", "must be a list", "'a.jsonl'", "[...]")),
     Bad(
-        "a source without path", "data:\n  sft:\n    - {split: test}\n", ("c.yaml:3", "data.sft.0.path", "is required")
+        "a source without path",
+        "data:\n  sft:\n    - {split: test}\n",
+        ("c.yaml:3", "data.sft.0.path", "is required"),
     ),
     Bad(
-        "one beta", "sft: {optimizer: {betas: [0.9]}}\n", ("sft.optimizer.betas.1", "is required", "from 0 to below 1")
+        "one beta",
+        "sft: {optimizer: {betas: [0.9]}}\n",
+        ("sft.optimizer.betas.1", "is required", "from 0 to below 1"),
     ),
     Bad("a negative temperature", "ppo: {temperature: -1}\n", ("ppo.temperature", "above 0", "got -1")),
     Bad(
-        "a run name that climbs", "run: {name: ../x}\n", ("run.name", "1 to 64 of a-z", "'../x'", "use, for example, x")
+        "a run name that climbs",
+        "run: {name: ../x}\n",
+        ("run.name", "1 to 64 of a-z", "'../x'", "use, for example, x"),
     ),
     Bad("a run name with a space", 'run: {name: "a b"}\n', ("run.name", "1 to 64", "'a b'", "a_b")),
     Bad("a blank run name", 'run: {name: " "}\n', ("run.name", "1 to 64", "' '")),
-    Bad("300 characters of name", "run: {name: " + "x" * 300 + "}\n", ("run.name", "1 to 64", "(300 characters)")),
+    Bad(
+        "300 characters of name",
+        "run: {name: " + "x" * 300 + "}\n",
+        ("run.name", "1 to 64", "(300 characters)"),
+    ),
     Bad(
         "600 characters of experiment",
         "tracking: {experiment: " + "x" * 600 + "}\n",
         ("tracking.experiment", "1 to 250 characters on one line", "(600 characters)"),
     ),
-    Bad("an experiment of two lines", 'tracking: {experiment: "a\\nb"}\n', ("tracking.experiment", "on one line")),
+    Bad(
+        "an experiment of two lines",
+        'tracking: {experiment: "a\\nb"}\n',
+        ("tracking.experiment", "on one line"),
+    ),
     Bad("an empty experiment", 'tracking: {experiment: ""}\n', ("tracking.experiment", "1 to 250")),
     Bad("a name with an escape", 'run: {name: "a\\e[31m"}\n', ("run.name", r"\x1b[31m")),
     Bad(
@@ -156,7 +201,12 @@ FIELDS = (
     Bad(
         "weights that are all below 1",
         "ppo: {importance_bounds: [0.0, 0.5]}\n",
-        ("c.yaml:1", "ppo.importance_bounds must be increasing and include 1 (no gap)", "got 0, 0.5", "leave it out"),
+        (
+            "c.yaml:1",
+            "ppo.importance_bounds must be increasing and include 1 (no gap)",
+            "got 0, 0.5",
+            "leave it out",
+        ),
     ),
     Bad(
         "weights that are all above 1",
@@ -169,7 +219,9 @@ FIELDS = (
         ("c.yaml:1", "ppo.importance_bounds must be increasing", "got 1, 1", "leave it out"),
     ),
     Bad(
-        "a guard that does what no guard does", "ppo: {guards: {loops: no}}\n", ("ppo.guards.loops", "warn, stop, off")
+        "a guard that does what no guard does",
+        "ppo: {guards: {loops: no}}\n",
+        ("ppo.guards.loops", "warn, stop, off"),
     ),
     Bad(
         "IPC to engines elsewhere",
@@ -187,7 +239,9 @@ FIELDS = (
         ("ppo.policy_deepspeed.ranks", "at most the minibatch of 1", "got 2"),
     ),
     Bad(
-        "more ranks than pairs", "reward: {batch_size: 2, deepspeed: {ranks: 4}}\n", ("reward.deepspeed.ranks", "got 4")
+        "more ranks than pairs",
+        "reward: {batch_size: 2, deepspeed: {ranks: 4}}\n",
+        ("reward.deepspeed.ranks", "got 4"),
     ),
     Bad(
         "unequal ranks that share processes",
@@ -200,7 +254,9 @@ FIELDS = (
         ("c.yaml:1", "564 tokens", "model.tiny.max_positions", "(256)"),
     ),
     Bad(
-        "heads that do not fit", "model: {tiny: {heads: 3}}\n", ("model.tiny.hidden_size / heads", "128 / 3", "heads=4")
+        "heads that do not fit",
+        "model: {tiny: {heads: 3}}\n",
+        ("model.tiny.hidden_size / heads", "128 / 3", "heads=4"),
     ),
     Bad(
         "an adapter for a model from scratch",
@@ -217,13 +273,37 @@ FIELDS = (
         "ppo: {lora: {r: 600}, weight_sync: {lora: adapter}}\n",
         ("at most 512", "got r=600", "ppo.weight_sync.lora=merged"),
     ),
-    Bad("nccl on the CPU", "run: {device: cpu}\nppo: {weight_sync: {backend: nccl}}\n", ("backend=nccl", "gloo")),
-    Bad("a reward model that is not trained", "reward: {enabled: false}\n", ("ppo.rewards", "reward.enabled=true")),
-    Bad("two rewards of one name", "ppo: {rewards: [{type: model}, {type: model}]}\n", ("distinct names", "`name`")),
-    Bad("an unknown reward", "ppo:\n  rewards:\n    - {type: lenght}\n", ("c.yaml:3", "0.type", "'lenght'", "length?")),
-    Bad("a reward without type", "ppo:\n  rewards: [{weight: 1}]\n", ("ppo.rewards.0.type", "is required", "keywords")),
+    Bad(
+        "nccl on the CPU",
+        "run: {device: cpu}\nppo: {weight_sync: {backend: nccl}}\n",
+        ("backend=nccl", "gloo"),
+    ),
+    Bad(
+        "a reward model that is not trained",
+        "reward: {enabled: false}\n",
+        ("ppo.rewards", "reward.enabled=true"),
+    ),
+    Bad(
+        "two rewards of one name",
+        "ppo: {rewards: [{type: model}, {type: model}]}\n",
+        ("distinct names", "`name`"),
+    ),
+    Bad(
+        "an unknown reward",
+        "ppo:\n  rewards:\n    - {type: lenght}\n",
+        ("c.yaml:3", "0.type", "'lenght'", "length?"),
+    ),
+    Bad(
+        "a reward without type",
+        "ppo:\n  rewards: [{weight: 1}]\n",
+        ("ppo.rewards.0.type", "is required", "keywords"),
+    ),
     Bad("no rewards", "ppo: {rewards: []}\n", ("ppo.rewards", "at least 1", "a list of 0")),
-    Bad("a reward that is text", "ppo: {rewards: [model]}\n", ("ppo.rewards.0", "a section with `type`", "'model'")),
+    Bad(
+        "a reward that is text",
+        "ppo: {rewards: [model]}\n",
+        ("ppo.rewards.0", "a section with `type`", "'model'"),
+    ),
     Bad(
         "a wrong field of a reward",
         "ppo:\n  rewards:\n    - type: length\n      target: 20\n      tolerance: 5\n      targt: 3\n",
@@ -263,9 +343,19 @@ FIELDS = (
 
 OVERRIDES = (
     Bad("no equals sign", "run: {seed: 1}", ("override ppo.steps", "section.field=value"), ("ppo.steps",)),
-    Bad("no value", "run: {seed: 1}", ("override ppo.steps=", "has no value", "ppo.steps=null"), ("ppo.steps=",)),
+    Bad(
+        "no value",
+        "run: {seed: 1}",
+        ("override ppo.steps=", "has no value", "ppo.steps=null"),
+        ("ppo.steps=",),
+    ),
     Bad("no key", "run: {seed: 1}", ("override", "section.field=value"), ("=3",)),
-    Bad("an unknown key", "run: {seed: 1}", ("ppo.stpes: unknown key", "did you mean ppo.steps?"), ("ppo.stpes=3",)),
+    Bad(
+        "an unknown key",
+        "run: {seed: 1}",
+        ("ppo.stpes: unknown key", "did you mean ppo.steps?"),
+        ("ppo.stpes=3",),
+    ),
     Bad("an unknown section", "run: {seed: 1}", ("pp: unknown key", "did you mean ppo?"), ("pp.steps=3",)),
     Bad(
         "a wrong type",
@@ -273,7 +363,12 @@ OVERRIDES = (
         ("override ppo.steps=abc: ppo.steps", "an integer", "'abc'"),
         ("ppo.steps=abc",),
     ),
-    Bad("a fraction", "ppo: {steps: 3}", ("override ppo.steps=2.5: ppo.steps", "use 2 or 3"), ("ppo.steps=2.5",)),
+    Bad(
+        "a fraction",
+        "ppo: {steps: 3}",
+        ("override ppo.steps=2.5: ppo.steps", "use 2 or 3"),
+        ("ppo.steps=2.5",),
+    ),
     Bad("fields of a value", "run: {seed: 1}", ("run.seed is a value",), ("run.seed.x=3",)),
     Bad(
         "a name as index",
@@ -281,7 +376,12 @@ OVERRIDES = (
         ("ppo.rewards is a list", "'x'", "ppo.rewards.0"),
         ("ppo.rewards.x.weight=1",),
     ),
-    Bad("an index too high", "run: {seed: 1}", ("ppo.rewards has 1 items", "index 7"), ("ppo.rewards.7.weight=1",)),
+    Bad(
+        "an index too high",
+        "run: {seed: 1}",
+        ("ppo.rewards has 1 items", "index 7"),
+        ("ppo.rewards.7.weight=1",),
+    ),
     Bad("a section that is text", "ppo: fast", ("ppo is no section", "'fast'"), ("ppo.steps=3",)),
     Bad("an alias", "run: {seed: 1}", ("override run.name=*a", "no anchor", "quote"), ("run.name=*a",)),
     Bad("a tag", "run: {seed: 1}", ("override run.name=!!int 3", "unsupported tag"), ("run.name=!!int 3",)),
@@ -344,7 +444,9 @@ def test_all_problems_are_listed_at_once_each_on_its_line(command: Command) -> N
 
 
 def test_items_that_are_wrong_do_not_make_a_list_too_short(command: Command) -> None:
-    bad = Bad("an item", "ppo: {rewards: [{type: length, target: 0, tolerance: 3}]}\n", ("ppo.rewards.0.target",))
+    bad = Bad(
+        "an item", "ppo: {rewards: [{type: length, target: 0, tolerance: 3}]}\n", ("ppo.rewards.0.target",)
+    )
     assert len(command.complaint(bad).splitlines()) == 1
 
 
@@ -364,7 +466,9 @@ def test_a_pattern_that_python_does_not_read_or_reads_in_two_ways_is_refused_wit
     command: Command, pattern: str
 ) -> None:
     text = json.dumps({"ppo": {"rewards": [{"type": "format", "pattern": pattern}]}})
-    command.complaint(Bad("a pattern", text, ("c.yaml:1: ppo.rewards.0", "regular expression", PATTERNS[pattern])))
+    command.complaint(
+        Bad("a pattern", text, ("c.yaml:1: ppo.rewards.0", "regular expression", PATTERNS[pattern]))
+    )
 
 
 RANGES = (
@@ -422,7 +526,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("title", PLACES)
-def test_a_configuration_that_is_no_regular_file_is_refused_without_opening_it(command: Command, title: str) -> None:
+def test_a_configuration_that_is_no_regular_file_is_refused_without_opening_it(
+    command: Command, title: str
+) -> None:
     os.mkfifo(command.folder / "pipe.yaml")
     (command.folder / "loop.yaml").symlink_to("loop.yaml")
     (command.folder / "gone.yaml").symlink_to("nowhere")
@@ -455,7 +561,10 @@ BROKEN_CHECKS = {
         "data: {sft: [{path: ./a.jsonl}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
-    "rlhf_core.config.preflight.check_model": ("model: {path: ./x}", "model.path: cannot be checked (RecursionError: "),
+    "rlhf_core.config.preflight.check_model": (
+        "model: {path: ./x}",
+        "model.path: cannot be checked (RecursionError: ",
+    ),
     "rlhf_core.config.rewards.pattern_problem": (
         "run: {seed: 1}\nppo:\n  steps: 3\n  rewards:\n  - {type: format, pattern: a}",
         "c.yaml:5: ppo.rewards.0: cannot be checked (RecursionError: ",

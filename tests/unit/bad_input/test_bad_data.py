@@ -1,8 +1,9 @@
 """Every bad data source gives one clear message.
 
-Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the file and
-where it can the line, the rule and a fix. What the first bytes of a file show is refused before anything starts; what
-only reading shows (rows, lengths, duplicates) by the data stage, with nothing heavier behind it.
+Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the
+file and where it can the line, the rule and a fix. What the first bytes of a file show is refused before
+anything starts; what only reading shows (rows, lengths, duplicates) by the data stage, with nothing heavier
+behind it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ LONG_ROW = b'{"prompt": "' + random.Random(0).randbytes(9000).hex().encode() + b
 FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "an empty file": ("a.jsonl", b"", ("a.jsonl: the file is empty (0 rows)",)),
     "only blank lines": ("a.jsonl", b"\n \n\r\n", ("a.jsonl: 0 rows, only blank lines",)),
-    "40 MB of blanks": ("a.jsonl.gz", gzip.compress(b" " * 41_000_000, 1), ("a.jsonl.gz: its first 40 MB are blank",)),
+    "40 MB of blanks": (
+        "a.jsonl.gz",
+        gzip.compress(b" " * 41_000_000, 1),
+        ("a.jsonl.gz: its first 40 MB are blank",),
+    ),
     "no JSON": ("a.jsonl", b"hello\nworld\n", ("a.jsonl:1", "not complete JSON", "one JSON object per line")),
     "a row cut off": ("a.jsonl", b'{"prompt": "a', ("a.jsonl:1", "not complete JSON")),
     "rows that are lists": ("a.jsonl", b"[1]\n[2]\n", ("a.jsonl:1", "must be a JSON object", "got list")),
@@ -177,7 +182,9 @@ def parquet(columns: list[tuple[str, Any]], **options: Any) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_arrays([pa.array(values) for _, values in columns], names=[name for name, _ in columns])
+    table = pa.Table.from_arrays(
+        [pa.array(values) for _, values in columns], names=[name for name, _ in columns]
+    )
     stream = io.BytesIO()
     pq.write_table(table, stream, **options)
     return stream.getvalue()
@@ -243,7 +250,10 @@ def test_rows_that_cannot_be_used_stop_the_run_with_line_and_reason(command: Com
     command.data_stage = True
     content = jsonl(*GOOD[:19]) + line
     bad = Bad(
-        title, config_of("./rows.jsonl", max_bad_rows=0.0), ("rows.jsonl:20: ", reason), files={"rows.jsonl": content}
+        title,
+        config_of("./rows.jsonl", max_bad_rows=0.0),
+        ("rows.jsonl:20: ", reason),
+        files={"rows.jsonl": content},
     )
     message = command.complaint(bad)
     assert message.startswith("data.sft[0]: ")
@@ -306,6 +316,8 @@ SETS = (
 
 
 @pytest.mark.parametrize("bad", SETS, ids=lambda bad: bad.title)
-def test_a_set_that_cannot_be_used_says_what_was_dropped_and_what_to_change(command: Command, bad: Bad) -> None:
+def test_a_set_that_cannot_be_used_says_what_was_dropped_and_what_to_change(
+    command: Command, bad: Bad
+) -> None:
     command.data_stage = True
     command.complaint(bad)

@@ -1,8 +1,9 @@
 """Every model, tokenizer or chat template that cannot be used gives one clear message.
 
-Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the file, what
-is wrong and a fix. What a folder shows without loading anything is refused before the start; templates and tokenizers
-that only break when they are used, by the data stage. None of them runs code of the model.
+Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the field, the
+file, what is wrong and a fix. What a folder shows without loading anything is refused before the start;
+templates and tokenizers that only break when they are used, by the data stage. None of them runs code of the
+model.
 """
 
 from __future__ import annotations
@@ -156,14 +157,20 @@ TEMPLATES: dict[str, tuple[str | bytes, str]] = {
     "a constant": ("hello", "does not render the user's message"),
     "nothing": ("{% if false %}x{% endif %}", "does not render the user's message"),
     "the classes of Python": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-    "the globals of a function": ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "SecurityError"),
+    "the globals of a function": (
+        "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "SecurityError",
+    ),
     "an attribute by a filter": ("{{ messages | attr('__class__') | attr('__mro__') }}", "does not render"),
     "a format string": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "SecurityError"),
     "a change of its input": ("{{ messages.append(1) }}" + EACH, "SecurityError"),
     "an import": ("{% import 'os' as os %}" + EACH, "refused it"),
     "an include": ("{% include '/etc/passwd' %}" + EACH, "refused it"),
     "a large range": ("{% for i in range(1000000000) %}x{% endfor %}", "OverflowError"),
-    "nested ranges": ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "needs over"),
+    "nested ranges": (
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "needs over",
+    ),
     "a recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "a large power": ("{{ 9**9**9 }}", "operator **"),
     "a long string": ("{{ 'x' * 10000000000 }}", "MemoryError"),
@@ -172,7 +179,10 @@ TEMPLATES: dict[str, tuple[str | bytes, str]] = {
         "MemoryError",
     ),
     "a division by zero": ("\n\n{{ 1 / 0 }}", "ZeroDivisionError in its line 3"),
-    "no answers": ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", "assistant"),
+    "no answers": (
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}",
+        "assistant",
+    ),
     "a count in front": ("{{ messages | length }}" + EACH, "marks"),
     "its own error": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     "its own error with an escape": ("{{ raise_exception('\x1b]0;x\x07') }}", "refused it"),
@@ -198,10 +208,14 @@ def test_a_chat_template_that_cannot_be_used_is_refused(
 def test_a_template_that_is_missing_or_a_folder_is_refused(command: Command) -> None:
     command.complaint(Bad("none", SMALL, ("data.chat_template", "file not found: t.jinja")))
     (command.folder / "t.jinja").mkdir()
-    command.complaint(Bad("a folder", SMALL, ("data.chat_template", "t.jinja is a folder, not a regular file")))
+    command.complaint(
+        Bad("a folder", SMALL, ("data.chat_template", "t.jinja is a folder, not a regular file"))
+    )
 
 
-def tokenizer(change: Callable[[Any], Any] = lambda made: made, **names: str | None) -> Callable[[Path], None]:
+def tokenizer(
+    change: Callable[[Any], Any] = lambda made: made, **names: str | None
+) -> Callable[[Path], None]:
     """Writes a real tokenizer into a folder, with these names of its special tokens changed."""
 
     def write(folder: Path) -> None:
@@ -233,7 +247,8 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "a class of its own": (
         with_file(
-            "tokenizer_config.json", b'{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
+            "tokenizer_config.json",
+            b'{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}',
         ),
         ("tokenizer",),
     ),
@@ -253,5 +268,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(command: Command, title: str
     write(folder)
     (folder / "evil.py").write_text("open('ran', 'w')\n")
     command.captured.readouterr()  # what libraries print when they are imported
-    command.complaint(Bad(title, SMALL.replace(", chat_template: t.jinja", "") + "model: {path: ./m}\n", words))
+    command.complaint(
+        Bad(title, SMALL.replace(", chat_template: t.jinja", "") + "model: {path: ./m}\n", words)
+    )
     assert not (command.folder / "ran").exists()

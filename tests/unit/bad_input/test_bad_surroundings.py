@@ -1,7 +1,8 @@
 """Rewards, addresses, machines, environments and command lines that cannot work each give one clear message.
 
-Locked here: each input of the tables ends with exit code 2 and a message that names the field (or the variable, or the
-option), the value where it may be shown, the rule and a fix. Nothing of the user's is executed on the way.
+Locked here: each input of the tables ends with exit code 2 and a message that names the field (or the
+variable, or the option), the value where it may be shown, the rule and a fix. Nothing of the user's is
+executed on the way.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ REWARDS = (
 def test_a_reward_that_cannot_work_is_refused_and_not_run(
     command: Command, bad: Bad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkrewards.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))])
+    monkeypatch.setattr(
+        checkrewards.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))]
+    )
     for name, content in REWARD_FILES.items():
         (command.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     command.complaint(bad)
@@ -263,7 +266,12 @@ STRANGE: dict[str, tuple[int, bytes, dict[str, str], tuple[str, ...]]] = {
         ("requires authentication", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "HTTP 401"),
     ),
     "not you": (403, b"", {}, ("requires authentication", "PREFECT_API_KEY", "HTTP 403")),
-    "somewhere else, for ever": (302, b"", {"Location": "/api/flows/filter"}, ("not a Prefect API", "HTTP 302")),
+    "somewhere else, for ever": (
+        302,
+        b"",
+        {"Location": "/api/flows/filter"},
+        ("not a Prefect API", "HTTP 302"),
+    ),
     "no such page": (404, b"", {}, ("not a Prefect API", "HTTP 404", "/api")),
 }
 
@@ -293,8 +301,14 @@ LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "an unknown command": (["train"], ("invalid choice: 'train'", "run")),
     "no configuration": (["run"], ("usage: rlhf run", "required: CONFIG")),
     "an unknown option": (["run", "c.yaml", "--nonsense"], ("unrecognized arguments: --nonsense",)),
-    "an unknown option with a value": (["run", "c.yaml", "--steps=abc"], ("unrecognized arguments: --steps=abc",)),
-    "an option without its value": (["run", "c.yaml", "--until"], ("argument --until: expected one argument",)),
+    "an unknown option with a value": (
+        ["run", "c.yaml", "--steps=abc"],
+        ("unrecognized arguments: --steps=abc",),
+    ),
+    "an option without its value": (
+        ["run", "c.yaml", "--until"],
+        ("argument --until: expected one argument",),
+    ),
     "an unknown stage": (["run", "c.yaml", "--until", "train"], ("--until: invalid choice: 'train'", "sft")),
     "an override of status": (["status", "ppo.steps=3"], ("unrecognized arguments: ppo.steps=3",)),
     "plan without a configuration": (["plan"], ("usage: rlhf plan", "required: CONFIG")),
@@ -345,7 +359,8 @@ def test_an_argument_that_cannot_work_gives_one_message(
 ) -> None:
     arguments, words = COMMANDS[title]
     zero = (
-        b'{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0, "vocab_size": 8}'
+        b'{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0,'
+        b' "vocab_size": 8}'
     )
     files = {"c.yaml": BARE.encode(), "list.json": b"[]", "empty.json": b"{}", "deep.json": b"[" * 100_000}
     if "short token" in title:
@@ -361,15 +376,35 @@ def outside(folder: Path, *arguments: str, **options: Any) -> subprocess.Complet
     command = [sys.executable, "-m", "flows.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), **options.pop("env", {})}
     return subprocess.run(
-        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
+        command,
+        cwd=folder,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
     )
 
 
-PLANTED = ("queue", "argparse", "logging", "secrets", "subprocess", "socket", "yaml", "pydantic", "rlhf_core", "psutil")
+PLANTED = (
+    "queue",
+    "argparse",
+    "logging",
+    "secrets",
+    "subprocess",
+    "socket",
+    "yaml",
+    "pydantic",
+    "rlhf_core",
+    "psutil",
+)
 
 
 @pytest.mark.parametrize("variable", [":", ".", "folder/..:", "{absolute}:"])
-def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it(tmp_path: Path, variable: str) -> None:
+def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it(
+    tmp_path: Path, variable: str
+) -> None:
     """The installed command, and what it starts. With `:` Python looks there before its own library."""
     folder, ran = tmp_path / "typed", tmp_path / "ran"
     (folder / "folder").mkdir(parents=True)
@@ -378,21 +413,30 @@ def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it
     environment = {**os.environ, "PYTHONPATH": variable.format(absolute=tmp_path)}
     script = Path(sys.executable).parent / "rlhf"
     for command in ([script, "status"], [script, "plan", "c.yaml"]):
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == {"status": 0, "plan": 2}[command[1]], done.stderr
     code = (
         "import flows, os, subprocess, sys; print(os.environ.get('PYTHONPATH')); "
         "subprocess.run([sys.executable, '-P', '-c', 'import queue, secrets'])"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-P", "-c", code],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert done.stdout == ("None\n" if "{" not in variable else f"{tmp_path}\n")
     assert not ran.exists(), ran.read_text()
 
 
 @pytest.mark.parametrize("name", ["run: {name: 'café 🦊'}", "ppo: {'stéps': 3}"])
-def test_without_a_terminal_and_in_the_c_locale_a_message_is_written_all_the_same(tmp_path: Path, name: str) -> None:
+def test_without_a_terminal_and_in_the_c_locale_a_message_is_written_all_the_same(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "c.yaml").write_text(name, encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     done = outside(tmp_path, "run", "c.yaml", env=plain, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)

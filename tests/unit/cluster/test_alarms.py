@@ -1,6 +1,7 @@
 """The signs of a training that goes wrong: a planted failure for each, and what must raise none.
 
-- each failure, three steps in a row, is one warning with its name, `guards/<name>` = 1, and with `stop` the end
+- each failure, three steps in a row, is one warning with its name, `guards/<name>` = 1, and with `stop` the
+  end
 - two steps, a step in between, and what is short of the limit are none; `off` is not looked at
 - what was counted, and how the first step looked, outlive a restart
 - docs/guards.md has a row for each, with this failure
@@ -79,11 +80,15 @@ def test_what_ends_in_time_or_falls_short_is_no_alarm(
 
 
 @EACH
-def test_with_stop_the_run_ends_and_names_guard_and_checkpoint(name: str, failure: Change, short: Change) -> None:
+def test_with_stop_the_run_ends_and_names_guard_and_checkpoint(
+    name: str, failure: Change, short: Change
+) -> None:
     guards = guards_of(**{name: "stop"})
     for step, change in enumerate([{}, failure, failure], start=1):
         look(guards, step, change)
-    with pytest.raises(GateFailed, match=f"^ppo step 4: guard {name}: .* ends the run; the best checkpoint.*step-4$"):
+    with pytest.raises(
+        GateFailed, match=f"^ppo step 4: guard {name}: .* ends the run; the best checkpoint.*step-4$"
+    ):
         look(guards, 4, failure)
 
 
@@ -94,7 +99,9 @@ def test_with_off_it_is_not_looked_at(name: str, failure: Change, short: Change)
 
 
 @EACH
-def test_what_was_counted_and_seen_at_first_outlives_a_restart(name: str, failure: Change, short: Change) -> None:
+def test_what_was_counted_and_seen_at_first_outlives_a_restart(
+    name: str, failure: Change, short: Change
+) -> None:
     before, after = guards_of(), guards_of()
     for step, change in enumerate([{}, failure, failure], start=1):
         look(before, step, change)
@@ -122,7 +129,11 @@ def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
 
 def test_every_guard_is_in_the_configuration_and_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    actions = [name for name, value in config_from_tree({}, "test").ppo.guards.model_dump().items() if value == "warn"]
+    actions = [
+        name
+        for name, value in config_from_tree({}, "test").ppo.guards.model_dump().items()
+        if value == "warn"
+    ]
     assert actions == list(NAMES) and set(NAMES) == {name for name, *_ in FAILURES}
     for name, failure, _ in FAILURES:
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))

@@ -1,11 +1,14 @@
-"""The rollouts of a step. Engines, reward ranks and rewards are scripted; `Fleet` shares out the prompts for real.
+"""The rollouts of a step. Engines, reward ranks and rewards are scripted; `Fleet` shares out the prompts for
+real.
 
-- rollouts stand in the order of prompts, the samples of a prompt side by side, however many engines there are and
-  whichever of them is lost on the way; one of another policy version is a WeightSyncError
-- dynamic filtering replaces the groups that score alike, as often as `max_rounds` allows, each in its place and with all
-  that belongs to it, and touches no other; what counts is the score with its penalties
-- prompts and seeds of every round follow from seed, step and round alone; no two rounds, steps or places share a seed
-- rewards see each rollout beside its own prompt, and the reward model's scores come in the order of the rollouts
+- rollouts stand in the order of prompts, the samples of a prompt side by side, however many engines there are
+  and whichever of them is lost on the way; one of another policy version is a WeightSyncError
+- dynamic filtering replaces the groups that score alike, as often as `max_rounds` allows, each in its place
+  and with all that belongs to it, and touches no other; what counts is the score with its penalties
+- prompts and seeds of every round follow from seed, step and round alone; no two rounds, steps or places
+  share a seed
+- rewards see each rollout beside its own prompt, and the reward model's scores come in the order of the
+  rollouts
 """
 
 from __future__ import annotations
@@ -51,10 +54,18 @@ class _Engines:
         assert method == "generate" and set(arguments) <= set(self.serving)
         lost, self.lost = self.lost, set()
         self.calls.append(arguments)
-        return {engine: self._answer(engine, *arguments[engine]) for engine in arguments if engine not in lost}
+        return {
+            engine: self._answer(engine, *arguments[engine]) for engine in arguments if engine not in lost
+        }
 
     def _answer(
-        self, engine: int, prompts: Sequence[PromptExample], n: int, limit: int, temperature: float, seeds: list[int]
+        self,
+        engine: int,
+        prompts: Sequence[PromptExample],
+        n: int,
+        limit: int,
+        temperature: float,
+        seeds: list[int],
     ) -> list[Rollout]:
         version = VERSION - (self.stale == (len(self.calls) - 1, engine))
         return [
@@ -66,7 +77,9 @@ class _Engines:
     @property
     def rounds(self) -> list[Asked]:
         """Of a single engine, which is asked for all places in their order."""
-        return [[(p.prompt_id, s) for p, s in zip(call[0][0], call[0][4], strict=True)] for call in self.calls]
+        return [
+            [(p.prompt_id, s) for p, s in zip(call[0][0], call[0][4], strict=True)] for call in self.calls
+        ]
 
 
 def mark(response_ids: Sequence[int]) -> float:
@@ -75,7 +88,9 @@ def mark(response_ids: Sequence[int]) -> float:
 
 
 class _Rewards:
-    """Three sources: the response's mark, its double, and what counts: the mark, but `values` by round, place and sample."""
+    """Three sources: the response's mark, its double, and what counts: the mark, but `values` by round, place
+    and sample.
+    """
 
     def __init__(self, *values: Mapping[int, Sequence[float]]) -> None:
         self._values = values
@@ -87,7 +102,9 @@ class _Rewards:
         self.batches.append(list(batch))
         self.model_scores = model_scores
         marks = [mark(sample.response_ids) for sample in batch]
-        total = [values[i // SAMPLES][i % SAMPLES] if i // SAMPLES in values else m for i, m in enumerate(marks)]
+        total = [
+            values[i // SAMPLES][i % SAMPLES] if i // SAMPLES in values else m for i, m in enumerate(marks)
+        ]
         return RewardBatch(list(total), {"mark": marks, "double": [2 * m for m in marks], "value": total})
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
@@ -118,18 +135,25 @@ def collector(
     return Collector(config.ppo, fleet, prompts, lambda ids: f"text {ids}", composer, seed)
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
+# -- sampling --
 
 
 @pytest.mark.parametrize("serving", [(0,), (0, 1, 2), (1, 3), range(12)])
-def test_rollouts_stand_in_the_order_of_prompts_whatever_the_engines_shares_were(serving: Sequence[int]) -> None:
+def test_rollouts_stand_in_the_order_of_prompts_whatever_the_engines_shares_were(
+    serving: Sequence[int],
+) -> None:
     engines = _Engines(serving)
     batch = collector(engines, prompts_per_step=8).collect(2, VERSION)
     drawn = [PROMPTS[i] for i in prompts_of_step(len(PROMPTS), 8, SEED, 2)]
     dealt = [p.prompt_id for asked in engines.calls[0].values() for p in asked[0]]
     assert (dealt == [p.prompt_id for p in drawn]) == (len(serving) == 1), "several engines change the order"
-    assert [(r.prompt_id, r.sample_index) for r in batch.rollouts] == [(p.prompt_id, k) for p in drawn for k in (0, 1)]
-    assert all(prompt is p for prompt, p in zip(batch.prompts, [p for p in drawn for _ in range(SAMPLES)], strict=True))
+    assert [(r.prompt_id, r.sample_index) for r in batch.rollouts] == [
+        (p.prompt_id, k) for p in drawn for k in (0, 1)
+    ]
+    assert all(
+        prompt is p
+        for prompt, p in zip(batch.prompts, [p for p in drawn for _ in range(SAMPLES)], strict=True)
+    )
     assert batch.rollouts == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
     assert batch.rewards is None and batch.replaced == 0
 
@@ -139,7 +163,10 @@ def test_an_engine_that_is_lost_on_the_way_changes_nothing(monkeypatch: pytest.M
     engines.lost = {1}
     made = collector(engines, prompts_per_step=8)
     monkeypatch.setattr(made._fleet, "sync", lambda version: engines.serving.remove(1))
-    assert made.collect(2, VERSION).rollouts == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
+    assert (
+        made.collect(2, VERSION).rollouts
+        == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
+    )
     assert len(engines.calls) == 2 and engines.serving == [0, 2]
 
 
@@ -157,12 +184,13 @@ def test_a_rollout_of_another_policy_version_is_an_error_in_every_round(call: in
         collector(engines, _Rewards(alike(2)), rounds=1).collect(3, VERSION)
 
 
-# -- dynamic filtering ------------------------------------------------------------------------------------------------
+# -- dynamic filtering --
 
 
 def test_groups_that_score_alike_are_replaced_in_their_places_with_all_that_belongs_to_them() -> None:
     engines = _Engines()
-    # The first round leaves places 1 and 3; of their replacements the first, which is place 1, is replaced again.
+    # The first round leaves places 1 and 3; of their replacements the first, which is place 1, is replaced
+    # again.
     batch = collector(engines, _Rewards(alike(1, 3), alike(0)), rounds=3).collect(3, VERSION)
     first, second, third = engines.rounds
     assert [len(first), len(second), len(third)] == [4, 2, 1]
@@ -204,7 +232,8 @@ def test_rounds_are_bounded_and_groups_that_are_still_alike_then_stay(rounds: in
     assert batch.replaced == rounds * PLACES
 
 
-# Sample 1 of each group is cut, and pays 1 for it; the other groups score by marks, which no penalty makes equal.
+# Sample 1 of each group is cut, and pays 1 for it; the other groups score by marks, which no penalty makes
+# equal.
 @pytest.mark.parametrize(
     ("scores", "again"),
     [((0.5, 0.5), False), ((0.5, 1.5), True), ((float("nan"),) * 2, True), ((float("nan"), 0.5), True)],
@@ -219,10 +248,12 @@ def test_the_score_after_its_penalty_decides_and_one_that_is_missing_does_not_co
     assert batch.replaced == again
 
 
-# -- prompts and seeds ------------------------------------------------------------------------------------------------
+# -- prompts and seeds --
 
 
-def rounds_of(*values: Mapping[int, Sequence[float]], step: int = 3, seed: int = SEED, **changed: Any) -> list[Asked]:
+def rounds_of(
+    *values: Mapping[int, Sequence[float]], step: int = 3, seed: int = SEED, **changed: Any
+) -> list[Asked]:
     engines = _Engines()
     collector(engines, _Rewards(*values), rounds=3, seed=seed, **changed).collect(step, VERSION)
     return engines.rounds
@@ -230,7 +261,9 @@ def rounds_of(*values: Mapping[int, Sequence[float]], step: int = 3, seed: int =
 
 def test_the_first_rounds_of_steps_use_every_prompt_once_before_any_comes_again() -> None:
     rounds = [rounds_of(alike(0), step=step, prompts=PROMPTS[:8])[0] for step in (1, 2)]
-    assert sorted(prompt for round_ in rounds for prompt, _ in round_) == sorted(p.prompt_id for p in PROMPTS[:8])
+    assert sorted(prompt for round_ in rounds for prompt, _ in round_) == sorted(
+        p.prompt_id for p in PROMPTS[:8]
+    )
 
 
 def test_a_round_does_not_depend_on_which_groups_it_replaces() -> None:
@@ -285,7 +318,7 @@ def test_a_step_collected_twice_is_the_same_whatever_came_before_and_on_any_engi
     assert later.collect(3, VERSION) == once
 
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+# -- rewards --
 
 
 def test_rewards_see_each_rollout_beside_its_own_prompt_in_every_round() -> None:
@@ -293,8 +326,12 @@ def test_rewards_see_each_rollout_beside_its_own_prompt_in_every_round() -> None
     engines.cut = {1}
     collector(engines, rewards, rounds=1).collect(3, VERSION)
     for round_, batch in zip(engines.rounds, rewards.batches, strict=True):
-        assert [sample.prompt_id for sample in batch] == [prompt for prompt, _ in round_ for _ in range(SAMPLES)]
-        assert [sample.response_ids for sample in batch] == [(k, s % 9973) for _, s in round_ for k in range(SAMPLES)]
+        assert [sample.prompt_id for sample in batch] == [
+            prompt for prompt, _ in round_ for _ in range(SAMPLES)
+        ]
+        assert [sample.response_ids for sample in batch] == [
+            (k, s % 9973) for _, s in round_ for k in range(SAMPLES)
+        ]
         assert [sample.finished for sample in batch] == [True, False] * len(round_)
         for s, p in ((sample, PROMPTS[int(sample.prompt_id[1:])]) for sample in batch):
             assert (s.prompt, s.prompt_ids, s.meta) == (p.prompt, p.input_ids, p.meta)

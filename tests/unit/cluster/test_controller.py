@@ -4,8 +4,8 @@
 - a step that is skipped is logged like any other, with its samples, and the run goes on
 - what the guards say is logged, but is not in the artifact: their settings are not in its key
 - bad steps in a row are counted across a restart
-- a checkpoint is kept by the score of the policy it holds: that of the next step's responses, less ppo.kl.coef times their
-  KL, wherever the KL is paid and however scores are normalised
+- a checkpoint is kept by the score of the policy it holds: that of the next step's responses, less
+  ppo.kl.coef times their KL, wherever the KL is paid and however scores are normalised
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def controller(tmp_path: Path) -> Any:
     nothing: Any = None
     config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
     return PPOController(
-        config, FLEET, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+        config,
+        FLEET,
+        [],
+        lambda ids: "",
+        nothing,
+        Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )
 
 
@@ -50,7 +55,12 @@ def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
     kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
     config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
     controller: Any = PPOController(
-        config, FLEET, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing)
+        config,
+        FLEET,
+        [],
+        lambda ids: "",
+        nothing,
+        Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )
     controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
     batch = SimpleNamespace(rollouts=[None] * 40)
@@ -91,7 +101,11 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
 def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tmp_path: Path) -> None:
     logged: list[dict[str, float]] = []
     written = []
-    settings: list[dict[str, Any]] = [{}, {"guards": {"loops": "off", "patience": 1}}, {"logprob_gap_limit": 1e-6}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"guards": {"loops": "off", "patience": 1}},
+        {"logprob_gap_limit": 1e-6},
+    ]
     for number, ppo in enumerate(settings):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -145,7 +159,9 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
 def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken one."""
+    """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken
+    one.
+    """
     of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
     known: dict[int, dict[int, float]] = {}
     controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
@@ -156,7 +172,9 @@ def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
     monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
     monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
     monkeypatch.setattr(controller, "collect", lambda: batch)
-    monkeypatch.setattr(controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.done]))
+    monkeypatch.setattr(
+        controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.done])
+    )
     controller._clocked["timing/sync"] = 0.0
 
     def checkpoint() -> None:

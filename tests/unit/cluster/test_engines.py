@@ -1,6 +1,7 @@
 """How long engines are waited for; Ray is scripted here (`tests/integration/test_stuck.py` has the real one).
 
-- one whose call never begins is given up after the longest of its limits, while nobody works, and the others' answers stay
+- one whose call never begins is given up after the longest of its limits, while nobody works, and the others'
+  answers stay
 - as long as any process works, the wait goes on
 """
 
@@ -53,7 +54,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> _Ray:
 def asked(busy_looks: int) -> tuple[Engines, dict[int, Any]]:
     looks = iter(range(10**6))
     watch = SimpleNamespace(
-        busy=lambda: next(looks) < busy_looks, part=lambda name: None, kill=lambda names: None, folder="stacks"
+        busy=lambda: next(looks) < busy_looks,
+        part=lambda name: None,
+        kill=lambda names: None,
+        folder="stacks",
     )
     calls: Any = SimpleNamespace(watch=watch, timeouts=SimpleNamespace(start=LIMIT, stall=LIMIT / 2))
     found = Engines(lambda index, restarts: _Engine(index), EngineConfig(count=2, min_count=1), calls)

@@ -1,7 +1,8 @@
-"""In which order models are loaded, and what becomes of a call when a group of workers is lost; Ray is scripted here (`tests/integration/test_stuck.py` has the
-real one).
+"""In which order models are loaded, and what becomes of a call when a group of workers is lost; Ray is
+scripted here (`tests/integration/test_stuck.py` has the real one).
 
-- engines that share their devices with the trainers have loaded before these begin; elsewhere all load at once
+- engines that share their devices with the trainers have loaded before these begin; elsewhere all load at
+  once
 - a group of frozen models is started anew and asked again, so often and no more
 - one that trains, alone or beside it, fails the attempt; so does an error behind which nobody is lost
 """
@@ -74,9 +75,13 @@ def test_a_group_of_frozen_models_is_started_anew_and_asked_again(made: Made, ro
     assert fleet.groups[role] is not before
 
 
-def test_one_that_only_ray_knows_to_be_gone_counts_as_well(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_only_ray_knows_to_be_gone_counts_as_well(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet, lost, done = made
-    monkeypatch.setattr(module, "gone", lambda actors: [a for a in actors if a in fleet.groups["reward"].actors])
+    monkeypatch.setattr(
+        module, "gone", lambda actors: [a for a in actors if a in fleet.groups["reward"].actors]
+    )
     assert fleet.insist(failing(lost, [()]), "the scoring") == "answer"
     assert done == ["end reward", "start reward", "load reward"]
 
@@ -135,7 +140,12 @@ def test_engines_measure_a_device_before_the_trainers_beside_them_allocate(
     fleet._start_actors()
     loading = [entry for entry in done if entry.startswith("load") or entry == "wait for all models to load"]
     if together:
-        assert loading == ["load engine", "wait for all models to load", "load trainer", "wait for all models to load"]
+        assert loading == [
+            "load engine",
+            "wait for all models to load",
+            "load trainer",
+            "wait for all models to load",
+        ]
     else:
         assert loading == ["load trainer", "load trainer", "load engine", "wait for all models to load"]
 

@@ -1,9 +1,11 @@
 """When PPO stops before a policy that has gone wrong does more harm.
 
-- engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError; half of it
-  is an alarm, in the log and among the metrics; without the canary there is only the alarm
-- the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20 %, do not
-- a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between starts anew
+- engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError;
+  half of it is an alarm, in the log and among the metrics; without the canary there is only the alarm
+- the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20
+  %, do not
+- a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between
+  starts anew
 """
 
 from __future__ import annotations
@@ -105,22 +107,38 @@ def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(
         assert not caplog.records
         guards.check(metrics(rollout__empty_rate=0.2), 2)
     assert "step 2: 20 % of the responses are empty" in caplog.text
-    with pytest.raises(GateFailed, match="ppo step 3: 90% of the responses are empty; the policy has collapsed"):
+    with pytest.raises(
+        GateFailed, match="ppo step 3: 90% of the responses are empty; the policy has collapsed"
+    ):
         guards.check(metrics(rollout__empty_rate=0.9), 3)
 
 
-def test_scores_that_do_not_differ_are_warned_of(guards: StepGuards, caplog: pytest.LogCaptureFixture) -> None:
+def test_scores_that_do_not_differ_are_warned_of(
+    guards: StepGuards, caplog: pytest.LogCaptureFixture
+) -> None:
     same = {"rollout__zero_variance_groups": 0.9}
     for step, changed in enumerate(({}, same, same, {}, {"objective__scores_std": 0.0})):
         guards.check(metrics(**changed), step)
     said = [record.getMessage().split(";")[0] for record in caplog.records]
     assert said == [
-        "step 1: nearly all scores that are compared with each other are equal, so nothing is learned from them",
-        "step 4: nearly all scores that are compared with each other are equal, so nothing is learned from them",
+        (
+            "step 1: nearly all scores that are compared with each other are equal, so nothing is learned"
+            " from them"
+        ),
+        (
+            "step 4: nearly all scores that are compared with each other are equal, so nothing is learned"
+            " from them"
+        ),
     ]
 
 
-BECOME_NAN = ["objective__kl", "objective__rlhf_reward", "policy__entropy", "value__mean", "rollout__logprob_gap_mean"]
+BECOME_NAN = [
+    "objective__kl",
+    "objective__rlhf_reward",
+    "policy__entropy",
+    "value__mean",
+    "rollout__logprob_gap_mean",
+]
 
 
 @pytest.mark.parametrize("name", BECOME_NAN)

@@ -3,7 +3,8 @@
 - every state under every event: where it leads, or that it cannot happen
 - only a completed sync makes a restarted member healthy, on every path
 - restarts are counted for each member; the run stops exactly when less than the floor remain
-- random histories: no state but dead and healthy is ever left without a reason, counts never exceed their bounds
+- random histories: no state but dead and healthy is ever left without a reason, counts never exceed their
+  bounds
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def test_a_member_is_restarted_so_often_and_then_the_run_stops(allowed: int) -> 
         assert health.restarts("engine 0") == number
         health.note("engine 0", "loaded")
         health.note("engine 0", "synced")
-    with pytest.raises(WorkerDied, match=rf"engine 0 is lost after {allowed} restarts: 0 of 1 remain, 1 are needed"):
+    with pytest.raises(
+        WorkerDied, match=rf"engine 0 is lost after {allowed} restarts: 0 of 1 remain, 1 are needed"
+    ):
         health.note("engine 0", "died")
 
 

@@ -17,7 +17,9 @@ from rlhf_core.cluster.journal import RolloutJournal
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample, Rollout
 
-PROMPTS = [PromptExample(f"p{i // 2}", f"prompt {i // 2}", (1, 2 + i // 2), {"answer": str(i)}) for i in range(4)]
+PROMPTS = [
+    PromptExample(f"p{i // 2}", f"prompt {i // 2}", (1, 2 + i // 2), {"answer": str(i)}) for i in range(4)
+]
 """Each comes twice, with another answer."""
 
 
@@ -49,7 +51,9 @@ def test_no_file_is_no_batch(tmp_path: Path) -> None:
     assert RolloutJournal(tmp_path, PROMPTS).read(1) is None
 
 
-def test_every_damaged_byte_and_every_cut_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_damaged_byte_and_every_cut_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = RolloutJournal(tmp_path, PROMPTS)
     journal.write(1, batch())
     file = tmp_path / "rollouts.json"

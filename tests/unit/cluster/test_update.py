@@ -1,9 +1,9 @@
 """What each rank is told to train on, and what its sums become; the ranks are scripted.
 
-- every scored response of every minibatch is trained on once per epoch, over all ranks, which have equally many
-  micro-batches; one without a score is left out, and no denominator counts it
-- epochs x minibatches make as many optimizer steps, in an order that follows from seed and step; during the critic's
-  warm-up the policy is not asked
+- every scored response of every minibatch is trained on once per epoch, over all ranks, which have equally
+  many micro-batches; one without a score is left out, and no denominator counts it
+- epochs x minibatches make as many optimizer steps, in an order that follows from seed and step; during the
+  critic's warm-up the policy is not asked
 - with a pretraining loss every optimizer step has its own demonstrations, each once per pass over them
 - metrics are the ranks' sums over the tokens and steps of all of them
 - a row of a sample ends with its response
@@ -33,13 +33,19 @@ from rlhf_core.types import Rollout, SFTExample
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
 UNSCORED = (2, 5)  # 4 + 9 tokens
 # The first prompt token of each is its number.
-ROLLOUTS = [Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(n)), (), True, 0) for i, n in enumerate(LENGTHS)]
-DEMONSTRATIONS = [SFTExample((i,) * (3 + i % 5), (0,) * (i % 3) + (1,) * (3 + i % 5 - i % 3)) for i in range(14)]
+ROLLOUTS = [
+    Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(n)), (), True, 0) for i, n in enumerate(LENGTHS)
+]
+DEMONSTRATIONS = [
+    SFTExample((i,) * (3 + i % 5), (0,) * (i % 3) + (1,) * (3 + i % 5 - i % 3)) for i in range(14)
+]
 FIELDS = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "weights")
 
 PACKED: dict[str, Any] = {"pack": True, "micro_batch_tokens": 11}
 PADDED: dict[str, Any] = {"pack": False, "micro_batch_tokens": 11}
-WAYS = pytest.mark.parametrize(("ranks", "cut"), [(1, {}), (2, PACKED), (2, PADDED), (3, PACKED), (3, PADDED)])
+WAYS = pytest.mark.parametrize(
+    ("ranks", "cut"), [(1, {}), (2, PACKED), (2, PADDED), (3, PACKED), (3, PADDED)]
+)
 
 
 def row(field: int, response: int, length: int) -> list[float]:
@@ -50,7 +56,9 @@ def row(field: int, response: int, length: int) -> list[float]:
 def experience(unscored: Sequence[int] = ()) -> Experience:
     """NaN beyond each response."""
     width = max(LENGTHS)
-    mask_BT = torch.tensor([[t < n and i not in unscored for t in range(width)] for i, n in enumerate(LENGTHS)])
+    mask_BT = torch.tensor(
+        [[t < n and i not in unscored for t in range(width)] for i, n in enumerate(LENGTHS)]
+    )
     rows = [
         torch.tensor([row(field, i, n) + [float("nan")] * (width - n) for i, n in enumerate(LENGTHS)])
         for field in range(len(FIELDS))
@@ -87,7 +95,10 @@ class _Made:
         tree = {"steps": 9, "prompts_per_step": 12, "minibatches": 3, "epochs": 2, **ppo}
         self.policy, self.critic = ([_Rank(role) for _ in range(ranks)] for role in ("policy", "critic"))
         group: Any = None
-        groups = {"policy": WorkerGroup(group, tuple(self.policy)), "critic": WorkerGroup(group, tuple(self.critic))}
+        groups = {
+            "policy": WorkerGroup(group, tuple(self.policy)),
+            "critic": WorkerGroup(group, tuple(self.critic)),
+        }
         fleet: Any = SimpleNamespace(groups=groups, wait=lambda references, what: references)
         self._updater = Updater(config_from_tree({"ppo": tree}, "test").ppo, fleet, seed, DEMONSTRATIONS)
 
@@ -99,16 +110,20 @@ def minibatches(ranks: Sequence[_Rank]) -> list[list[int]]:
     """Numbers of the responses of each optimizer step, over all ranks."""
     (count,) = {len(rank.steps) for rank in ranks}
     return [
-        sorted(rank.samples[k].prompt_ids[0] for rank in ranks for k in chain(*rank.steps[step].micro_batches))
+        sorted(
+            rank.samples[k].prompt_ids[0] for rank in ranks for k in chain(*rank.steps[step].micro_batches)
+        )
         for step in range(count)
     ]
 
 
-# -- samples and steps ------------------------------------------------------------------------------------------------
+# -- samples and steps --
 
 
 @WAYS
-def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(ranks: int, cut: dict[str, Any]) -> None:
+def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(
+    ranks: int, cut: dict[str, Any]
+) -> None:
     made, whole = _Made(ranks, **cut), _Made(1)
     whole.update()
     made.update(unscored=UNSCORED)
@@ -120,7 +135,9 @@ def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(ranks
 
 
 @WAYS
-def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(ranks: int, cut: dict[str, Any]) -> None:
+def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(
+    ranks: int, cut: dict[str, Any]
+) -> None:
     made = _Made(ranks, **cut)
     made.update(unscored=UNSCORED)
     for group in (made.policy, made.critic):
@@ -144,7 +161,9 @@ def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(ranks
         ("token-sum", 1, 1),
     ],
 )
-def test_the_denominator_counts_what_is_scored_in_the_whole_step(aggregation: Any, whole: int, scored: int) -> None:
+def test_the_denominator_counts_what_is_scored_in_the_whole_step(
+    aggregation: Any, whole: int, scored: int
+) -> None:
     made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, **PACKED)
     for unscored, expected in (((), whole), (UNSCORED, scored)):
         made.update(unscored=unscored)
@@ -208,7 +227,7 @@ def test_without_a_critic_only_the_policy_is_asked() -> None:
     assert "loss/value" not in metrics
 
 
-# -- pretraining loss -------------------------------------------------------------------------------------------------
+# -- pretraining loss --
 
 
 def drawn(made: _Made, step: int) -> list[list[int]]:
@@ -225,13 +244,17 @@ def drawn(made: _Made, step: int) -> list[list[int]]:
 def test_each_pass_over_the_demonstrations_uses_each_once_as_far_as_they_fill_batches(
     ranks: int, cut: dict[str, Any], size: int, each: int, per_pass: int
 ) -> None:
-    made, alone = (_Made(n, ptx={"coef": 1.0, "batch_size": size}, **how) for n, how in ((ranks, cut), (1, {})))
+    made, alone = (
+        _Made(n, ptx={"coef": 1.0, "batch_size": size}, **how) for n, how in ((ranks, cut), (1, {}))
+    )
     batches = drawn(made, 1) + drawn(made, 2)
     assert [len(batch) for batch in batches] == [each] * 12
     passes = [list(chain(*batches[i : i + per_pass])) for i in range(0, 12, per_pass)]
     assert all(len(set(used)) == each * per_pass for used in passes)
     assert batches == drawn(alone, 1) + drawn(alone, 2)
-    assert per_pass == 1 or batches[:per_pass] != batches[per_pass : 2 * per_pass], "every pass has an order of its own"
+    assert per_pass == 1 or batches[:per_pass] != batches[per_pass : 2 * per_pass], (
+        "every pass has an order of its own"
+    )
 
 
 @WAYS
@@ -263,14 +286,22 @@ def test_the_demonstrations_follow_from_seed_and_step_and_are_none_without_a_pre
     assert not any(rank.rows or rank.steps[n].ptx_targets for rank in without.policy for n in range(6))
 
 
-# -- metrics and rows -------------------------------------------------------------------------------------------------
+# -- metrics and rows --
 
 
 def test_metrics_are_the_sums_over_the_ranks_per_optimizer_step_or_token() -> None:
-    # 2 epochs of 2 minibatches: 4 optimizer steps, of which one is skipped, and 2 x 39 = 78 tokens with a score.
+    # 2 epochs of 2 minibatches: 4 optimizer steps, of which one is skipped, and 2 x 39 = 78 tokens with a
+    # score.
     made = _Made(2, minibatches=2)
     both = {"grad_norm": 6.0, "skipped": 1.0, "stumbled": 0.0}
-    made.policy[0].sums = {"loss": 1.0, "clipped": 5.8, "approx_kl": 0.5, "kl_loss": 0.4, "ptx_loss": 2.0, **both}
+    made.policy[0].sums = {
+        "loss": 1.0,
+        "clipped": 5.8,
+        "approx_kl": 0.5,
+        "kl_loss": 0.4,
+        "ptx_loss": 2.0,
+        **both,
+    }
     made.policy[1].sums = {"loss": 2.0, "clipped": 2.0, "approx_kl": 1.06, "kl_loss": 0.8, **both}
     made.critic[0].sums = {"loss": 0.5, "clipped": 39.0, "grad_norm": 8.0}
     made.critic[1].sums = {"loss": 0.5, "grad_norm": 8.0}
@@ -305,7 +336,9 @@ def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_stumb
 
 def test_each_row_of_a_sample_ends_with_its_response() -> None:
     samples = train_samples(ROLLOUTS, experience(UNSCORED))
-    assert [(s.prompt_ids, s.response_ids) for s in samples] == [(r.prompt_ids, r.response_ids) for r in ROLLOUTS]
+    assert [(s.prompt_ids, s.response_ids) for s in samples] == [
+        (r.prompt_ids, r.response_ids) for r in ROLLOUTS
+    ]
     for i, sample in enumerate(samples):
         for number, name in enumerate(FIELDS):
             assert getattr(sample, name).dtype == np.float32

@@ -1,8 +1,8 @@
 """Adapters before a run starts.
 
 - targets that the model's layers do not have are refused, with those that they have
-- quantization is refused without a GPU or bitsandbytes, under ZeRO-3, and in PPO where engines or reference would hold
-  other weights than the policy
+- quantization is refused without a GPU or bitsandbytes, under ZeRO-3, and in PPO where engines or reference
+  would hold other weights than the policy
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ def _problems(*overrides: str, **tree: Any) -> list[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    names = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head")
+    names = (
+        "model.embed_tokens",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.down_proj",
+        "lm_head",
+    )
     header = {f"{name}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)

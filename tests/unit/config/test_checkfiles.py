@@ -1,6 +1,7 @@
 """The look at a model's folder.
 
-Locked here: whatever its files hold, it ends in findings that name the folder, and never fails in another way.
+Locked here: whatever its files hold, it ends in findings that name the folder, and never fails in another
+way.
 """
 
 from __future__ import annotations
@@ -71,10 +72,14 @@ def test_any_json_in_any_file_ends_in_findings(tmp_path: Path, data: st.DataObje
 
 
 @QUIET
-@given(content=st.binary(max_size=80) | HEADERS.map(lambda tree: json.dumps(tree).encode()), framed=st.booleans())
+@given(
+    content=st.binary(max_size=80) | HEADERS.map(lambda tree: json.dumps(tree).encode()), framed=st.booleans()
+)
 def test_any_bytes_as_weights_end_in_findings(tmp_path: Path, content: bytes, framed: bool) -> None:
     folder = fresh(tmp_path)
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content if framed else content)
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(content)) + content if framed else content
+    )
     assert all(isinstance(finding, InputError) for finding in found(folder))
 
 

@@ -3,7 +3,8 @@
 Locked here:
 - whatever a YAML file, its bytes, a tree of data or an override holds, loading ends in a PipelineConfig or a
   ConfigError that names the place and shows nothing of the validation library;
-- a valid configuration, written out as YAML or JSON and loaded again, is the same one with the same stage keys;
+- a valid configuration, written out as YAML or JSON and loaded again, is the same one with the same stage
+  keys;
 - any single value put in the place of any field ends the same way.
 """
 
@@ -40,7 +41,11 @@ reward: {enabled: false}
 """
 
 QUIET = settings(
-    max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 NASTY = st.sampled_from(
@@ -50,8 +55,12 @@ NASTY = st.sampled_from(
 
 
 @QUIET
-@given(edits=st.lists(st.tuples(st.integers(0, len(BASE)), st.integers(0, 12), NASTY), min_size=1, max_size=4))
-def test_any_edit_of_a_file_ends_in_a_configuration_or_a_config_error(edits: list[tuple[int, int, str]]) -> None:
+@given(
+    edits=st.lists(st.tuples(st.integers(0, len(BASE)), st.integers(0, 12), NASTY), min_size=1, max_size=4)
+)
+def test_any_edit_of_a_file_ends_in_a_configuration_or_a_config_error(
+    edits: list[tuple[int, int, str]],
+) -> None:
     text = BASE
     for start, length, new in edits:
         text = text[:start] + new + text[start + length :]
@@ -74,7 +83,8 @@ def test_any_bytes_end_in_a_configuration_or_a_config_error(data: bytes) -> None
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "path", "coef", "x"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "path", "coef", "x"]), inner, max_size=3)
     ),
     max_leaves=6,
 )
@@ -83,7 +93,9 @@ TREES = st.recursive(
 @QUIET
 @given(
     tree=st.dictionaries(
-        st.sampled_from([*json.loads(PipelineConfig().model_dump_json(by_alias=True)), "x"]), TREES, max_size=3
+        st.sampled_from([*json.loads(PipelineConfig().model_dump_json(by_alias=True)), "x"]),
+        TREES,
+        max_size=3,
     )
 )
 def test_any_tree_ends_in_a_configuration_or_a_config_error(tree: dict[str, Any]) -> None:
@@ -126,8 +138,14 @@ FIELD_VALUES = st.sampled_from([path for path in LEAVES if not values(locate(pat
     lambda path: st.tuples(st.just(path), values(locate(path).kind))  # type: ignore[arg-type]
 )
 LISTS: dict[str, Any] = {
-    "data.sft": [{"path": "a.jsonl", "rename": {"question": "prompt"}}, {"path": "s3://bucket/key", "limit": 3}],
-    "ppo.rewards": [{"type": "length", "target": 20, "tolerance": 10}, {"type": "format", "pattern": "a: \\d+ #b"}],
+    "data.sft": [
+        {"path": "a.jsonl", "rename": {"question": "prompt"}},
+        {"path": "s3://bucket/key", "limit": 3},
+    ],
+    "ppo.rewards": [
+        {"type": "length", "target": 20, "tolerance": 10},
+        {"type": "format", "pattern": "a: \\d+ #b"},
+    ],
     "sft.optimizer.betas": [0.5, 1e-05],
     "ppo.lora.targets": ["q_proj", "no"],
 }
@@ -176,7 +194,10 @@ def test_any_value_at_any_field_ends_in_a_configuration_or_a_message_about_it(
 
 
 @QUIET
-@given(key=st.sampled_from([".".join(path) for path in LEAVES]) | st.text(max_size=12), value=st.text(max_size=16))
+@given(
+    key=st.sampled_from([".".join(path) for path in LEAVES]) | st.text(max_size=12),
+    value=st.text(max_size=16),
+)
 def test_any_override_ends_in_a_configuration_or_a_message_that_names_it(key: str, value: str) -> None:
     try:
         parse_config(b"run: {seed: 1}", "c.yaml", [f"{key}={value}"])

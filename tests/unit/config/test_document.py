@@ -1,7 +1,7 @@
 """The page of configuration.
 
-Locked here: `docs/configuration.md` is what the schema says now, every field of the schema is on it, and every field
-has a description.
+Locked here: `docs/configuration.md` is what the schema says now, every field of the schema is on it, and
+every field has a description.
 """
 
 from __future__ import annotations

@@ -22,7 +22,11 @@ TARGET = {"target": 6.0}
 BF16: dict[str, Any] = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
 # What is set, words of the warning, and the change that mends it.
 DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
-    ({"kl": {"estimator": "k3"}}, ("ppo.kl.estimator: k3 in the reward", "wrong sign"), {"kl": {"estimator": "k1"}}),
+    (
+        {"kl": {"estimator": "k3"}},
+        ("ppo.kl.estimator: k3 in the reward", "wrong sign"),
+        {"kl": {"estimator": "k1"}},
+    ),
     ({"kl": {"estimator": "k2"}}, ("ppo.kl.estimator: k2",), {"kl": {"estimator": "k2", "place": "loss"}}),
     ({"kl": {"estimator": "abs"}}, ("ppo.kl.estimator: abs",), {"kl": {}}),
     ({"kl": {"horizon": 500}}, ("ppo.kl.horizon: 500 has no effect",), {"kl": TARGET | {"horizon": 500}}),
@@ -63,8 +67,16 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"lora": {}, "weight_sync": {"lora": "merged"}},
     ),
     (BF16 | {"lora": {"r": 600}}, ("ppo.lora.r: 600", "use at most 512"), BF16 | {"lora": {"r": 512}}),
-    (BF16 | {"lora": {"quantize": "nf4"}}, ("ppo.lora.quantize: nf4", "leave it out"), {"lora": {"quantize": "nf4"}}),
-    ({"max_new_tokens": 65}, ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"), {"max_new_tokens": 64}),
+    (
+        BF16 | {"lora": {"quantize": "nf4"}},
+        ("ppo.lora.quantize: nf4", "leave it out"),
+        {"lora": {"quantize": "nf4"}},
+    ),
+    (
+        {"max_new_tokens": 65},
+        ("ppo.max_new_tokens: 65", "data.max_response_tokens (64)"),
+        {"max_new_tokens": 64},
+    ),
 ]
 
 
@@ -122,18 +134,30 @@ def test_the_horizon_lets_the_coefficient_change_by_one_percent_a_step() -> None
 
 
 def test_the_limit_of_the_kl_follows_its_target() -> None:
-    assert [ppo(kl=TARGET).kl_limit, ppo().kl_limit, ppo(kl=TARGET, max_kl=7.0).kl_limit] == [30.0, 100.0, 7.0]
+    assert [ppo(kl=TARGET).kl_limit, ppo().kl_limit, ppo(kl=TARGET, max_kl=7.0).kl_limit] == [
+        30.0,
+        100.0,
+        7.0,
+    ]
 
 
 def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:
     rule = [{"type": "relevance"}]
-    assert [ppo().eos_penalty, ppo(rewards=rule).eos_penalty, ppo(missing_eos_penalty=0.5).eos_penalty] == [1, 0, 0.5]
+    assert [ppo().eos_penalty, ppo(rewards=rule).eos_penalty, ppo(missing_eos_penalty=0.5).eos_penalty] == [
+        1,
+        0,
+        0.5,
+    ]
     assert ppo(overlong={"buffer": 8}).eos_penalty == 0
 
 
 @pytest.mark.parametrize(
     ("trainer", "engine", "kind"),
-    [("float32", "float32", "none"), ("bfloat16", "bfloat16", "truncate"), ("float32", "bfloat16", "truncate")],
+    [
+        ("float32", "float32", "none"),
+        ("bfloat16", "bfloat16", "truncate"),
+        ("float32", "bfloat16", "truncate"),
+    ],
 )
 def test_outside_float32_the_gap_to_the_engines_is_weighed(trainer: str, engine: str, kind: str) -> None:
     precision: dict[str, Any] = {"policy_deepspeed": {"dtype": trainer}, "engine": {"dtype": engine}}

@@ -2,8 +2,8 @@
 
 - a url is http(s) with a host, and carries no credentials, query or fragment
 - a host is listed by its name in any case, its address, or a network around its address
-- private, loopback, link-local, mapped and multicast addresses are forbidden unless the address itself is listed:
-  a listed name is not enough, but for localhost
+- private, loopback, link-local, mapped and multicast addresses are forbidden unless the address itself is
+  listed: a listed name is not enough, but for localhost
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import pytest
 from rlhf_core.config.hosts import forbidden, host_of, is_listed, is_public, url_problem
 
 
-@pytest.mark.parametrize("url", ["http://h/score", "https://H.example:8443/a/b", "http://[::1]:80/", "http://10.0.0.1"])
+@pytest.mark.parametrize(
+    "url", ["http://h/score", "https://H.example:8443/a/b", "http://[::1]:80/", "http://10.0.0.1"]
+)
 def test_a_plain_url_has_no_problem(url: str) -> None:
     assert url_problem(url) is None
 
@@ -42,7 +44,9 @@ def test_any_other_url_has_one(url: str) -> None:
         ("2130706433", ("127.0.0.1",), False),
     ],
 )
-def test_a_host_is_listed_by_name_address_or_network(host: str, allowed: tuple[str, ...], listed: bool) -> None:
+def test_a_host_is_listed_by_name_address_or_network(
+    host: str, allowed: tuple[str, ...], listed: bool
+) -> None:
     assert is_listed(host, allowed) == listed
 
 

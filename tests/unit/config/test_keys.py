@@ -1,7 +1,8 @@
 """Stage keys.
 
 - a setting changes the keys of its stage and, through digests, of what follows; never of what comes before
-- what only says when or where things happen changes no key; of all fields these are on a list, and no other is left out
+- what only says when or where things happen changes no key; of all fields these are on a list, and no other
+  is left out
 - what is read from outside counts by content: a folder may move, and its changes are seen
 - names that users choose count, whatever they are; a registration belongs to one registry
 - what decides by rounding alone is named for a checkpoint
@@ -45,12 +46,24 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"reward": {"center": 0.1}}, {"reward"}),
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
-        ({"sft": {"micro_batch_tokens": 9}, "ppo": {"micro_batch_tokens": 9, "engine": {"max_num_seqs": 9}}}, set()),
+        (
+            {
+                "sft": {"micro_batch_tokens": 9},
+                "ppo": {"micro_batch_tokens": 9, "engine": {"max_num_seqs": 9}},
+            },
+            set(),
+        ),
         ({"ppo": {"policy_deepspeed": {"gradient_checkpointing": True, "ranks": 2, "hpz": 2}}}, set()),
-        ({"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}}, set()),
+        (
+            {"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}},
+            set(),
+        ),
         ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, {"ppo", "evaluate"}),
         ({"run": {"retries": 7}}, set()),
-        ({"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}}, set()),
+        (
+            {"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}},
+            set(),
+        ),
         ({"reward": {"early_stop": {"every": 9}}}, {"reward"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
@@ -118,19 +131,30 @@ SECTIONS = {
     "evaluate": {"evaluate"},
     "register": {"register"},
 }
-OUTSIDE = {"run.seed": set(STAGES), "run.name": {"register"}, "run.home": {"register"}, "tracking.uri": {"register"}}
-"""Of the sections that say where and when: the seed is for all, a registration's name and registry are its own."""
+OUTSIDE = {
+    "run.seed": set(STAGES),
+    "run.name": {"register"},
+    "run.home": {"register"},
+    "tracking.uri": {"register"},
+}
+"""Of the sections that say where and when: the seed is for all, a registration's name and registry are its
+own.
+"""
 
 
 def _with_each_field_changed(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path of a field, `value` with something else in it), unchecked, for each field; a list's items by their type."""
+    """(path of a field, `value` with something else in it), unchecked, for each field; a list's items by
+    their type.
+    """
     if isinstance(value, Section):
         for name, info in type(value).model_fields.items():
             for where, new in _with_each_field_changed(getattr(value, name), f"{path}.{info.alias or name}"):
                 yield where, value.model_copy(update={name: new})
     elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
         for index, item in enumerate(value):
-            for where, new in _with_each_field_changed(item, f"{path}.{item.type}" if hasattr(item, "type") else path):
+            for where, new in _with_each_field_changed(
+                item, f"{path}.{item.type}" if hasattr(item, "type") else path
+            ):
                 yield where, (*value[:index], new, *value[index + 1 :])
     else:
         yield path.removeprefix("."), "something else"
@@ -141,7 +165,9 @@ def _stages_of(path: str) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = config_from_tree(EVERYTHING, "test")
     before = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
@@ -159,7 +185,9 @@ def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(monk
 
 
 def test_a_folder_may_move_but_its_content_counts() -> None:
-    here, there = ({"model": {"path": path}, "data": {"sft": [{"path": f"{path}/x.jsonl"}]}} for path in ("/a", "/b"))
+    here, there = (
+        {"model": {"path": path}, "data": {"sft": [{"path": f"{path}/x.jsonl"}]}} for path in ("/a", "/b")
+    )
     assert _keys(here, {"model": "1"}) == _keys(there, {"model": "1"})
     assert _keys(here, {"model": "1"})["sft"] != _keys(here, {"model": "2"})["sft"]
     config = config_from_tree(here, "test"), config_from_tree(there, "test")
@@ -167,7 +195,9 @@ def test_a_folder_may_move_but_its_content_counts() -> None:
 
 
 def test_a_field_may_be_renamed_to_a_word_that_means_something_elsewhere() -> None:
-    renamed = [_keys({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}) for names in ({"path": "prompt"}, {})]
+    renamed = [
+        _keys({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}) for names in ({"path": "prompt"}, {})
+    ]
     assert renamed[0]["data"] != renamed[1]["data"]
 
 
@@ -175,13 +205,17 @@ def test_what_rounds_otherwise_is_named_for_the_stage_that_it_is_of() -> None:
     config = config_from_tree({}, "test")
     names = {name: set(roundings(config, name)) for name in STAGES}
     assert names["data"] == names["register"] == set()
-    assert "sft.micro_batch_tokens" in names["sft"] and not any(name.startswith("ppo") for name in names["sft"])
+    assert "sft.micro_batch_tokens" in names["sft"] and not any(
+        name.startswith("ppo") for name in names["sft"]
+    )
     assert {"ppo.micro_batch_tokens", "ppo.engine.max_num_seqs", "ppo.reward_ranks"} <= names["ppo"]
 
 
 def test_another_registry_needs_a_registration_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    here, there = (_keys({"run": {"home": home}, "store": {"url": "s3://one/store"}}) for home in ("/here", "/there"))
+    here, there = (
+        _keys({"run": {"home": home}, "store": {"url": "s3://one/store"}}) for home in ("/here", "/there")
+    )
     assert {stage for stage in STAGES if here[stage] != there[stage]} == {"register"}
 
 

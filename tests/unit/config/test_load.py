@@ -1,7 +1,8 @@
 """Loading a configuration.
 
-Locked here: what plain words mean (numbers, booleans, null, text), files with a BOM or CRLF, aliases, overrides of
-fields, lists and items, defaults of a section given in part, and that dumping and loading gives the same configuration.
+Locked here: what plain words mean (numbers, booleans, null, text), files with a BOM or CRLF, aliases,
+overrides of fields, lists and items, defaults of a section given in part, and that dumping and loading gives
+the same configuration.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
     }
     text = config_from_tree(tree, "test").model_dump_json()
     assert "~" not in text
-    assert all(f'"{tmp_path}/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py"))
+    assert all(
+        f'"{tmp_path}/{name}"' in text for name in ("runs", "store", "m", "d.jsonl", "t.jinja", "r.py")
+    )
     urls = {"s3://b/~x": "s3://b/~x", "file://~/s": f"file://{tmp_path}/s"}
-    assert [config_from_tree({"store": {"url": url}}, "test").store_url for url in urls] == list(urls.values())
+    assert [config_from_tree({"store": {"url": url}}, "test").store_url for url in urls] == list(
+        urls.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,8 @@ def test_lines_are_those_of_the_keys_and_items() -> None:
 def test_overrides_set_fields_lists_maps_and_items(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "run: {seed: 1}\nppo:\n  rewards:\n    - {type: length, target: 20, tolerance: 10}\nreward: {enabled: false}\n"
+        "run: {seed: 1}\nppo:\n  rewards:\n    - {type: length, target: 20, tolerance: 10}\nreward: {enabled:"
+        " false}\n"
     )
     config = load_config(
         file,
@@ -207,7 +213,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
 def test_dumping_and_loading_gives_the_same_configuration(tree: dict[str, Any]) -> None:
     config = config_from_tree(tree)
     plain = config.model_dump(mode="json", by_alias=True)
-    # The library's YAML writer follows YAML 1.1, so its quoting differs from ours: JSON is YAML whatever the version.
+    # The library's YAML writer follows YAML 1.1, so its quoting differs from ours: JSON is YAML whatever the
+    # version.
     assert parse_config(json.dumps(plain, ensure_ascii=False).encode()) == config
     assert config_from_tree(plain) == config
 

@@ -48,7 +48,9 @@ def test_each_colocation_puts_the_named_roles_together(colocate: str, groups: di
         ({"algorithm": "reinforce_pp"}, ["policy", "reference", "reward"]),
     ],
 )
-def test_no_process_is_made_for_a_model_that_does_not_exist(settings: dict[str, Any], groups: list[str]) -> None:
+def test_no_process_is_made_for_a_model_that_does_not_exist(
+    settings: dict[str, Any], groups: list[str]
+) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": "none", **settings}}, "test")
     assert [group.name for group in plan(config.ppo).groups] == groups
 

@@ -2,7 +2,8 @@
 
 - bfloat16 where it runs on GPUs, float32 on CPUs; what is said stays
 - engines follow the policy, unless they have a precision of their own
-- where the driver lists GPUs that torch cannot use, a stage says so: it does not train on the CPU in their place
+- where the driver lists GPUs that torch cannot use, a stage says so: it does not train on the CPU in their
+  place
 - `rlhf plan` for GPUs counts with what is usual there, on whatever machine it runs
 """
 
@@ -44,7 +45,9 @@ def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("cpu") == "cpu"
     for wanted in ("auto", "cuda"):
-        with pytest.raises(ConfigError, match=f"device {wanted} leads to a GPU here, but torch cannot use any"):
+        with pytest.raises(
+            ConfigError, match=f"device {wanted} leads to a GPU here, but torch cannot use any"
+        ):
             resolve_device(wanted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [resolve_device(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
@@ -65,7 +68,9 @@ def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pyt
         ("NVIDIA L40S", "bfloat16"),
     ],
 )
-def test_gpus_that_do_not_know_bfloat16_have_float32(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_do_not_know_bfloat16_have_float32(
+    name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load, "gpu_names", lambda: [name])
     assert precisions({}, monkeypatch, 1) == [expected] * 5
 

@@ -1,8 +1,8 @@
 """What is looked at before anything heavy starts.
 
-Locked here: data files, the model's folder, addresses, folders, reward functions and devices that cannot work are
-refused with the class of error that fits, all at once and quickly; what may work is a warning; secrets are not shown;
-nothing of the user's is executed.
+Locked here: data files, the model's folder, addresses, folders, reward functions and devices that cannot work
+are refused with the class of error that fits, all at once and quickly; what may work is a warning; secrets
+are not shown; nothing of the user's is executed.
 """
 
 from __future__ import annotations
@@ -70,13 +70,22 @@ def test_files_that_can_be_read_pass(tmp_path: Path) -> None:
     (tmp_path / "first-row-bad.jsonl").write_bytes(b"{oops\n" + ROW)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.jsonl").write_bytes(ROW)
-    names = ["a.jsonl", "./b.jsonl.gz", str(tmp_path / "c.json"), "d.csv", "e.parquet", "first-row-bad.jsonl", "folder"]
+    names = [
+        "a.jsonl",
+        "./b.jsonl.gz",
+        str(tmp_path / "c.json"),
+        "d.csv",
+        "e.parquet",
+        "first-row-bad.jsonl",
+        "folder",
+    ]
     assert check(config(data={"preference": [{"path": name} for name in names]})) == []
 
 
 def test_hub_ids_are_warned_about_unless_pinned() -> None:
     pinned = config(
-        model={"path": "owner/name", "revision": "abc"}, data={"sft": [{"path": "owner/set", "revision": "abc"}]}
+        model={"path": "owner/name", "revision": "abc"},
+        data={"sft": [{"path": "owner/set", "revision": "abc"}]},
     )
     assert check(pinned) == []
     loose = check(config(model={"path": "owner/name"}, data={"sft": [{"path": "owner/set"}]}))
@@ -133,20 +142,27 @@ def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_reward_function_is_found_without_running_its_module(tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("open('ran', 'w')\n")
-    (tmp_path / "pack" / "mine.py").write_text("open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n")
+    (tmp_path / "pack" / "mine.py").write_text(
+        "open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n"
+    )
     for reward in (
         {"type": "python", "function": "pack.mine:score"},
         {"type": "python", "function": "x:score", "file": "pack/mine.py"},
         {"type": "python", "function": "yaml:safe_load"},
     ):
-        assert check(config(ppo={"rewards": [reward]}, reward={"enabled": False}, data={"preference": []})) == []
+        assert (
+            check(config(ppo={"rewards": [reward]}, reward={"enabled": False}, data={"preference": []})) == []
+        )
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(ROW)
     assert "only judges" in check(config("ppo.rewards=[{type: gold}]"))[0]
-    assert "demo task only" in check(config("ppo.rewards.1.type=gold", data={"prompts": [{"path": "p.jsonl"}]}))[0]
+    assert (
+        "demo task only"
+        in check(config("ppo.rewards.1.type=gold", data={"prompts": [{"path": "p.jsonl"}]}))[0]
+    )
     assert "come twice" in check(config("ppo.prompts_per_step=1100"))[0]
     assert "take turns" in check(config("ppo.engine.count=3"))[0]
     assert "sft.deepspeed.ranks is 64 on 2 CPU cores" in check(config("sft.deepspeed.ranks=64"))[0]
@@ -155,10 +171,13 @@ def test_what_may_be_a_mistake_is_a_warning(tmp_path: Path) -> None:
 
 def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 4)
-    wide = config(ppo={"policy_deepspeed": {"ranks": 2}, "critic_deepspeed": {"ranks": 2}, "engine": {"count": 4}})
+    wide = config(
+        ppo={"policy_deepspeed": {"ranks": 2}, "critic_deepspeed": {"ranks": 2}, "engine": {"count": 4}}
+    )
     message = refused(wide, ConfigError)
     assert (
-        "needs 8 GPUs (2 policy + reference, 2 critic + reward model, 4 engines = 8; colocate=pairs); got 4" in message
+        "needs 8 GPUs (2 policy + reference, 2 critic + reward model, 4 engines = 8; colocate=pairs); got 4"
+        in message
     )
     assert "sft.deepspeed.ranks" in refused(config("sft.deepspeed.ranks=8"), ConfigError)
     with_gpus(monkeypatch, 8)

@@ -12,7 +12,9 @@ from data_samples import SENTENCEPIECE_TEMPLATE, TEXTS
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Any:
-    """What the pipeline trains itself: byte-level BPE, role marks, BOS put by the tokenizer and by the template."""
+    """What the pipeline trains itself: byte-level BPE, role marks, BOS put by the tokenizer and by the
+    template.
+    """
     from rlhf_core.data.tokenizer import train_tokenizer
 
     return train_tokenizer(TEXTS, 512)
@@ -35,7 +37,9 @@ def make_tokenizer() -> Callable[..., Any]:
         bpe.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
-        trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*specials, *bytes_], show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=700, special_tokens=[*specials, *bytes_], show_progress=False
+        )
         words = [word for text in TEXTS for word in text.split()]
         bpe.train_from_iterator(words, trainer)
         # Byte tokens are ordinary ones: rebuild without marking them special.

@@ -9,7 +9,10 @@ from typing import Any
 
 TEXTS = [
     "Tell me about a small fox in the garden. The small fox plays in the garden. It is kind and gentle.",
-    "Is it late? It is noon. One day, a little girl named Lily found a needle in her room, and she was happy.",
+    (
+        "Is it late? It is noon. One day, a little girl named Lily found a needle in her room, and she was"
+        " happy."
+    ),
     "What is the sum of two and three? The answer is five. User: Assistant: system prompt.",
 ]
 
@@ -20,8 +23,8 @@ SENTENCEPIECE_TEMPLATE = (
     "{% else %}{{ m['content'] | trim + ' ' }}{% endif %}{% endfor %}"
 )
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 

@@ -1,10 +1,11 @@
 """What holds for any file, any row and any chat template.
 
 Locked here:
-- any bytes under any supported name, and any edit of a good file, end in rows, bad rows with a line and a reason, or one
-  DataError that names the file; the look before the start never fails in another way and never refuses what is good;
-- any JSON object ends in a record or in a reason, and through a whole set every row is either kept or in the quarantine
-  file with its line and its reason;
+- any bytes under any supported name, and any edit of a good file, end in rows, bad rows with a line and a
+  reason, or one DataError that names the file; the look before the start never fails in another way and never
+  refuses what is good;
+- any JSON object ends in a record or in a reason, and through a whole set every row is either kept or in the
+  quarantine file with its line and its reason;
 - any chat template ends in an encoder or in a ModelError, within its limits.
 """
 
@@ -108,7 +109,8 @@ def test_any_bytes_and_any_edit_of_a_good_file_end_in_rows_or_one_error(
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("a\ud800"),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
     ),
     max_leaves=5,
 )
@@ -118,7 +120,9 @@ TURNS = st.lists(
 )
 FIELDS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "meta", "split", "other")
 ANY_ROW = st.dictionaries(
-    st.sampled_from(FIELDS), VALUES | TURNS | st.text(max_size=8) | st.just("\n\nHuman: a\n\nAssistant: b"), max_size=5
+    st.sampled_from(FIELDS),
+    VALUES | TURNS | st.text(max_size=8) | st.just("\n\nHuman: a\n\nAssistant: b"),
+    max_size=5,
 )
 
 
@@ -146,7 +150,9 @@ def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
     lines = [good, *(line.replace(b"\n", b" ").replace(b"\r", b" ") for line in lines)]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     source = {"path": str(tmp_path / "rows.jsonl")}
-    config = PipelineConfig.model_validate({"data": {"preference": [source], "max_bad_rows": 1.0}}, strict=False)
+    config = PipelineConfig.model_validate(
+        {"data": {"preference": [source], "max_bad_rows": 1.0}}, strict=False
+    )
     quarantine, counts = Quarantine(tmp_path / "quarantine.jsonl"), Counts()
     kept = load_set(config, "preference", quarantine, counts, source_contents(config))
     quarantine.close()

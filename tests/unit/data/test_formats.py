@@ -2,7 +2,8 @@
 
 Locked here:
 - five formats are told apart by their fields; strings and message lists mean the same;
-- conversations without `prompt` (message lists, and HH-RLHF transcripts) share their common beginning as the prompt;
+- conversations without `prompt` (message lists, and HH-RLHF transcripts) share their common beginning as the
+  prompt;
 - every malformed row is refused with a reason that names the field;
 - other fields are kept as JSON in `meta`.
 """
@@ -39,7 +40,9 @@ def test_the_format_follows_from_the_fields(row: dict[str, Any], kind: str) -> N
 
 def test_strings_and_message_lists_give_the_same_record() -> None:
     plain = normalise({"prompt": "q", "chosen": "good", "rejected": "bad"})
-    lists = normalise({"prompt": chat((U, "q")), "chosen": chat((A, "good")), "rejected": chat((U, "q"), (A, "bad"))})
+    lists = normalise(
+        {"prompt": chat((U, "q")), "chosen": chat((A, "good")), "rejected": chat((U, "q"), (A, "bad"))}
+    )
     assert lists == plain
     assert plain.prompt == (Message(U, "q"),)
     assert (plain.response, plain.rejected, plain.prompt_text) == ("good", "bad", "q")
@@ -97,15 +100,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**PAIR, "rejected": None}, "'rejected' is missing or null"),
     ({**PAIR, "chosen": chat((A, "x"), (U, "y"), (A, "z"))}, "'chosen' must be one assistant message"),
     ({"chosen": "a", "rejected": "b"}, "'prompt' is missing, and 'chosen' is not a conversation"),
-    ({"chosen": chat((U, "p"), (A, "x")), "rejected": chat((U, "q"), (A, "x"))}, "common beginning.*no user's message"),
+    (
+        {"chosen": chat((U, "p"), (A, "x")), "rejected": chat((U, "q"), (A, "x"))},
+        "common beginning.*no user's message",
+    ),
     ({"chosen": chat((U, "p"), (A, "x")), "rejected": chat((U, "p"), (A, "x"))}, "are the same"),
     ({"messages": "hello"}, "'messages' must be a list of messages; got str"),
     ({"messages": ["hello"]}, r"messages\[0\] must be an object with 'role' and 'content'; got str"),
     ({"messages": chat((U, "a"))}, "last of 'messages' must be the assistant's"),
-    ({"messages": chat((U, "a"), (U, "b"), (A, "c"))}, r"messages\[1\].role must be assistant \(roles take turns\)"),
+    (
+        {"messages": chat((U, "a"), (U, "b"), (A, "c"))},
+        r"messages\[1\].role must be assistant \(roles take turns\)",
+    ),
     ({"messages": chat((A, "a"))}, r"messages\[0\].role must be user"),
     ({"messages": chat((U, "a"), (A, "b"), (S, "c"))}, r"messages\[2\].role must be user"),
-    ({"messages": chat((U, "a"), ("tool", "b"))}, r"messages\[1\].role must be system, user or assistant; got 'tool'"),
+    (
+        {"messages": chat((U, "a"), ("tool", "b"))},
+        r"messages\[1\].role must be system, user or assistant; got 'tool'",
+    ),
     ({"messages": [{"content": "a"}]}, r"messages\[0\].role must be"),
     (
         {"messages": [{"role": U, "content": None}, {"role": A, "content": "b"}]},

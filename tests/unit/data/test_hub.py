@@ -2,8 +2,8 @@
 
 - a commit stands for itself; a branch is asked of the hub, then of the local cache
 - where nobody knows, the name stays, with a warning
-- the model of the SFT stage is fetched before its ranks start, whose time to load is bounded, if it is on the hub;
-  a fetch that fails leaves it to them to say why
+- the model of the SFT stage is fetched before its ranks start, whose time to load is bounded, if it is on the
+  hub; a fetch that fails leaves it to them to say why
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def test_the_model_is_fetched_before_the_ranks_start(
         run=SimpleNamespace(device="cpu", timeouts=None),
         sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1)),
     )
-    services: Any = SimpleNamespace(inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, watch=None, sources={})
+    services: Any = SimpleNamespace(
+        inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, watch=None, sources={}
+    )
     with pytest.raises(KeyboardInterrupt):
         sft.run(config, services)
     assert order == [*([("org/model", COMMIT)] if fetched else []), "ranks"]

@@ -3,13 +3,14 @@
 Locked here:
 - a prompt held out in one set is in no training set, whatever the seed; tiny sets keep a row on either side;
 - every row is accounted for: read = bad + dropped + train + eval; one that the chat template refuses is bad;
-- `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in the file, and
-  in that order, so that the first n are of all sources; the same prompts for every `run.seed`;
+- `eval_fraction` and `max_eval` hold out the prompts of the lowest split positions, wherever they stand in
+  the file, and in that order, so that the first n are of all sources; the same prompts for every `run.seed`;
 - duplicates, contradictions, lengths and `max_eval` drop rows under their reason; bad rows are quarantined;
 - too many bad rows, or too few usable ones, stop the run with a message that says what to do;
-- the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the same bytes;
-- a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once, as do
-  prompts without the answer that a reward looks for; fewer prompts than a step takes are told;
+- the demo's artifact holds the tokenizer, the model's config, and sequences that fit it; the same seed, the
+  same bytes;
+- a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once,
+  as do prompts without the answer that a reward looks for; fewer prompts than a step takes are told;
 - the stage logs its card; the card shows text that cannot become markup.
 """
 
@@ -56,12 +57,15 @@ def files(
 ) -> PipelineConfig:
     """Pairs from a file in all three sets, a tokenizer trained on them."""
     source = [{"path": str(write_jsonl(folder / "pairs.jsonl", rows))}]
-    return configure(data={"sft": source, "preference": source, "prompts": source, **data}, reward=reward or {})
+    return configure(
+        data={"sft": source, "preference": source, "prompts": source, **data}, reward=reward or {}
+    )
 
 
 def pairs(number: int) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": i} for i in range(number)
+        {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": i}
+        for i in range(number)
     ]
 
 
@@ -90,7 +94,9 @@ def test_the_demo_artifact_fits_its_model(demo_out: Path) -> None:
     for example in load_sft(demo_out, "train"):
         assert len(example.input_ids) == len(example.loss_mask) <= 128
         assert max(example.input_ids) < model.vocab_size
-        learned = [token for token, marked in zip(example.input_ids, example.loss_mask, strict=True) if marked]
+        learned = [
+            token for token, marked in zip(example.input_ids, example.loss_mask, strict=True) if marked
+        ]
         assert learned[-1] == tokenizer.eos_token_id and example.input_ids[0] == tokenizer.bos_token_id
     for pair in load_pairs(demo_out, "train"):
         assert pair.chosen_ids != pair.rejected_ids
@@ -114,7 +120,9 @@ def test_no_training_row_has_a_held_out_prompt(demo_out: Path) -> None:
 def test_the_same_seed_gives_the_same_bytes(demo_out: Path, tmp_path: Path) -> None:
     prepared(demo(), tmp_path)
     names = sorted(str(file.relative_to(demo_out)) for file in demo_out.rglob("*") if file.is_file())
-    assert "sft_train.parquet" in names and "model/config.json" in names and "tokenizer/tokenizer.json" in names
+    assert (
+        "sft_train.parquet" in names and "model/config.json" in names and "tokenizer/tokenizer.json" in names
+    )
     assert [name for name in names if (demo_out / name).read_bytes() != (tmp_path / name).read_bytes()] == []
 
 
@@ -157,7 +165,10 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     card = prepared(files(tmp_path, rows, max_prompt_tokens=32, max_eval=2), tmp_path / "out")
     for counts in card["counts"].values():
         assert counts["read"] == 66
-        assert counts["read"] == counts["bad"] + sum(counts["dropped"].values()) + counts["train"] + counts["eval"]
+        assert (
+            counts["read"]
+            == counts["bad"] + sum(counts["dropped"].values()) + counts["train"] + counts["eval"]
+        )
         assert counts["eval"] == 2
     dropped = card["counts"]["preference"]["dropped"]
     assert dropped["duplicate"] == 2
@@ -165,7 +176,9 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     assert dropped["response longer than data.max_response_tokens"] == 1
     assert dropped["prompt longer than data.max_prompt_tokens"] == 1
     assert dropped["held out beyond data.max_eval"] > 0
-    quarantine = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    quarantine = [
+        json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    ]
     assert {(row["line"], row["reason"]) for row in quarantine} == {(66, "'chosen' is missing or null")}
     assert '"broken"' in quarantine[0]["row"]
     assert load_prompts(tmp_path / "out", "train")[0].meta == {"answer": 0}
@@ -175,7 +188,9 @@ def test_a_row_that_the_template_refuses_is_quarantined_and_counted(tmp_path: Pa
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (tmp_path / "strict.jinja").write_text(refusing + TINY_TEMPLATE)
     talk = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
-    rows = [{"messages": [{**turn, "content": f"{turn['role']} {i}"} for turn in talk[1:]]} for i in range(29)]
+    rows = [
+        {"messages": [{**turn, "content": f"{turn['role']} {i}"} for turn in talk[1:]]} for i in range(29)
+    ]
     source = [{"path": str(write_jsonl(tmp_path / "talks.jsonl", [*rows, {"messages": talk}]))}]
     card = prepared(demo(sft=source, chat_template=str(tmp_path / "strict.jinja")), tmp_path / "out")
     counts = card["counts"]["sft"]
@@ -185,7 +200,9 @@ def test_a_row_that_the_template_refuses_is_quarantined_and_counted(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("fraction", "most"), [(0.4, 512), (0.1, 512), (0.4, 3), (0.4, 6)])
-def test_held_out_are_the_prompts_of_the_lowest_split_positions(fraction: float, most: int, tmp_path: Path) -> None:
+def test_held_out_are_the_prompts_of_the_lowest_split_positions(
+    fraction: float, most: int, tmp_path: Path
+) -> None:
     rows = pairs(60)
     prepared(files(tmp_path, rows, eval_fraction=fraction, max_eval=most), tmp_path / "out")
     position = {row["prompt"]: split_position(0, row["prompt"]) for row in rows}
@@ -215,7 +232,10 @@ def test_the_held_out_prompts_are_the_same_for_every_seed_of_the_run(tmp_path: P
     for seed in (0, 1):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        prepared(demo(run={"seed": seed}, prompts=[{"path": str(write_jsonl(folder / "p.jsonl", pairs(200)))}]), folder)
+        prepared(
+            demo(run={"seed": seed}, prompts=[{"path": str(write_jsonl(folder / "p.jsonl", pairs(200)))}]),
+            folder,
+        )
         held.append([prompt.prompt_id for prompt in load_prompts(folder, "eval")])
     assert held[0] == held[1] and held[0]
 
@@ -254,7 +274,10 @@ def test_nothing_left_after_filtering_says_which_limit_to_raise(tmp_path: Path) 
             [{"prompt": "a", "chosen": f"b{i}", "rejected": "c"} for i in range(9)],
             r"data\.prompts: 1 of 9 rows left.*8 duplicate",
         ),
-        ([{"prompt": f"{i}", "completion": "b"} for i in range(9)], "`completion` row; a pair needs 'chosen'"),
+        (
+            [{"prompt": f"{i}", "completion": "b"} for i in range(9)],
+            "`completion` row; a pair needs 'chosen'",
+        ),
     ],
 )
 def test_unusable_sets_are_refused(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -287,14 +310,18 @@ def test_no_preference_source_gives_empty_pair_files(tmp_path: Path) -> None:
 def model_folder(sp_tokenizer: Any, tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     sp_tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": len(sp_tokenizer), "max_position_embeddings": 128}))
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": len(sp_tokenizer), "max_position_embeddings": 128})
+    )
     return folder
 
 
 def test_a_given_model_brings_its_own_tokenizer_and_template(model_folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text((model_folder / "chat_template.jinja").read_text().replace("User:", "Human:"))
-    config = configure(model={"path": str(model_folder)}, data={"synthetic": SMALL, "chat_template": str(template)})
+    config = configure(
+        model={"path": str(model_folder)}, data={"synthetic": SMALL, "chat_template": str(template)}
+    )
     prepared(config, tmp_path / "out")
     from transformers import AutoTokenizer
 
@@ -308,7 +335,10 @@ def test_a_given_model_brings_its_own_tokenizer_and_template(model_folder: Path,
     ("facts", "message"),
     [
         ({"vocab_size": 100, "max_position_embeddings": 128}, "but the model's embedding only 100"),
-        ({"vocab_size": 9999, "max_position_embeddings": 64}, r"= 128 tokens do not fit the context of .* \(64\)"),
+        (
+            {"vocab_size": 9999, "max_position_embeddings": 64},
+            r"= 128 tokens do not fit the context of .* \(64\)",
+        ),
     ],
 )
 def test_a_tokenizer_or_length_that_does_not_fit_the_model_is_refused(
@@ -351,15 +381,22 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
     splits: Any = {
         "sft": {"train": train, "eval": []},
         "preference": {"train": [made("is it late", "Is it late"), made("x", "Is it late? No.")], "eval": []},
-        "prompts": {"train": [made("...", "...")], "eval": [made("Is it late?", "Is it late?"), made("???", "???")]},
+        "prompts": {
+            "train": [made("...", "...")],
+            "eval": [made("Is it late?", "Is it late?"), made("???", "???")],
+        },
     }
-    # Near are: case and marks, width, a beginning, a paragraph, and the pair's prompt. Marks alone have no words to share.
+    # Near are: case and marks, width, a beginning, a paragraph, and the pair's prompt. Marks alone have no
+    # words to share.
     assert overlap(splits) == {"exact": 1, "near": 5}
 
 
 def test_rows_near_a_held_out_prompt_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = pairs(40)
-    prepared(files(tmp_path, rows + [{**row, "prompt": row["prompt"].upper() + "!"} for row in rows]), tmp_path / "out")
+    prepared(
+        files(tmp_path, rows + [{**row, "prompt": row["prompt"].upper() + "!"} for row in rows]),
+        tmp_path / "out",
+    )
     [message] = [record.getMessage() for record in caplog.records if "held-out" in record.getMessage()]
     assert "training rows are nearly held-out prompts" in message and "data_card.md" in message
 
@@ -481,7 +518,8 @@ def test_an_answer_that_a_reward_looks_for_must_be_in_every_prompt(tmp_path: Pat
     prepared(config(rows), tmp_path / "all")
     rows[7]["result"] = rows[7].pop("answer")
     with pytest.raises(
-        DataError, match=r"type answer needs the field 'answer' .* 1 of 20 have none .*question 7.* fields are result"
+        DataError,
+        match=r"type answer needs the field 'answer' .* 1 of 20 have none .*question 7.* fields are result",
     ):
         prepared(config(rows), tmp_path / "one without")
 

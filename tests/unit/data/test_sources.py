@@ -7,7 +7,8 @@ Locked here:
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
 - digests follow contents, not names or times;
-- a file that is written to or replaced after its digest was taken is an error that names it, however the reading ends.
+- a file that is written to or replaced after its digest was taken is an error that names it, however the
+  reading ends.
 """
 
 from __future__ import annotations
@@ -73,12 +74,16 @@ def test_a_folder_is_read_file_by_file_in_order_of_names(tmp_path: Path) -> None
 
 def test_marks_crlf_and_blank_lines_are_accepted_and_lines_keep_their_numbers(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "1"}\r\n\r\n  \n{"text": "2"}')
-    assert [(row.line, getattr(row, "data", None)) for row in read(file)] == [(1, {"text": "1"}), (4, {"text": "2"})]
+    assert [(row.line, getattr(row, "data", None)) for row in read(file)] == [
+        (1, {"text": "1"}),
+        (4, {"text": "2"}),
+    ]
 
 
 def test_rows_of_another_split_are_left_out_on_request(tmp_path: Path) -> None:
     file = write(
-        tmp_path / "a.jsonl", as_jsonl([{"text": "1", "split": "test"}, {"text": "2", "split": "train"}, {"text": "3"}])
+        tmp_path / "a.jsonl",
+        as_jsonl([{"text": "1", "split": "test"}, {"text": "2", "split": "train"}, {"text": "3"}]),
     )
     assert [row["text"] for row in data_of(file, only_split=True)] == ["2"]
     assert len(data_of(file)) == 3
@@ -140,7 +145,9 @@ def test_csv_rows_with_too_few_cells_or_wrong_bytes_are_bad(tmp_path: Path) -> N
         ("a.txt", b"hello", "unknown kind of file"),
     ],
 )  # fmt: skip
-def test_an_unusable_file_is_one_error_that_names_it(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_an_unusable_file_is_one_error_that_names_it(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     file = write(tmp_path / name, content)
     with pytest.raises(DataError, match=message) as caught:
         read(file)
@@ -191,7 +198,9 @@ def config_for(path: Path, model: Path | None = None) -> PipelineConfig:
         "preference": [{"path": "synthetic"}],
         "prompts": [{"path": "owner/name", "revision": "abc"}],
     }
-    return PipelineConfig.model_validate({"data": data, "model": {"path": str(model) if model else None}}, strict=False)
+    return PipelineConfig.model_validate(
+        {"data": data, "model": {"path": str(model) if model else None}}, strict=False
+    )
 
 
 def test_digests_follow_contents_and_not_names_or_times(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ from rlhf_core.data.synthetic import generate, gold_reward, parse_prompt
 from rlhf_core.errors import DataError
 
 PROMPT = "Tell me about a small fox in the garden."
-BEST = "The small fox plays in the garden. It is kind and gentle. It has a warm heart. It is happy and brave. "
+BEST = (
+    "The small fox plays in the garden. It is kind and gentle. It has a warm heart. It is happy and brave. "
+)
 BEST = BEST.replace("It has a warm heart. ", "People love its warm heart. ").strip() + " It has a sweet song."
 
 
@@ -34,11 +36,13 @@ def raw(response: str, finished: bool = True) -> float:
 
 def test_the_reward_is_the_documented_sum() -> None:
     good = "The small fox plays in the garden. It is kind and plain. It has a warm heart."
-    # Subject 0.9, place 0.7, adjective 0.3, two kind words 2 x 0.4, a proper end 0.4; three sentences cost nothing.
+    # Subject 0.9, place 0.7, adjective 0.3, two kind words 2 x 0.4, a proper end 0.4; three sentences cost
+    # nothing.
     assert raw(good) == pytest.approx(3.1)
     # Not ended by EOS: -0.6 in place of +0.4.
     assert raw(good, finished=False) == pytest.approx(2.1)
-    # Another animal -0.4, one rude word -0.6, kind 0.4, place 0.7, adjective 0.3, end 0.4, two sentences -0.3.
+    # Another animal -0.4, one rude word -0.6, kind 0.4, place 0.7, adjective 0.3, end 0.4, two sentences
+    # -0.3.
     assert raw("The small bear sits in the garden. It is kind and nasty.") == pytest.approx(0.5)
     # Words of a broken sentence earn nothing: three kind words 1.2, end 0.4, the broken sentence -0.5.
     assert raw(
@@ -84,7 +88,8 @@ def test_degenerate_texts_do_not_pay(degenerate: str) -> None:
 
 def test_demonstrations_score_about_zero_with_room_above() -> None:
     rewards = [
-        gold_reward(row["prompt"], row["completion"]) for row in generate(SyntheticConfig(sft_examples=2000), 3, "sft")
+        gold_reward(row["prompt"], row["completion"])
+        for row in generate(SyntheticConfig(sft_examples=2000), 3, "sft")
     ]
     assert abs(statistics.mean(rewards)) < 0.1
     assert 0.9 < statistics.pstdev(rewards) < 1.1
@@ -105,7 +110,10 @@ def test_annotators_are_mostly_right_and_never_wrong_at_temperature_zero() -> No
 
 @pytest.mark.parametrize("kind", ["sft", "preference", "prompts"])
 def test_rows_are_a_function_of_the_seed(kind: Any) -> None:
-    few, many = SyntheticConfig(sft_examples=5, pairs=5, prompts=5), SyntheticConfig(sft_examples=9, pairs=9, prompts=9)
+    few, many = (
+        SyntheticConfig(sft_examples=5, pairs=5, prompts=5),
+        SyntheticConfig(sft_examples=9, pairs=9, prompts=9),
+    )
     assert list(generate(few, 0, kind)) == list(generate(many, 0, kind))[:5]
     assert list(generate(few, 0, kind)) != list(generate(few, 1, kind))
 
@@ -124,7 +132,13 @@ def test_a_foreign_prompt_has_no_gold_reward() -> None:
 
 
 def test_the_gold_reward_imports_nothing_heavy() -> None:
-    code = "import sys, rlhf_core.data.synthetic; print([m for m in ('torch', 'transformers', 'pyarrow') if m in sys.modules])"
+    code = (
+        "import sys, rlhf_core.data.synthetic; print([m for m in ('torch', 'transformers', 'pyarrow') if m in"
+        " sys.modules])"
+    )
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )

@@ -8,7 +8,8 @@ Locked here:
 - plain joining gives the tokens of the joined text;
 - a missing, broken, attacking, slow or empty template is a ModelError with a fix, before any row;
 - no text becomes a special token or a role mark, whatever the template does to it;
-- what rewards read as the response is what its author wrote, and gives the tokens of training when rendered again.
+- what rewards read as the response is what its author wrote, and gives the tokens of training when rendered
+  again.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def test_prompt_and_response_are_the_two_halves_of_the_conversation(
 
 
 def chatml_tokenizer(make: Callable[..., Any], template: str) -> Any:
-    return make(template, ("<unk>", "<s>", "<|im_end|>", "<|im_start|>"), eos_token="<|im_end|>", bos_token=None)
+    return make(
+        template, ("<unk>", "<s>", "<|im_end|>", "<|im_start|>"), eos_token="<|im_end|>", bos_token=None
+    )
 
 
 def test_a_template_without_marks_gives_the_mask_of_one_with_them(make_tokenizer: Callable[..., Any]) -> None:
@@ -92,7 +95,9 @@ def test_a_template_without_marks_gives_the_mask_of_one_with_them(make_tokenizer
     assert without.response([ASK], "It is noon.")[1][-1] == without.eos_id
 
 
-def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(make_tokenizer: Callable[..., Any]) -> None:
+def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(
+    make_tokenizer: Callable[..., Any],
+) -> None:
     outside = SENTENCEPIECE_TEMPLATE.replace(
         " + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{ eos_token }}"
     )
@@ -100,7 +105,9 @@ def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(make_toke
     assert SENTENCEPIECE_TEMPLATE not in (outside, without)
     expected = Encoder(make_tokenizer(), "chat")
     assert Encoder(make_tokenizer(outside), "chat").conversation(TALK) == expected.conversation(TALK)
-    assert Encoder(make_tokenizer(without), "chat").conversation([ASK, ANSWER]) == expected.conversation([ASK, ANSWER])
+    assert Encoder(make_tokenizer(without), "chat").conversation([ASK, ANSWER]) == expected.conversation(
+        [ASK, ANSWER]
+    )
 
 
 @pytest.mark.parametrize("evil", ["</s>", "say </s> now", "<s></s><s>", "a\ue000<unk>b</s>", "<unk> </s"])
@@ -121,8 +128,14 @@ def test_text_that_spells_a_special_token_stays_text(sp_tokenizer: Any, evil: st
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "a", "fox", "é", "\n", "<", "s>", "\ue000"]), min_size=1))
-def test_the_careful_way_gives_the_same_tokens_where_nothing_is_special(sp_tokenizer: Any, pieces: list[str]) -> None:
+@given(
+    st.lists(
+        st.sampled_from(["<s>", "</s>", "<unk>", " ", "a", "fox", "é", "\n", "<", "s>", "\ue000"]), min_size=1
+    )
+)
+def test_the_careful_way_gives_the_same_tokens_where_nothing_is_special(
+    sp_tokenizer: Any, pieces: list[str]
+) -> None:
     encoder = Encoder(sp_tokenizer, "chat")
     text = "".join(pieces)
     rendered = f"<s>User: {text} Assistant:"
@@ -182,7 +195,8 @@ def test_an_unusable_template_is_refused_with_a_fix(
 
 def test_a_row_that_the_template_refuses_is_an_error_of_that_row(make_tokenizer: Callable[..., Any]) -> None:
     strict = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + SENTENCEPIECE_TEMPLATE
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + SENTENCEPIECE_TEMPLATE
     )
     encoder = Encoder(make_tokenizer(strict), "chat")
     with pytest.raises(EncodeError, match="no system"):
@@ -217,7 +231,10 @@ def test_the_template_for_qwen3_renders_the_last_answer_behind_an_empty_think_bl
     encoder = Encoder(tokenizer, "chat")
     prompt, response = encoder.response(TALK[:4], "It plays.")
     head = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nIs it late?<|im_end|>\n"
-    talk = head + "<|im_start|>assistant\nIt is noon.<|im_end|>\n<|im_start|>user\nAnd  the\nfox? é🦊<|im_end|>\n"
+    talk = (
+        head
+        + "<|im_start|>assistant\nIt is noon.<|im_end|>\n<|im_start|>user\nAnd  the\nfox? é🦊<|im_end|>\n"
+    )
     rendered = talk + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert list(prompt) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(response).strip() == "It plays.<|im_end|>"
@@ -226,8 +243,13 @@ def test_the_template_for_qwen3_renders_the_last_answer_behind_an_empty_think_bl
     assert encoded.mask == (0,) * len(prompt) + (1,) * len(response)
 
 
-DELETES = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] | replace('#', '') + '<|im_end|>' }}{% endfor %}"
-JOINS = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|' + m['content'] + '<|im_end|>' }}{% endfor %}"
+DELETES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] | replace('#', '') + '<|im_end|>'"
+    " }}{% endfor %}"
+)
+JOINS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|' + m['content'] + '<|im_end|>' }}{% endfor %}"
+)
 ANSWERS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 
 
@@ -257,7 +279,9 @@ def test_text_that_spells_a_role_mark_that_is_not_declared_special_is_refused(
     from tokenizers import AddedToken
 
     tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", "</s>"))
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<|im_start|>", "<other>")])
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=False, normalized=False) for mark in ("<|im_start|>", "<other>")]
+    )
     encoder = Encoder(tokenizer, "chat")
     encoder.prompt([Message("user", "a </s> and <other> stay text")])
     with pytest.raises(EncodeError, match="role mark"):
@@ -269,7 +293,9 @@ def test_plain_text_that_a_tokenizer_adds_is_no_role_mark(make_tokenizer: Callab
     from tokenizers import AddedToken
 
     tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", "</s>"))
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("\n", "\n\n", "late")])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in ("\n", "\n\n", "late")]
+    )
     encoder = Encoder(tokenizer, "chat")
     ask, answer = Message("user", "two\nlines"), Message("assistant", "three\n\nlines of\nlate text")
     encoder.prompt([ask])
@@ -285,9 +311,11 @@ PRODUCT = (
 )
 SLOW = {
     "a product in one expression": PRODUCT,
-    "a search in one expression": "{% set x = 'a' * 3000000 %}{% set y = 'a' * 1500000 + 'b' %}{{ "
-    + " and ".join(["(y in x or true)"] * 4000)
-    + " }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    "a search in one expression": (
+        "{% set x = 'a' * 3000000 %}{% set y = 'a' * 1500000 + 'b' %}{{ "
+        + " and ".join(["(y in x or true)"] * 4000)
+        + " }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ),
 }
 
 

@@ -32,7 +32,9 @@ def test_a_missing_folder_is_said_to_be_missing(path: str) -> None:
         load_tokenizer(path)
 
 
-def test_a_hub_id_is_only_what_looks_like_one_and_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_only_what_looks_like_one_and_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert not is_local_model("owner/name")
     (tmp_path / "owner" / "name").mkdir(parents=True)
@@ -61,7 +63,9 @@ def test_no_token_to_pad_with_and_no_eos_are_refused_with_a_fix() -> None:
 
     bare = Tokenizer(models.BPE({"a": 0}, []))
     bare.add_special_tokens([AddedToken("<|end|>", special=True)])
-    with pytest.raises(ModelError, match=r"no token to pad with besides EOS \('<\|end\|>'\); add a pad token"):
+    with pytest.raises(
+        ModelError, match=r"no token to pad with besides EOS \('<\|end\|>'\); add a pad token"
+    ):
         with_safe_specials(PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|end|>"), "m")
     with pytest.raises(ModelError, match="has no EOS token; set eos_token"):
         with_safe_specials(PreTrainedTokenizerFast(tokenizer_object=bare), "m")
@@ -110,4 +114,6 @@ def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused(rules: dict[
 def test_the_rules_of_known_tokenizers_are_bounded(byte_tokenizer: Any, sp_tokenizer: Any) -> None:
     for tokenizer in (byte_tokenizer, sp_tokenizer):
         require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), "x")
-    require_bounded_growth({"normalizer": replaces((" ", "▁"), ("``", '"'), ("...", "…")), "decoder": None}, "x")
+    require_bounded_growth(
+        {"normalizer": replaces((" ", "▁"), ("``", '"'), ("...", "…")), "decoder": None}, "x"
+    )

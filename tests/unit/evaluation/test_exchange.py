@@ -1,6 +1,7 @@
 """Measures with exchanged prompts.
 
-- no item is scored against a prompt equal to its own; every prompt is used as often as before; two calls agree
+- no item is scored against a prompt equal to its own; every prompt is used as often as before; two calls
+  agree
 - where one prompt is that of more than half of the items there is no such exchange, and no number
 - the exchanged accuracy of a reward model and the exchanged gold reward are those worked out by hand
 """
@@ -32,7 +33,10 @@ def test_every_item_gets_another_prompt_than_its_own_or_there_is_no_exchange(pro
 
 
 def test_pairs_keep_their_responses_and_take_another_prompt() -> None:
-    pairs = [PairExample(f"id {i}", f"prompt {i}", (i,), (10 + i,), (20 + i,), f"source {i}", 0.5) for i in range(5)]
+    pairs = [
+        PairExample(f"id {i}", f"prompt {i}", (i,), (10 + i,), (20 + i,), f"source {i}", 0.5)
+        for i in range(5)
+    ]
     exchanged = exchange_pairs(pairs)
     assert exchanged is not None
     for before, after in zip(pairs, exchanged, strict=True):

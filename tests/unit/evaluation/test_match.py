@@ -2,8 +2,10 @@
 
 - both answer the evaluation's prompts, and the judge of the evaluation decides each
 - prompts that the champion was trained on are left out
-- the champion is loaded as its own run's settings say (base and adapter, or the merge), whatever the candidate's are
-- it is not played where the champion is not in this store, reads other tokens, or cannot be served; the log says why
+- the champion is loaded as its own run's settings say (base and adapter, or the merge), whatever the
+  candidate's are
+- it is not played where the champion is not in this store, reads other tokens, or cannot be served; the log
+  says why
 """
 
 from __future__ import annotations
@@ -85,7 +87,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     SEEN.clear()
 
     def respond(
-        config: Any, files: PolicyFiles, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+        config: Any,
+        files: PolicyFiles,
+        prompts: Sequence[PromptExample],
+        *,
+        device: str,
+        done: Callable[[int], None],
     ) -> list[Rollout]:
         if (files.model / "says").read_text() == "FAIL":
             raise RuntimeError("CUDA out of memory")
@@ -120,7 +127,10 @@ def test_rules_and_the_candidates_reward_model_can_judge(
 
     def score(_config: Any, folder: Path, samples: Sequence[Any], **_rest: Any) -> list[float]:
         asked.append(folder)
-        return [float("nan") if sample.prompt_id == "p0" else float("rotten" in sample.response) for sample in samples]
+        return [
+            float("nan") if sample.prompt_id == "p0" else float("rotten" in sample.response)
+            for sample in samples
+        ]
 
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
     inputs = {**services.inputs, "reward": Path("/its/reward")}
@@ -151,7 +161,9 @@ def test_the_champions_reward_model_judges_the_same_answers(
 
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
     inputs = {**services.inputs, "reward": Path("/its/reward")}
-    ours = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)
+    ours = Services(
+        inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress
+    )
     played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
     assert played is not None and played.away is not None and played.judge == "reward_model"
     assert (played.home.win_rate.mean, played.away.win_rate.mean) == (1.0, 0.0)
@@ -181,11 +193,18 @@ NF4 = {**BF16, "lora": {"r": 8, "quantize": "nf4"}}
         pytest.param({}, LORA, True, id="candidate without LoRA, champion with"),
         pytest.param(LORA, NF4, False, id="candidate with LoRA, champion nf4"),
         pytest.param(LORA, {"lora": {"r": 8}}, False, id="candidate bfloat16, champion float32"),
-        pytest.param(LORA, {**LORA, "weight_sync": {"lora": "merged"}}, False, id="champion merged by its settings"),
+        pytest.param(
+            LORA, {**LORA, "weight_sync": {"lora": "merged"}}, False, id="champion merged by its settings"
+        ),
     ],
 )
 def test_the_champion_is_loaded_as_its_own_settings_say(
-    candidate: Any, theirs: Any, apart: bool, services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    candidate: Any,
+    theirs: Any,
+    apart: bool,
+    services: Services,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def settings(ppo: Any) -> PipelineConfig:
         tree = {"run": {"device": "cpu", "home": str(tmp_path)}, "evaluate": {"prompts": 8, "bootstrap": 200}}
@@ -206,7 +225,9 @@ def test_the_champion_is_loaded_as_its_own_settings_say(
         fetched[stage] = store.fetch(ref)
     policy(tmp_path / "sft" / "model", GOOD)
     inputs = {**services.inputs, "sft": tmp_path / "sft"}
-    ours = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)
+    ours = Services(
+        inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress
+    )
     loaded: dict[str, PolicyFiles] = {}
 
     def respond(_config: Any, models: dict[str, PolicyFiles], *_rest: Any, **_settings: Any) -> Any:
@@ -234,7 +255,11 @@ def test_it_is_not_played_without_the_champions_weights_and_data(
 
 
 def test_it_is_not_played_against_other_tokens_templates_or_damaged_weights(
-    config: PipelineConfig, services: Services, champion: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig,
+    services: Services,
+    champion: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, tags = champion(BAD)
     for name in ("tokenizer.json", "chat_template.jinja"):

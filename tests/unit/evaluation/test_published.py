@@ -1,7 +1,9 @@
 """What was trained is what is judged: a bfloat16 policy with an adapter, and the files that evaluation loads.
 
-- base model and adapter give the trained policy's log-probabilities, bit for bit; the merged model does so in float32
-- the merge rounded to bfloat16 has lost a large part of a small update; above the limit the stage fails, and says what to do
+- base model and adapter give the trained policy's log-probabilities, bit for bit; the merged model does so in
+  float32
+- the merge rounded to bfloat16 has lost a large part of a small update; above the limit the stage fails, and
+  says what to do
 - outside float32 the adapter is synced and judged by itself, unless the configuration says otherwise
 """
 
@@ -82,7 +84,9 @@ def test_a_stage_whose_judged_files_lost_the_update_fails(artifacts: Any) -> Non
     merge = config_of(weight_sync={"lora": "merged"})
     with pytest.raises(
         GateFailed,
-        match=r"loses \d+% of the change by training, above ppo.published_loss_limit=0.1; leave it out, or use",
+        match=(
+            r"loses \d+% of the change by training, above ppo.published_loss_limit=0.1; leave it out, or use"
+        ),
     ):
         check(merge, artifacts)
     with pytest.raises(
@@ -97,7 +101,9 @@ def test_a_merge_that_only_the_engines_round_counts_as_a_loss(artifacts: Any) ->
     ppo, sft, trained = artifacts
     mixed = config_of(weight_sync={"lora": "merged"}, policy_deepspeed={"dtype": "float32"})
     assert mixed.ppo.served_dtype == "bfloat16"
-    exact = logprobs(mixed, PolicyFiles(sft / "model", ppo / "adapter"), trained.sequences, 1.0, pad_id=0, device="cpu")
+    exact = logprobs(
+        mixed, PolicyFiles(sft / "model", ppo / "adapter"), trained.sequences, 1.0, pad_id=0, device="cpu"
+    )
     in_float32 = Trained(trained.sequences, [values.numpy() for values in exact])
     found = measure_published(mixed, in_float32, ppo, sft, pad_id=0, device="cpu")
     assert found["published/logprob_gap"] < 1e-5 and found["published/loss"] > 0.3
@@ -118,7 +124,9 @@ def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(arti
 def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -> None:
     ppo, sft, trained = artifacts
     other = Trained(trained.sequences, [values + 0.1 for values in trained.logprobs])
-    with pytest.raises(GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.05"):
+    with pytest.raises(
+        GateFailed, match=r"differ from the trained policy by 0.1 nats per token, more than 0.05"
+    ):
         check(config_of(), (ppo, sft, other))
 
 

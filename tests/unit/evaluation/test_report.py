@@ -95,15 +95,23 @@ def test_no_hostile_text_becomes_markup(text: str) -> None:
             lineage=[(text, text, text)],
             facts={text: text},
             evaluation=evaluation()
-            | {"rules": {text: evaluation()["gold_reward"]}, "by_source": {text: evaluation(), "b": evaluation()}},
+            | {
+                "rules": {text: evaluation()["gold_reward"]},
+                "by_source": {text: evaluation(), "b": evaluation()},
+            },
         )
     )
-    plain = parse(render(report(evaluation=evaluation() | {"by_source": {"a": evaluation(), "b": evaluation()}})))
+    plain = parse(
+        render(report(evaluation=evaluation() | {"by_source": {"a": evaluation(), "b": evaluation()}}))
+    )
     hostile = parse(document)
     assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in plain.tags]
     assert {tag for tag, _ in hostile.tags} <= TAGS
     assert not {
-        name for _, attributes in hostile.tags for name in attributes if name.startswith("on") or name == "href"
+        name
+        for _, attributes in hostile.tags
+        for name in attributes
+        if name.startswith("on") or name == "href"
     }
     document.encode("utf-8")
     assert not set("\u202e\u202c\x00\x1b\x7f") & set(document)
@@ -143,10 +151,11 @@ def test_the_data_cards_markdown_becomes_headings_tables_lists_and_code() -> Non
             "end",
         ]
     )
-    assert to_html(card, html.escape) == (
-        "<h3>Sets</h3><table class=left><tr><th>set</th><th>rows</th></tr><tr><td>sft</td><td>4 | 5</td></tr></table>"
-        "<p>two lines <b>bold</b> &lt;eos&gt; a_b</p><ul><li><code>a &lt; b</code></li><li>c</li></ul>"
-        "<pre># &lt;b&gt;raw&lt;/b&gt;</pre><p>end</p>"
+    assert (
+        to_html(card, html.escape)
+        == "<h3>Sets</h3><table class=left><tr><th>set</th><th>rows</th></tr><tr><td>sft</td><td>4 |"
+        " 5</td></tr></table><p>two lines <b>bold</b> &lt;eos&gt; a_b</p><ul><li><code>a &lt;"
+        " b</code></li><li>c</li></ul><pre># &lt;b&gt;raw&lt;/b&gt;</pre><p>end</p>"
     )
 
 
@@ -180,7 +189,9 @@ def test_the_numbers_are_those_of_the_evaluation() -> None:
         assert shown in text
 
 
-@pytest.mark.parametrize(("win", "verdict"), [(0.8, "beats"), (0.5, "cannot be told apart"), (0.2, "is worse than")])
+@pytest.mark.parametrize(
+    ("win", "verdict"), [(0.8, "beats"), (0.5, "cannot be told apart"), (0.2, "is worse than")]
+)
 def test_the_verdict_follows_the_interval(win: float, verdict: str) -> None:
     assert verdict in render(report(evaluation=evaluation(win)))
 
@@ -258,7 +269,12 @@ def test_the_running_mean_skips_gaps() -> None:
 
 def test_a_replayed_step_counts_once_and_steps_are_ordered(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rows = [{"step": 1, "x": 1.0}, {"step": 3, "x": 3.0}, {"step": 2, "x": 9.0}, {"step": 2, "x": 2.0, "note": "text"}]
+    rows = [
+        {"step": 1, "x": 1.0},
+        {"step": 3, "x": 3.0},
+        {"step": 2, "x": 9.0},
+        {"step": 2, "x": 2.0, "note": "text"},
+    ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     read = read_history(path)
     assert read.column("x").tolist() == [1.0, 2.0, 3.0]

@@ -1,9 +1,11 @@
 """What evaluation asks of models: tiny ones that score, and an engine that is scripted.
 
-- the KL of a response is the sum over its tokens of log policy - log SFT model, at the temperature of the evaluation
-- responses are sampled at that temperature too, in batches, with seeds that depend on the prompt alone, and the engine
-  ends, whatever happens
-- rules are another judge when their code or a setting that changes a value differs, and are not asked with other code
+- the KL of a response is the sum over its tokens of log policy - log SFT model, at the temperature of the
+  evaluation
+- responses are sampled at that temperature too, in batches, with seeds that depend on the prompt alone, and
+  the engine ends, whatever happens
+- rules are another judge when their code or a setting that changes a value differs, and are not asked with
+  other code
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ CONFIG = PipelineConfig.model_validate(
 
 
 @torch.no_grad()
-def test_the_kl_is_the_sum_over_a_response_of_the_log_ratio_at_the_evaluations_temperature(tmp_path: Path) -> None:
+def test_the_kl_is_the_sum_over_a_response_of_the_log_ratio_at_the_evaluations_temperature(
+    tmp_path: Path,
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folders = [save_tiny_llama(tmp_path / name, seed) for seed, name in enumerate(("policy", "sft"))]
@@ -109,7 +113,9 @@ def with_rule(tmp_path: Path, **fields: Any) -> PipelineConfig:
 
 def test_the_digest_of_rules_covers_their_code_and_what_changes_a_value(tmp_path: Path) -> None:
     def digest(code: str, **fields: Any) -> str:
-        return judge_digests(with_rule(tmp_path, **fields), gold_known=False, reward_code={"rule": code})["rules"]
+        return judge_digests(with_rule(tmp_path, **fields), gold_known=False, reward_code={"rule": code})[
+            "rules"
+        ]
 
     assert digest("a") == digest("a", timeout=7.0, retries=1)
     assert len({digest("a"), digest("b"), digest("a", weight=2.0)}) == 3

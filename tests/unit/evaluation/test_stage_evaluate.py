@@ -1,7 +1,9 @@
-"""Locks the stage `evaluate` around its models, which are scripted here (the integration tests use real ones).
+"""Locks the stage `evaluate` around its models, which are scripted here (the integration tests use real
+ones).
 
 - both models answer the same prompts, and the files, metrics and tracker entries agree with their scores;
-- the judge is gold where the prompts are synthetic, else the reward model, else the rules; an impossible one is refused;
+- the judge is gold where the prompts are synthetic, else the reward model, else the rules; an impossible one
+  is refused;
 - a prompt on which a reward source masks a failure is left out for both models, and counted;
 - batch-normalised rules treat both models' responses as one batch; the same run gives the same bytes;
 - intervals have the level asked for.
@@ -91,7 +93,10 @@ def answer(model: str, prompt: str) -> str:
     rest = prompt.removeprefix("Tell me about a small ").removesuffix(".")
     if model == "model":
         return "It is rotten and dull."
-    return f"The small {rest.split()[0]} sleeps {rest.split(' ', 1)[1]}. It is kind and gentle. It has a warm voice."
+    return (
+        f"The small {rest.split()[0]} sleeps {rest.split(' ', 1)[1]}. It is kind and gentle. It has a warm"
+        " voice."
+    )
 
 
 @pytest.fixture
@@ -116,7 +121,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     TEXTS.clear()
 
     def respond(
-        config: Any, files: PolicyFiles, prompts: Sequence[PromptExample], *, device: str, done: Callable[[int], None]
+        config: Any,
+        files: PolicyFiles,
+        prompts: Sequence[PromptExample],
+        *,
+        device: str,
+        done: Callable[[int], None],
     ) -> list[Rollout]:
         done(len(prompts))
         ids = [say(answer(files.model.name, prompt.prompt)) for prompt in prompts]
@@ -133,11 +143,15 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
     monkeypatch.setattr("rlhf_core.training.launch.resolve_device", lambda wanted: wanted)
-    monkeypatch.setattr(evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None))
+    monkeypatch.setattr(
+        evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None)
+    )
     monkeypatch.setattr(
         scoring, "score_reward_model", lambda c, f, samples, **k: [float(len(s.response)) for s in samples]
     )
-    monkeypatch.setattr(scoring, "policy_kl", lambda c, p, r, samples, **k: [float(i) for i, _ in enumerate(samples)])
+    monkeypatch.setattr(
+        scoring, "policy_kl", lambda c, p, r, samples, **k: [float(i) for i, _ in enumerate(samples)]
+    )
     use(PROMPTS)
     return use
 
@@ -165,9 +179,13 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, services
     tracker: Any = services.metrics
     assert tracker.metrics == {f"eval/{name}": value for name, value in result.metrics.items()}
     assert tracker.flushed and tracker.files == ["report.html"]
-    assert {f"{name}.png" for name in tracker.figures} == {p.name for p in (services.out / "figures").iterdir()}
+    assert {f"{name}.png" for name in tracker.figures} == {
+        p.name for p in (services.out / "figures").iterdir()
+    }
     rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in rows] == PROMPTS[:4] == [row["prompt"] for row in tracker.tables["samples"]]
+    assert (
+        [row["prompt"] for row in rows] == PROMPTS[:4] == [row["prompt"] for row in tracker.tables["samples"]]
+    )
     assert {row["winner"] for row in rows} == {"ppo"}
     assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
     document = (services.out / "report.html").read_text()
@@ -194,9 +212,8 @@ def test_a_watched_source_that_fails_leaves_no_prompt_out(
     """It has values for the first `known` prompts, or for none."""
     file = tmp_path / "watched.py"
     file.write_text(
-        "def f(samples):\n"
-        f"    return [float(s.prompt in {PROMPTS[:known]!r}) if s.prompt in {PROMPTS[:known]!r} else float('nan') "
-        "for s in samples]\n"
+        f"def f(samples):\n    return [float(s.prompt in {PROMPTS[:known]!r}) if s.prompt in"
+        f" {PROMPTS[:known]!r} else float('nan') for s in samples]\n"
     )
     watched = {"type": "python", "function": "watched:f", "file": str(file), "weight": 0, "retries": 0}
     evaluate.run(config_of([*RULES, watched | {"name": "watched"}]), services)
@@ -248,7 +265,8 @@ def test_exchanged_prompts_lower_the_gold_reward_of_the_policy_that_reads_them(
 
 def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, services: Services) -> None:
     evaluate.run(
-        config_of([{"type": "well_formed", "normalize": "batch"}], evaluate={"prompts": 4, "judge": "rules"}), services
+        config_of([{"type": "well_formed", "normalize": "batch"}], evaluate={"prompts": 4, "judge": "rules"}),
+        services,
     )
     row = json.loads((services.out / "samples.jsonl").read_text().splitlines()[0])
     # well-formed: 0.75 for the SFT model (never ended), 1 for the policy; as one batch -1 and +1
@@ -261,10 +279,17 @@ def test_a_prompt_with_a_masked_value_is_left_out_for_both_models(
     scripted: Any, services: Services, tmp_path: Path
 ) -> None:
     code = (
-        "def f(samples):\n    return [float('nan') if s.prompt_id == 'p2' and s.finished else 1.0 for s in samples]\n"
+        "def f(samples):\n    return [float('nan') if s.prompt_id == 'p2' and s.finished else 1.0 for s in"
+        " samples]\n"
     )
     (tmp_path / "r.py").write_text(code)
-    reward = {"type": "python", "function": "r:f", "file": str(tmp_path / "r.py"), "retries": 0, "on_error": "mask"}
+    reward = {
+        "type": "python",
+        "function": "r:f",
+        "file": str(tmp_path / "r.py"),
+        "retries": 0,
+        "on_error": "mask",
+    }
     result = evaluate.run(config_of([reward, *RULES]), services)
     found = read(services)
     assert (found["prompts"], found["unscored"], result.metrics["unscored"]) == (5, 1, 1)
@@ -283,7 +308,9 @@ def test_without_a_true_reward_the_reward_model_judges(scripted: Any, services: 
 
 def test_without_reward_model_the_rules_judge(scripted: Any, services: Services) -> None:
     scripted(["How are you?", "Why so?"])
-    without = Services(**{**vars(services), "inputs": {k: v for k, v in services.inputs.items() if k != "reward"}})
+    without = Services(
+        **{**vars(services), "inputs": {k: v for k, v in services.inputs.items() if k != "reward"}}
+    )
     evaluate.run(config_of(reward={"enabled": False}), without)
     found = read(services)
     assert found["judge"] == "rules" and found["reward_model"] is None
@@ -307,7 +334,8 @@ def test_a_judge_that_this_run_does_not_have_is_refused(
 @pytest.mark.parametrize(("confidence", "deviations"), [(0.5, 0.674), (0.95, 1.960)])
 def test_intervals_have_the_level_asked_for(confidence: float, deviations: float) -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 1000, "confidence": confidence}))
-    # Of 400 values, half of them 1 and half -1, the mean's standard deviation is 1/20; quantiles of the normal distribution.
+    # Of 400 values, half of them 1 and half -1, the mean's standard deviation is 1/20; quantiles of the
+    # normal distribution.
     found = interval.mean("kl", [1.0, -1.0] * 200)
     assert found.high - found.low == pytest.approx(2 * deviations / 20, rel=0.1)
     assert interval.confidence == confidence

@@ -1,7 +1,8 @@
 """The applications of Prefect's and MLflow's servers.
 
-- Prefect's scheduler inserts its flow runs under the locked SQLAlchemy. This looks at the function that SQLAlchemy calls,
-  and no further. That a schedule starts runs is proved by `tests/integration/test_scheduled.py`
+- Prefect's scheduler inserts its flow runs under the locked SQLAlchemy. This looks at the function that
+  SQLAlchemy calls, and no further. That a schedule starts runs is proved by
+  `tests/integration/test_scheduled.py`
 - MLflow finds its application by name, and answers neither pages of another port nor other hosts
 """
 

@@ -1,12 +1,13 @@
 """Behaviours of the command line and of what surrounds the processes:
 
 - help is quick and imports nothing heavy; every command has an example
-- bad input ends with exit code 2 and one message, a store that does not answer with 3, no traceback, before Prefect is
-  imported
+- bad input ends with exit code 2 and one message, a store that does not answer with 3, no traceback, before
+  Prefect is imported
 - overrides may stand before and after options; a word that is no override is refused
 - errors, signals and interruptions become their exit codes
 - stages get threads, no telemetry and nothing of Prefect in their environment
-- servers: a dead one is started again, later each time, and a silent one is killed; a stale state file is recognised; a taken port is avoided
+- servers: a dead one is started again, later each time, and a silent one is killed; a stale state file is
+  recognised; a taken port is avoided
 - progress is logged seldom without a terminal, and says what is left
 """
 
@@ -49,8 +50,8 @@ HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers
 def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a fresh interpreter, which tells which heavy modules it imported."""
     script = (
-        f"import sys\nfrom flows.cli import main\ncode = 1\n"
-        f"try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
+        "import sys\nfrom flows.cli import main\ncode = 1\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
         f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\nsys.exit(code)"
     )
     return subprocess.run(
@@ -59,7 +60,9 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", ["run", "up", "down", "status"])
-def test_each_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_explains_itself_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop_:
         cli.main([command, "--help"])
     assert stop_.value.code == 0
@@ -136,7 +139,11 @@ def test_a_word_that_is_no_override_is_refused(extra: list[str], capsys: pytest.
     ],
 )
 def test_every_end_has_its_exit_code(
-    error: BaseException, code: int, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(arguments: Any) -> int:
         raise error
@@ -216,7 +223,9 @@ def test_a_server_that_no_longer_answers_is_killed_and_started_again(
 
 def test_a_port_that_was_taken_after_it_was_chosen_is_noticed(tmp_path: Path) -> None:
     def server(port: int) -> Server:
-        return Server("x", [sys.executable, "-m", "http.server", str(port)], {}, tmp_path / "x.log", port=port)
+        return Server(
+            "x", [sys.executable, "-m", "http.server", str(port)], {}, tmp_path / "x.log", port=port
+        )
 
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -309,11 +318,18 @@ def _carrier(arguments: list[str], home: Path) -> Iterator[ProcessId]:
 
 def state_of(process: ProcessId, **changes: Any) -> dict[str, Any]:
     """What a supervisor with this process writes."""
-    texts = {"status": "ready", "message": "", "prefect": "http://127.0.0.1:9/api", "mlflow": "http://127.0.0.1:9"}
+    texts = {
+        "status": "ready",
+        "message": "",
+        "prefect": "http://127.0.0.1:9/api",
+        "mlflow": "http://127.0.0.1:9",
+    }
     return {**texts, "pid": process.pid, "started": process.started, "servers": {}, **changes}
 
 
-def test_a_stale_state_file_is_not_taken_for_a_running_supervisor(tmp_path: Path, stand_in: ProcessId) -> None:
+def test_a_stale_state_file_is_not_taken_for_a_running_supervisor(
+    tmp_path: Path, stand_in: ProcessId
+) -> None:
     state = tmp_path / "servers" / "state.json"
     write_json(state, state_of(stand_in))
     assert supervisor_of(tmp_path) == stand_in
@@ -344,10 +360,19 @@ def test_a_program_that_a_flow_run_opened_is_not_stopped_by_down(tmp_path: Path)
     "command",
     [
         "/x/.venv/bin/python -P -m flows.supervisor /x/.rlhf",
-        "/x/.venv/bin/python -P -m uvicorn --factory flows.application:create_app --log-level warning --port 4200",
+        (
+            "/x/.venv/bin/python -P -m uvicorn --factory flows.application:create_app --log-level warning"
+            " --port 4200"
+        ),
         "/x/.venv/bin/python -P -m mlflow server --host 127.0.0.1 --port 5000",
-        "/x/.venv/bin/python -m uvicorn --host 127.0.0.1 --port 5000 --workers 1 --factory flows.application:create_mlflow_app",
-        "/x/.venv/bin/python -m uvicorn --log-config /x/mlflow/c.yaml --workers 1 mlflow.server.fastapi_app:app",
+        (
+            "/x/.venv/bin/python -m uvicorn --host 127.0.0.1 --port 5000 --workers 1 --factory"
+            " flows.application:create_mlflow_app"
+        ),
+        (
+            "/x/.venv/bin/python -m uvicorn --log-config /x/mlflow/c.yaml --workers 1"
+            " mlflow.server.fastapi_app:app"
+        ),
         "/x/.venv/bin/python -P -m prefect worker start --pool rlhf --type process",
         "python3.11 -X dev -W error -m prefect.engine",
         "/x/.venv/bin/python -m prefect.flow_engine flows/rlhf.py:rlhf",
@@ -395,7 +420,9 @@ STATES: list[Any] = [
 
 
 @pytest.mark.parametrize("content", STATES, ids=json.dumps)
-def test_a_state_file_that_no_supervisor_wrote_is_none(tmp_path: Path, content: Any, stand_in: ProcessId) -> None:
+def test_a_state_file_that_no_supervisor_wrote_is_none(
+    tmp_path: Path, content: Any, stand_in: ProcessId
+) -> None:
     if isinstance(content, dict) and content:
         content = state_of(stand_in, **content)
     (tmp_path / "servers").mkdir()
@@ -473,7 +500,13 @@ def test_status_tells_a_running_pipeline_from_a_killed_and_a_failed_one(tmp_path
     )
     write_json(
         tmp_path / "runs" / "killed" / "run.json",
-        {**run, **making, "state": "running", "error": "", "process": [me.pid, me.started - 9, socket.gethostname()]},
+        {
+            **run,
+            **making,
+            "state": "running",
+            "error": "",
+            "process": [me.pid, me.started - 9, socket.gethostname()],
+        },
     )
     write_json(
         tmp_path / "runs" / "failed" / "run.json",
@@ -493,18 +526,25 @@ def test_status_tells_a_running_pipeline_from_a_killed_and_a_failed_one(tmp_path
                "a short process": {**run, "state": "running", "process": [1]}}  # fmt: skip
     for name, content in damaged.items():
         write_json(tmp_path / "runs" / name / "run.json", content)
-    write_json(tmp_path / "runs" / "steers" / "run.json", {**run, "state": "failed", "config": "\x1b]0;owned\x07"})
+    write_json(
+        tmp_path / "runs" / "steers" / "run.json", {**run, "state": "failed", "config": "\x1b]0;owned\x07"}
+    )
     text = describe(tmp_path)
     assert text.replace("\n", "").isprintable() and "owned" in text
     assert not [name for name in damaged if f"{name}: " in text]
     assert "elsewhere: running, " in text
-    assert re.search(r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text)
+    assert re.search(
+        r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text
+    )
     assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
     assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)
 
 
 def test_a_process_that_ignores_sigterm_is_killed_and_others_are_not_touched() -> None:
-    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    script = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True);"
+        " time.sleep(60)"
+    )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
@@ -533,7 +573,14 @@ def test_progress_lines_are_few_and_say_what_is_left(caplog: pytest.LogCaptureFi
     for done in range(1, 101):
         lines.event(
             "ppo",
-            {"event": "progress", "task": "ppo", "done": done, "total": 100, "unit": "steps", "metrics": {"kl": 1.5}},
+            {
+                "event": "progress",
+                "task": "ppo",
+                "done": done,
+                "total": 100,
+                "unit": "steps",
+                "metrics": {"kl": 1.5},
+            },
         )
         time.sleep(0.002)
     messages = [record.getMessage() for record in caplog.records]

@@ -26,7 +26,9 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest
     refresh_global_settings_context()
 
 
-def test_the_servers_own_address_is_used_after_the_given_one_did_not_answer(settings: pytest.MonkeyPatch) -> None:
+def test_the_servers_own_address_is_used_after_the_given_one_did_not_answer(
+    settings: pytest.MonkeyPatch,
+) -> None:
     from prefect.settings import get_current_settings
 
     for url in ("http://127.0.0.1:9/api", "http://127.0.0.1:4321/api"):

@@ -44,7 +44,9 @@ def config(home: Path, **sections: Any) -> PipelineConfig:
     return PipelineConfig.model_validate_json(json.dumps(tree))
 
 
-def pipeline(home: Path, start: StageName = "data", until: StageName = "register", **sections: Any) -> Pipeline:
+def pipeline(
+    home: Path, start: StageName = "data", until: StageName = "register", **sections: Any
+) -> Pipeline:
     return Pipeline(config(home, **sections), "demo.yaml", start, until)
 
 
@@ -57,8 +59,13 @@ def keys(run: Pipeline) -> dict[StageName, str]:
     return {stage: run.spec(stage, inputs).key for stage in STAGES}
 
 
-def test_a_changed_learning_rate_of_ppo_changes_its_own_key_and_that_of_its_evaluation(tmp_path: Path) -> None:
-    before, after = keys(pipeline(tmp_path)), keys(pipeline(tmp_path, ppo={"policy": {"learning_rate": 3e-6}}))
+def test_a_changed_learning_rate_of_ppo_changes_its_own_key_and_that_of_its_evaluation(
+    tmp_path: Path,
+) -> None:
+    before, after = (
+        keys(pipeline(tmp_path)),
+        keys(pipeline(tmp_path, ppo={"policy": {"learning_rate": 3e-6}})),
+    )
     # `register` follows through the digests of its inputs, which are equal here.
     assert [stage for stage in STAGES if before[stage] != after[stage]] == ["ppo", "evaluate"]
 
@@ -77,7 +84,9 @@ def test_another_seed_or_name_is_another_run(tmp_path: Path) -> None:
 
 def test_without_a_reward_model_no_stage_is_given_one(tmp_path: Path) -> None:
     run = pipeline(
-        tmp_path, reward={"enabled": False}, ppo={"rewards": [{"type": "length", "target": 9, "tolerance": 3}]}
+        tmp_path,
+        reward={"enabled": False},
+        ppo={"rewards": [{"type": "length", "target": 9, "tolerance": 3}]},
     )
     assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "ppo", "evaluate", "register"]
     inputs = {stage: ref(stage) for stage in STAGES}
@@ -132,9 +141,11 @@ def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_pa
     same = pipeline(tmp_path, run={"stage_timeout": 9.0}, tracking={"system_metrics": False})
     assert same.left_unfinished() == "", "it continues that one"
     other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
-    assert other.left_unfinished() == (
-        "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0 and is 1, "
-        "ppo.kl.coef was 0.02 and is 0.1. With settings, data and code of then it goes on where it stopped"
+    assert (
+        other.left_unfinished()
+        == "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0"
+        " and is 1, ppo.kl.coef was 0.02 and is 0.1. With settings, data and code of then it goes on where"
+        " it stopped"
     )
     moved = pipeline(tmp_path, run={"seed": 2})
     moved.sources = {**moved.sources, "data.sft[0]": "abc"}
@@ -183,7 +194,9 @@ def records(*stages: StageName) -> dict[StageName, StageRecord]:
         "reward": {"accuracy": 0.9, "accuracy_exchanged": 0.6, "margin": 1.0},
         "evaluate": EVALUATION,
     }
-    return {stage: StageRecord(ref(stage, **metrics.get(stage, {})), 2.5, stage == "data") for stage in stages}
+    return {
+        stage: StageRecord(ref(stage, **metrics.get(stage, {})), 2.5, stage == "data") for stage in stages
+    }
 
 
 IDENTITY = {"mlflow_run_id": "m1", "run": "demo-seed0", "pipeline_key": "k", "where": {"logs": "/logs"}}
@@ -213,7 +226,10 @@ def test_the_table_of_results_says_who_judged_and_shows_the_paired_difference() 
     numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
     made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
     rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
-    assert rows["win rate, PPO over SFT (judge: reward model, which PPO was trained on)"] == "0.800  [0.700, 0.900]"
+    assert (
+        rows["win rate, PPO over SFT (judge: reward model, which PPO was trained on)"]
+        == "0.800  [0.700, 0.900]"
+    )
     assert rows["gold reward, difference by prompt"] == "1.000  [0.900, 1.100]"
     assert not any("a.jsonl" in name for name in rows)
 
@@ -270,19 +286,26 @@ def test_an_edited_reward_function_is_another_ppo_run(
         file.write_text(text)
         return pipeline(tmp_path, ppo={"rewards": [reward]})
 
-    before, after = with_text("def score(samples): return [0.0]"), with_text("def score(samples): return [1.0]")
+    before, after = (
+        with_text("def score(samples): return [0.0]"),
+        with_text("def score(samples): return [1.0]"),
+    )
     assert [stage for stage in STAGES if keys(before)[stage] != keys(after)[stage]] == ["ppo"]
     assert before.key != after.key
 
 
-def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of_is_not(tmp_path: Path) -> None:
+def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of_is_not(
+    tmp_path: Path,
+) -> None:
     run = pipeline(tmp_path)
     spec = run.spec("register", {stage: ref(stage) for stage in STAGES})
     store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "registration.json").write_text("{}")
     facts = {"weights_sha256": "w" * 64}
-    made = store.publish("register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, facts=facts)
+    made = store.publish(
+        "register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, facts=facts
+    )
 
     registered: Any = {"versions": lambda name: [ModelVersion("1", {WEIGHTS: "w" * 64})]}
     for answer, found in ((registered, made), ({}, made), ({"versions": lambda name: []}, None)):
@@ -303,7 +326,9 @@ def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path
     assert finished_run(tmp_path, "0" * 16) is None
 
 
-def test_only_where_nobody_waits_is_the_store_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_where_nobody_waits_is_the_store_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[float] = []
     monkeypatch.setattr(Store, "check", lambda self, patience=2.0: asked.append(patience))
     file = tmp_path / "c.yaml"
@@ -314,7 +339,9 @@ def test_only_where_nobody_waits_is_the_store_waited_for(tmp_path: Path, monkeyp
     assert asked == [2.0, 45.0]
 
 
-def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with_what_it_reads(tmp_path: Path) -> None:
+def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with_what_it_reads(
+    tmp_path: Path,
+) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"text": "a"}\n')
     run = pipeline(tmp_path, data={"sft": [{"path": str(rows)}]})

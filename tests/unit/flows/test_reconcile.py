@@ -2,8 +2,8 @@
 
 - a run with a process is left alone, whatever its state
 - a lost run is brought back only after two looks, PENDING and CANCELLING only after half a minute
-- a run is brought back a bounded number of times in a row, then failed with a sentence; one that went on for a while
-  in between starts a new count
+- a run is brought back a bounded number of times in a row, then failed with a sentence; one that went on for
+  a while in between starts a new count
 - a cancelled run is never brought back
 - a server that is away, or answers half, changes nothing; one run that it refuses stands in no other's way
 """
@@ -154,7 +154,9 @@ def test_a_lost_run_is_crashed_and_scheduled_in_the_second_look(server: Server) 
     assert server.sets == [("lost", "Crashed"), ("lost", "AwaitingRetry")]
 
 
-def test_a_run_that_the_server_refuses_to_change_keeps_no_other_from_being_brought_back(server: Server) -> None:
+def test_a_run_that_the_server_refuses_to_change_keeps_no_other_from_being_brought_back(
+    server: Server,
+) -> None:
     server.add("refused", "RUNNING")
     server.add("lost", "RUNNING")
     watcher = Reconciler("http://x/api", alive=set)
@@ -226,7 +228,8 @@ def test_a_server_that_is_away_changes_nothing(server: Server) -> None:
 
 def test_a_flow_run_is_alive_while_a_process_carries_its_id() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "PREFECT__FLOW_RUN_ID": "test-run-7"}
+        [sys.executable, "-c", "import time; time.sleep(60)"],
+        env={**os.environ, "PREFECT__FLOW_RUN_ID": "test-run-7"},
     )
     try:
         deadline = time.monotonic() + 5

@@ -59,16 +59,18 @@ def test_what_would_come_out_again_is_not_tried_again(kind: type[RLHFError]) -> 
 
 
 @pytest.mark.parametrize(("retries", "expected"), [(0, [False]), (1, [True, False]), (5, [True, False])])
-def test_memory_that_did_not_suffice_may_once_have_been_taken_by_others(retries: int, expected: list[bool]) -> None:
+def test_memory_that_did_not_suffice_may_once_have_been_taken_by_others(
+    retries: int, expected: list[bool]
+) -> None:
     tries = Tries(retries)
     assert [again(tries, OutOfMemory("CUDA out of memory")) for _ in expected] == expected
 
 
 def test_memory_counts_apart_from_what_else_fails() -> None:
     tries = Tries(3)
-    assert [again(tries, error) for error in (KILLED, OutOfMemory("x"), KILLED, OutOfMemory("x"))] == [True] * 3 + [
-        False
-    ]
+    assert [again(tries, error) for error in (KILLED, OutOfMemory("x"), KILLED, OutOfMemory("x"))] == [
+        True
+    ] * 3 + [False]
     tries = Tries(3)
     assert [again(tries, error) for error in (OutOfMemory("x"), OutOfMemory("x"))] == [True, False]
 
@@ -108,7 +110,9 @@ def test_prefect_asks_and_obeys(retries: int) -> None:
     assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
 
 
-def test_a_warning_of_a_guard_becomes_a_tag_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_of_a_guard_becomes_a_tag_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted: list[tuple[str, str]] = []
 
     def child(spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any) -> Any:

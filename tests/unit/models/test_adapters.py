@@ -3,7 +3,8 @@
 - only adapters and the score head are trained, in the decoder's linear layers or those that are named
 - a new adapter changes no bit; switched off, a trained one leaves the model, head included, as it started
 - merged weights in a model without adapters compute the same as the adapted model
-- PEFT opens what is saved, for the policy on its base and for the score model with its head; same weights, same bytes
+- PEFT opens what is saved, for the policy on its base and for the score model with its head; same weights,
+  same bytes
 - a target that the decoder does not have is refused with the names that it has
 """
 
@@ -90,7 +91,9 @@ def test_only_the_named_layers_get_one(base: Path) -> None:
 
 
 def test_a_target_that_the_decoder_does_not_have_is_refused(base: Path) -> None:
-    with pytest.raises(ModelError, match=r"no linear layer lm_head, query in its decoder; use some of down_proj, gate"):
+    with pytest.raises(
+        ModelError, match=r"no linear layer lm_head, query in its decoder; use some of down_proj, gate"
+    ):
         add_adapter(_plain("policy", base), LoraConfig(targets=("query", "q_proj", "lm_head")))
 
 

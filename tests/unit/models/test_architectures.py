@@ -55,7 +55,9 @@ def test_logits_that_are_the_heads_are_accepted(kind: str, tmp_path: Path) -> No
         ("Cohere", {"logit_scale": 0.0625}),
     ],
 )
-def test_logits_that_are_scaled_or_capped_are_refused(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_that_are_scaled_or_capped_are_refused(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="scaled or capped"):
         load(save(tmp_path, kind, **changes))
 

@@ -43,7 +43,9 @@ def batch() -> Any:
     return collate([TokenSequence.of(row[:4], row[4:]) for row in rows], pad_id=0, pack=True)
 
 
-def outcome(policy: Policy, chunk: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], list[int]]:
+def outcome(
+    policy: Policy, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     """(outputs and gradients by name, rows of each tensor of logits that was kept)"""
     monkeypatch.setattr(module, "HEAD_CHUNK", chunk)
     kept: list[int] = []

@@ -2,11 +2,15 @@
 
 Locked here:
 - every index comes once; a micro-batch keeps its token budget, padding included, or is one sequence alone;
-- every rank gets the same number of micro-batches, for any number of sequences on any number of ranks (9 on 8, 3 on 8);
-- no rank is without work while sequences suffice, and there are no more micro-batches than the budget asks for;
-- packed: ranks, and micro-batches that run at the same time, differ by no more than one sequence's cost where the
-  budget leaves room; attention counts, so one long sequence is as much work as many short ones (worked by hand);
-- the heaviest micro-batch comes first, and in it the longest sequence; a list of thousands is planned in no time.
+- every rank gets the same number of micro-batches, for any number of sequences on any number of ranks (9 on
+  8, 3 on 8);
+- no rank is without work while sequences suffice, and there are no more micro-batches than the budget asks
+  for;
+- packed: ranks, and micro-batches that run at the same time, differ by no more than one sequence's cost where
+  the budget leaves room; attention counts, so one long sequence is as much work as many short ones (worked by
+  hand);
+- the heaviest micro-batch comes first, and in it the longest sequence; a list of thousands is planned in no
+  time.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ def test_every_index_comes_once_within_the_budget_in_as_many_micro_batches_on_ev
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 100), st.booleans())
-def test_no_rank_is_idle_while_sequences_suffice(lengths: list[int], ranks: int, budget: int, pack: bool) -> None:
+def test_no_rank_is_idle_while_sequences_suffice(
+    lengths: list[int], ranks: int, budget: int, pack: bool
+) -> None:
     plan = plan_ranks(lengths, ranks, budget, pack=pack)
     busy = sum(any(micros) for micros in plan)
     assert busy == min(ranks, len(lengths))
@@ -81,9 +87,9 @@ def test_nine_sequences_on_eight_ranks_and_three_on_eight() -> None:
 
 
 def test_attention_makes_one_long_sequence_as_dear_as_many_short_ones() -> None:
-    # cost(L) = L (24576 + L): 24576 tokens in one sequence cost 24576 x 49152 = 1208 million, and twelve of 2048 only
-    # 12 x 2048 x 26624 = 654 million, though they are as many tokens. The thirteenth to twentieth share the long one's
-    # price: 20 x 2048 x 26624 = 1090 million.
+    # cost(L) = L (24576 + L): 24576 tokens in one sequence cost 24576 x 49152 = 1208 million, and twelve of
+    # 2048 only 12 x 2048 x 26624 = 654 million, though they are as many tokens. The thirteenth to twentieth
+    # share the long one's price: 20 x 2048 x 26624 = 1090 million.
     plan = plan_ranks([24_576] + [2048] * 20, 2, 10**6, pack=True)
     assert [len(micros[0]) for micros in plan] == [1, 20]
 

@@ -2,7 +2,8 @@
 
 - a quantized model saves the whole weights that it is given, and no trace of its 4 bits
 - without bitsandbytes the message says what is missing
-- where bitsandbytes runs: the merged model, loaded as it was saved, gives what quantized base and adapter give
+- where bitsandbytes runs: the merged model, loaded as it was saved, gives what quantized base and adapter
+  give
 """
 
 from __future__ import annotations

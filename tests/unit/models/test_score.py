@@ -3,7 +3,8 @@
 - the score is read at the last real token, whatever pads the row
 - a head made from a causal model has mean 0 and standard deviation 1/sqrt(h+1), and no bias
 - statistics of scores travel with the saved model and normalise to mean 0 and standard deviation 1
-- the head of a model in bfloat16 computes in float32, with an adapter too, and folding statistics in rounds nothing
+- the head of a model in bfloat16 computes in float32, with an adapter too, and folding statistics in rounds
+  nothing
 """
 
 from __future__ import annotations
@@ -95,10 +96,14 @@ MANY = collate([TokenSequence.of((5, 6), (7 + i % 40, 3 + i // 40)) for i in ran
 
 @torch.no_grad()
 def _exact(model, at: str = "last") -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-    """What the head makes of the model's own hidden states, in float64, and how far a sum in float32 may be off in
-    whatever order: 256 products, 2^-24 of their absolute sum for each."""
+    """What the head makes of the model's own hidden states, in float64, and how far a sum in float32 may be
+    off in whatever order: 256 products, 2^-24 of their absolute sum for each.
+    """
     hidden = model.lm.model(**MANY.model_inputs("sdpa")).last_hidden_state.flatten(0, 1)
-    chosen, weight = hidden[MANY.last_S if at == "last" else MANY.select_N].double(), model.lm.score.weight.double()
+    chosen, weight = (
+        hidden[MANY.last_S if at == "last" else MANY.select_N].double(),
+        model.lm.score.weight.double(),
+    )
     return (chosen @ weight.T).squeeze(1), 256 * 2**-24 * (chosen.abs() @ weight.abs().T).squeeze(1)
 
 
@@ -122,7 +127,8 @@ def test_a_critic_in_bfloat16_starts_with_the_normalised_scores_unrounded(causal
     critic.fold_statistics()
     # Twice: the division and the offset round in float32 as well.
     assert ((critic(MANY, "tokens") - (exact + 3.0) / 0.3).abs() <= 2 * bound / 0.3).all()
-    # The weights take 2^-2 of 0.3, so that the optimizer's steps are as large as in float32, to a factor of 2^0.5.
+    # The weights take 2^-2 of 0.3, so that the optimizer's steps are as large as in float32, to a factor of
+    # 2^0.5.
     assert critic.lm.score.weight.std().item() == pytest.approx(4 / math.sqrt(257), rel=0.25)
 
 

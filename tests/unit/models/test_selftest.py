@@ -1,8 +1,8 @@
 """What a model does with packed rows, padding and training mode is tried when it is loaded.
 
-Locked here: architectures whose packed sequences see each other are padded, or refused where the configuration asks for
-packing; those that keep them apart are packed; no random part is left, whatever its name; the test leaves no trace, is
-the same in bfloat16 and costs little.
+Locked here: architectures whose packed sequences see each other are padded, or refused where the
+configuration asks for packing; those that keep them apart are packed; no random part is left, whatever its
+name; the test leaves no trace, is the same in bfloat16 and costs little.
 """
 
 from __future__ import annotations
@@ -119,12 +119,16 @@ def test_two_passes_in_training_mode_are_equal_whatever_the_random_part_is_calle
     assert torch.equal(first, second)
 
 
-def test_randomness_that_has_no_known_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_randomness_that_has_no_known_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama import modeling_llama
 
     plain = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(
-        modeling_llama.LlamaMLP, "forward", lambda self, x: plain(self, x) * (1 + 1e-3 * torch.rand(1) * self.training)
+        modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, x: plain(self, x) * (1 + 1e-3 * torch.rand(1) * self.training),
     )
     with pytest.raises(ModelError, match="two passes in training mode differ by up to"):
         load(save(tmp_path, "Llama"))
@@ -135,7 +139,9 @@ def test_a_model_that_sees_what_comes_later_is_refused(tmp_path: Path) -> None:
     model = load(folder).lm
     for layer in model.model.layers:
         layer.self_attn.forward = _mean_over_the_row
-    with pytest.raises(ModelError, match="in right-padded rows tokens of a sequence depend on others than its own"):
+    with pytest.raises(
+        ModelError, match="in right-padded rows tokens of a sequence depend on others than its own"
+    ):
         selftest.tested(model, False)
 
 

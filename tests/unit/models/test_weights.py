@@ -1,9 +1,10 @@
 """No weight of a loaded model is anything but what its files say.
 
-Locked here, for policies and score models: tensors that are missing, misnamed, too many or of another shape are refused by
-name; so are integers without scales, numbers that are not finite, an adapter beside the weights. What may be absent or
-too much is not: tied heads, a score head that is made, the language-model head of what becomes a score model. The
-configured attention is used whatever `config.json` asks for. Broken configurations end in a ModelError.
+Locked here, for policies and score models: tensors that are missing, misnamed, too many or of another shape
+are refused by name; so are integers without scales, numbers that are not finite, an adapter beside the
+weights. What may be absent or too much is not: tied heads, a score head that is made, the language-model head
+of what becomes a score model. The configured attention is used whatever `config.json` asks for. Broken
+configurations end in a ModelError.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def test_weights_that_are_not_the_models_are_refused(
 
 
 @pytest.mark.parametrize(("edit", "says"), WEIGHTS.values(), ids=WEIGHTS)
-def test_headers_alone_tell_what_does_not_fit(edit: Callable[[Weights], object], says: str, tmp_path: Path) -> None:
+def test_headers_alone_tell_what_does_not_fit(
+    edit: Callable[[Weights], object], says: str, tmp_path: Path
+) -> None:
     save_tiny_llama(tmp_path)
     check_headers(tmp_path, attention="sdpa")
     change(tmp_path, edit)
@@ -119,7 +122,9 @@ def test_headers_alone_tell_what_does_not_fit(edit: Callable[[Weights], object],
         ({"model_type": "nothing"}, "nothing"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_a_model_error(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_fit_is_a_model_error(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     configure(save_tiny_llama(tmp_path), **changes)
     with pytest.raises(ModelError, match=says):
         load_policy(tmp_path, **LOADING)
@@ -132,7 +137,10 @@ def _system(number: int) -> OSError:
 @pytest.mark.parametrize(
     ("raised", "kind"),
     [
-        *((_system(number), InfrastructureError) for number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)),
+        *(
+            (_system(number), InfrastructureError)
+            for number in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+        ),
         (_system(errno.ETIMEDOUT), InfrastructureError),
         (_system(errno.ECONNRESET), InfrastructureError),
         (ConnectionError("the hub is gone"), InfrastructureError),
@@ -147,7 +155,10 @@ def _system(number: int) -> OSError:
 def test_a_fault_of_the_machine_is_not_one_of_the_model(
     raised: Exception, kind: type[RLHFError], wrapped: bool
 ) -> None:
-    with pytest.raises(RLHFError, match=r"^model\.path: cannot load a model from m: ") as caught, model_errors("m"):
+    with (
+        pytest.raises(RLHFError, match=r"^model\.path: cannot load a model from m: ") as caught,
+        model_errors("m"),
+    ):
         if wrapped:
             raise ValueError("cannot read the files") from raised
         raise raised
@@ -229,7 +240,7 @@ def test_integers_of_experts_that_the_model_fuses_are_refused(tmp_path: Path) ->
     check_headers(tmp_path, attention="sdpa")
 
     def edit(weights: Weights) -> None:
-        (name, *_) = [name for name in weights if "experts.0" in name]
+        name, *_ = [name for name in weights if "experts.0" in name]
         weights[name] = weights[name].to(torch.int8)
 
     change(tmp_path, edit)

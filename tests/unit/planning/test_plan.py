@@ -1,16 +1,19 @@
 """What `rlhf plan` calculates and says.
 
 - the batch algebra counts sequences, ranks, micro-batches and optimizer steps
-- memory falls with checkpointing, smaller micro-batches, higher ZeRO stages, adapters and offload, and with adapters the
-  reference and the reward model cost nothing more
-- what does not fit is named, and the changes offered make it fit, each of them needed, pasted as they are printed
+- memory falls with checkpointing, smaller micro-batches, higher ZeRO stages, adapters and offload, and with
+  adapters the reference and the reward model cost nothing more
+- what does not fit is named, and the changes offered make it fit, each of them needed, pasted as they are
+  printed
 - an engine's KV cache holds as many tokens as have room in what it has of memory
-- more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more; the time of a
-  rollout and of an optimizer step is the arithmetic, memory and links written out here
-- `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the same
-- before a run, GPUs of this machine that are known and too small are refused; unknown ones and a cluster's are not judged
-- every shipped profile fits the hardware that it names; a reward model of 8B on six cards of 24 GB fits with half the
-  context, and with all parameters or the whole context it does not
+- more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more; the
+  time of a rollout and of an optimizer step is the arithmetic, memory and links written out here
+- `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the
+  same
+- before a run, GPUs of this machine that are known and too small are refused; unknown ones and a cluster's
+  are not judged
+- every shipped profile fits the hardware that it names; a reward model of 8B on six cards of 24 GB fits with
+  half the context, and with all parameters or the whole context it does not
 """
 
 from __future__ import annotations
@@ -56,12 +59,16 @@ def config(sft: dict[str, Any] | None = None, **ppo: Any) -> PipelineConfig:
     return config_from_tree(tree, "test")
 
 
-def peak(configured: PipelineConfig, stage: str, what: str = "", gpus: str = "8xA100-80G", phase: str = "") -> float:
+def peak(
+    configured: PipelineConfig, stage: str, what: str = "", gpus: str = "8xA100-80G", phase: str = ""
+) -> float:
     loads = device_loads(configured, eight_b(), parse_gpus(gpus).device)
-    return max(load.total for load in loads if load.stage == stage and what in load.what and phase in load.phase)
+    return max(
+        load.total for load in loads if load.stage == stage and what in load.what and phase in load.phase
+    )
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
+# -- batches --
 
 
 def test_the_batch_algebra_is_told_in_words() -> None:
@@ -70,7 +77,12 @@ def test_the_batch_algebra_is_told_in_words() -> None:
             config_from_tree(
                 {
                     "data": {"max_prompt_tokens": 400, "max_response_tokens": 100, "max_text_tokens": 256},
-                    "sft": {"batch_size": 60, "micro_batch_tokens": 1000, "epochs": 2, "deepspeed": {"ranks": 4}},
+                    "sft": {
+                        "batch_size": 60,
+                        "micro_batch_tokens": 1000,
+                        "epochs": 2,
+                        "deepspeed": {"ranks": 4},
+                    },
                     "ppo": {
                         "steps": 10,
                         "prompts_per_step": 32,
@@ -86,14 +98,22 @@ def test_the_batch_algebra_is_told_in_words() -> None:
             )
         )
     )
-    # 60 / 4 = 15 sequences of 500 tokens a rank, two in 1000 tokens: 8 passes; 3600 of 4000 examples / 60 = 60 steps.
+    # 60 / 4 = 15 sequences of 500 tokens a rank, two in 1000 tokens: 8 passes; 3600 of 4000 examples / 60 =
+    # 60 steps.
     assert "60 sequences of at most 500 tokens an optimizer step, 15 on each of 4 ranks" in told["sft"]
     assert "at most 8 micro-batches of 1000 tokens" in told["sft"]
     assert "about 60 optimizer steps an epoch, 120 in all" in told["sft"]
-    # A pair of 2 x 500 tokens; 64 pairs on one rank, and 16384 // 500 = 16 pairs... of the default 8192: 16 sequences.
+    # A pair of 2 x 500 tokens; 64 pairs on one rank, and 16384 // 500 = 16 pairs... of the default 8192: 16
+    # sequences.
     assert "64 pairs of at most 2 x 500 tokens" in told["reward"]
-    assert "10 steps of 32 prompts x 2 samples = 64 responses of at most 100 tokens, 22 for each of 3" in told["ppo"]
-    assert "4 minibatches of 16 responses = 4 optimizer steps of policy and critic, 40 of the policy" in told["ppo"]
+    assert (
+        "10 steps of 32 prompts x 2 samples = 64 responses of at most 100 tokens, 22 for each of 3"
+        in told["ppo"]
+    )
+    assert (
+        "4 minibatches of 16 responses = 4 optimizer steps of policy and critic, 40 of the policy"
+        in told["ppo"]
+    )
     assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in told["ppo"]
 
 
@@ -102,7 +122,7 @@ def test_without_knowing_the_data_steps_are_told_for_a_thousand_examples() -> No
     assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in told["sft"]
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory --
 
 
 @pytest.mark.parametrize(
@@ -121,11 +141,13 @@ def test_what_saves_memory_is_seen_to(better: dict[str, Any]) -> None:
 
 def test_weights_in_host_memory_leave_the_device_and_cost_time() -> None:
     def sft(offload: str, **more: Any) -> PipelineConfig:
-        return config(sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "offload": offload, **BFLOAT16, **more}})
+        return config(
+            sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "offload": offload, **BFLOAT16, **more}}
+        )
 
-    assert peak(sft("optimizer"), "sft", phase="step") - peak(sft("all"), "sft", phase="step") == pytest.approx(
-        1.05 * 2 * eight_b().parameters / 4
-    )
+    assert peak(sft("optimizer"), "sft", phase="step") - peak(
+        sft("all"), "sft", phase="step"
+    ) == pytest.approx(1.05 * 2 * eight_b().parameters / 4)
     device = parse_gpus("A100-80G").device
     optimizer, everything = (
         optimizer_step_time(Model(eight_b(), sft(offload).sft.deepspeed), 64, 1024, 8192, device)
@@ -137,7 +159,9 @@ def test_weights_in_host_memory_leave_the_device_and_cost_time() -> None:
 def test_a_second_copy_of_the_weights_is_counted() -> None:
     def sft(hpz: int) -> float:
         return peak(
-            config(sft={"deepspeed": {"ranks": 8, "zero_stage": 3, "hpz": hpz, **BFLOAT16}}), "sft", phase="step"
+            config(sft={"deepspeed": {"ranks": 8, "zero_stage": 3, "hpz": hpz, **BFLOAT16}}),
+            "sft",
+            phase="step",
         )
 
     assert sft(4) - sft(1) == pytest.approx(1.05 * 2 * eight_b().parameters / 4)
@@ -189,7 +213,9 @@ def test_weights_in_4_bits_take_little_more_than_half_a_byte_each() -> None:
 
 
 def test_an_average_of_the_weights_is_counted() -> None:
-    averaged, plain = (peak(made, "ppo", "policy", phase="backward") for made in (config(ema_decay=0.99), config()))
+    averaged, plain = (
+        peak(made, "ppo", "policy", phase="backward") for made in (config(ema_decay=0.99), config())
+    )
     extra = averaged - plain
     assert extra == pytest.approx(1.05 * 4 * eight_b().parameters / 2)
 
@@ -198,20 +224,26 @@ def test_an_engine_beside_the_trainers_takes_its_share_of_their_device() -> None
     shared = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
     both = peak(config(**shared), "ppo", "policy", "8xH100-80G")
     assert both > 0.3 * parse_gpus("H100").device.memory + peak(config(), "ppo", "policy")
-    assert both - peak(config(colocate="all", engine={"gpu_memory_utilization": 0.25}), "ppo", "policy", "H100") > GIB
+    assert (
+        both - peak(config(colocate="all", engine={"gpu_memory_utilization": 0.25}), "ppo", "policy", "H100")
+        > GIB
+    )
 
 
 @pytest.mark.parametrize(
     ("engine", "per_token"),
-    # Keys and values of 32 layers and 8 heads of 128 numbers, 2 or 4 bytes each; half of them on each of two GPUs.
+    # Keys and values of 32 layers and 8 heads of 128 numbers, 2 or 4 bytes each; half of them on each of two
+    # GPUs.
     [({}, 131_072), ({"tensor_parallel": 2}, 65_536), ({"dtype": "float32"}, 262_144)],
 )
-def test_an_engine_holds_as_many_tokens_as_its_cache_has_room_for(engine: dict[str, Any], per_token: int) -> None:
+def test_an_engine_holds_as_many_tokens_as_its_cache_has_room_for(
+    engine: dict[str, Any], per_token: int
+) -> None:
     found = engine_memory(eight_b(), config(engine=engine).ppo.engine, parse_gpus("H100").device)
     assert found.tokens == found.bytes.cache // per_token > 1000
 
 
-# -- what fits --------------------------------------------------------------------------------------------------------
+# -- what fits --
 
 
 def problems(configured: PipelineConfig, gpus: str) -> list[str]:
@@ -226,7 +258,10 @@ def test_too_little_memory_too_few_devices_and_no_room_for_one_sequence_are_name
     )
     assert "sft: needs 4 devices; there are 2" in problems(config(), "2xH100-80G")
     few = next(text for text in problems(config(), "2xH100-80G") if text.startswith("ppo: needs"))
-    assert few == "ppo: needs 5 devices (2 policy + reference, 2 critic + reward model, 1 engines = 5); there are 2"
+    assert (
+        few
+        == "ppo: needs 5 devices (2 policy + reference, 2 critic + reward model, 1 engines = 5); there are 2"
+    )
     cramped = config(engine={"gpu_memory_utilization": 0.6})
     assert any("an engine's KV cache holds 0 tokens" in text for text in problems(cramped, "8xRTX4090-24G"))
 
@@ -255,7 +290,9 @@ def _fits_or_invalid(fits: Any, overrides: list[str]) -> bool:
 
 
 def test_a_small_change_is_enough_for_a_small_problem() -> None:
-    wanted = config(sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}, "micro_batch_tokens": 16384})
+    wanted = config(
+        sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}, "micro_batch_tokens": 16384}
+    )
     wanted = wanted.model_copy(update={"ppo": load_config(CONFIGS / "production.yaml").ppo})
     found = advise(wanted, lambda changed: judge(changed, eight_b(), parse_gpus("8xA100-80G")))
     assert found == ("sft.deepspeed.gradient_checkpointing=true",)
@@ -265,7 +302,7 @@ def test_without_any_way_out_none_is_offered() -> None:
     assert advise(config(), lambda changed: judge(changed, eight_b(), parse_gpus("RTX4090-24G"))) is None
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time --
 
 
 def test_time_follows_devices_and_settings() -> None:
@@ -274,7 +311,9 @@ def test_time_follows_devices_and_settings() -> None:
 
     base, fast = step(), step("H100-80G")
     assert base.total == pytest.approx(base.rollout + base.scoring + base.training + base.sync)
-    assert all(getattr(base, part) > getattr(fast, part) for part in ("rollout", "scoring", "training", "sync"))
+    assert all(
+        getattr(base, part) > getattr(fast, part) for part in ("rollout", "scoring", "training", "sync")
+    )
     assert step(engine={"enforce_eager": False}).rollout < base.rollout
     assert step(engine={"count": 4}).rollout < base.rollout
     offloaded = {"ranks": 2, "zero_stage": 3, "offload": "optimizer", **BFLOAT16}
@@ -293,8 +332,11 @@ def test_a_rollout_takes_the_time_to_read_weights_and_cache_for_every_token() ->
         },
         "test",
     )
-    found = step_time(wanted, eight_b(), Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11)).rollout
-    # Each engine has two waves of 4 responses, on two devices at 0.45 of their arithmetic and 0.6 of their bandwidth.
+    found = step_time(
+        wanted, eight_b(), Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11)
+    ).rollout
+    # Each engine has two waves of 4 responses, on two devices at 0.45 of their arithmetic and 0.6 of their
+    # bandwidth.
     weights = 8_030_261_248
     prefill = 2 * weights * 8 * 128 + 2 * 8 * 128**2 * 4096 * 32
     read = 2 * weights + 4 * (128 + 64 / 2) * 131_072
@@ -307,19 +349,21 @@ def test_an_optimizer_step_computes_on_its_ranks_share_and_tells_gradients_and_w
     device = Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11)
     found = optimizer_step_time(Model(eight_b(), deepspeed), 64, 1024, 8192, device)
     weights = 8_030_261_248
-    # A pass forward, two backward, and one that checkpointing computes again, at 0.35 of the arithmetic of 4 ranks.
+    # A pass forward, two backward, and one that checkpointing computes again, at 0.35 of the arithmetic of 4
+    # ranks.
     computing = 4 * (2 * weights * 64 * 1024 + 2 * 64 * 1024**2 * 4096 * 32) / (4 * 3e14 * 0.35)
-    # 64 x 1024 tokens are two micro-batches of 8192 for each: each reduces gradients once and gathers weights twice, of
-    # which three quarters come from others, over half of the link.
+    # 64 x 1024 tokens are two micro-batches of 8192 for each: each reduces gradients once and gathers weights
+    # twice, of which three quarters come from others, over half of the link.
     talking = 2 * (1 + 2) * 2 * weights * 3 / 4 / (1e11 / 2)
     assert found == pytest.approx(computing + talking, rel=1e-6)
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
+# -- devices --
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("8xA100-80G", "8 x A100-80G"), ("h100", "1 x H100-80G"), ("2 x rtx4090-24g", "2 x RTX4090-24G")]
+    ("text", "name"),
+    [("8xA100-80G", "8 x A100-80G"), ("h100", "1 x H100-80G"), ("2 x rtx4090-24g", "2 x RTX4090-24G")],
 )
 def test_gpus_are_a_count_and_a_known_device(text: str, name: str) -> None:
     assert str(parse_gpus(text)) == name
@@ -363,27 +407,38 @@ def test_before_a_run_gpus_that_are_too_small_are_refused_with_a_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(LLAMA_8B.read_text())
-    wanted = config_from_tree({"model": {"path": str(tmp_path)}, "sft": {"deepspeed": {"dtype": "bfloat16"}}}, "test")
+    wanted = config_from_tree(
+        {"model": {"path": str(tmp_path)}, "sft": {"deepspeed": {"dtype": "bfloat16"}}}, "test"
+    )
     with_gpus(monkeypatch, *["NVIDIA H100 80GB HBM3"] * 8)
     with pytest.raises(
         ConfigError, match=r"sft: policy needs 1\d\d\.\d GiB on each device(?s:.*)it fits with sft\."
     ) as refused:
         check_memory(wanted)
     tree = wanted.model_dump(mode="json", by_alias=True)
-    check_memory(config_from_tree(tree, "test", shlex.split(refused.value.message.rpartition("it fits with ")[2])))
+    check_memory(
+        config_from_tree(tree, "test", shlex.split(refused.value.message.rpartition("it fits with ")[2]))
+    )
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
     check_memory(wanted)
     with_gpus(monkeypatch, "NVIDIA T4")
     check_memory(wanted)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- the command --
 
 
 def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xRTX4090-24G", "--model-config", str(LLAMA_8B)]
+    command = [
+        "plan",
+        str(CONFIGS / "production.yaml"),
+        "--gpus",
+        "8xRTX4090-24G",
+        "--model-config",
+        str(LLAMA_8B),
+    ]
     assert main(command) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "does not fit: sft: policy needs" in said
@@ -392,7 +447,9 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_changes_that_can_be_pasted(
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("fits 8 x RTX4090-24G")
 
 
-def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = ["plan", str(CONFIGS / "demo.yaml"), "ppo.kl.estimator=k3"]
     main(command)
     assert capsys.readouterr().out.startswith("warning: ppo.kl.estimator: k3 in the reward")
@@ -402,7 +459,14 @@ def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(capsys:
 
 
 def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G", "--model-config", str(LLAMA_8B)]
+    command = [
+        "plan",
+        str(CONFIGS / "production.yaml"),
+        "--gpus",
+        "8xH100-80G",
+        "--model-config",
+        str(LLAMA_8B),
+    ]
     assert main([*command, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["fits"] is True and said["parameters"] == 8_030_261_248 and said["changes"] is None
@@ -412,16 +476,27 @@ def test_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{sft['total'] / GIB:.1f}*" in row
 
 
-def test_a_plan_is_readable_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_readable_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH100-80G", "--model-config", str(LLAMA_8B)]
+    command = [
+        "plan",
+        str(CONFIGS / "production.yaml"),
+        "--gpus",
+        "8xH100-80G",
+        "--model-config",
+        str(LLAMA_8B),
+    ]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
 
 
-def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", str(CONFIGS / "demo.yaml")]) == 0
     assert "MiB for each process" in capsys.readouterr().out
 
@@ -469,7 +544,14 @@ def test_a_reward_model_of_8b_on_six_cards_fits_with_half_the_context_and_adapte
     half: int, changes: tuple[str, ...], gib: str, fits: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = (f"data.max_prompt_tokens={half}", f"data.max_response_tokens={half}")
-    command = ["plan", str(CONFIGS / "budget.yaml"), "--gpus", "6xRTX4090-24G", "--model-config", str(LLAMA_8B)]
+    command = [
+        "plan",
+        str(CONFIGS / "budget.yaml"),
+        "--gpus",
+        "6xRTX4090-24G",
+        "--model-config",
+        str(LLAMA_8B),
+    ]
     assert main([*command, *SIX_CARDS, *lengths, *changes, "--json"]) == (0 if fits else 2)
     said = json.loads(capsys.readouterr().out)
     reward = [row["total"] for row in said["memory"] if row["stage"] == "reward"]

@@ -52,7 +52,9 @@ def read(model: Any, tmp_path: Path) -> ModelShape:
         ("gemma", {"head_dim": 32}),
     ],
 )
-def test_parameters_are_counted_as_transformers_does(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_parameters_are_counted_as_transformers_does(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     model = transformers_model(family, settings)
     assert read(model, tmp_path).parameters == sum(p.numel() for p in model.parameters())
 
@@ -79,7 +81,9 @@ def test_an_adapter_is_counted_as_peft_makes_it(targets: tuple[str, ...] | None,
         shape.adapter_parameters(4, ("q_proj", "c_attn"))
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("llama-3-8b", 8_030_261_248), ("mistral-7b", 7_241_732_096)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama-3-8b", 8_030_261_248), ("mistral-7b", 7_241_732_096)]
+)
 def test_the_shipped_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     assert shape_of(PipelineConfig(), SHAPES / f"{name}.json").parameters == parameters
 
@@ -99,7 +103,9 @@ def test_a_config_json_that_cannot_be_counted_is_refused(content: Any, words: st
         shape_of(PipelineConfig(), file)
 
 
-def test_a_model_on_the_hub_that_is_not_on_this_machine_needs_a_config_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_the_hub_that_is_not_on_this_machine_needs_a_config_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match=r"give --model-config with a copy of its config\.json"):
         shape_of(config_from_tree({"model": {"path": "nobody/nothing-at-all"}}, "test"), local=True)

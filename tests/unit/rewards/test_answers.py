@@ -1,7 +1,9 @@
 r"""Verifiable answers.
 
-- the answer is found where people and models put it: after `####`, in the last \boxed{}, or as the last number
-- numbers are equal whatever their separators, signs, currency, decimals or fractions; texts without their decoration
+- the answer is found where people and models put it: after `####`, in the last \boxed{}, or as the last
+  number
+- numbers are equal whatever their separators, signs, currency, decimals or fractions; texts without their
+  decoration
 - a response without an answer scores 0; a row without one is an error that names the field
 """
 
@@ -72,7 +74,9 @@ def test_answers_are_equal_whatever_their_decoration(given: str, wanted: str) ->
     assert same_answer(given, wanted)
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("18", "81"), ("1.5", "15"), ("1/0", "1"), ("-3", "3"), ("x=2", "x=3")])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("18", "81"), ("1.5", "15"), ("1/0", "1"), ("-3", "3"), ("x=2", "x=3")]
+)
 def test_other_answers_are_not(given: str, wanted: str) -> None:
     assert not same_answer(given, wanted)
 

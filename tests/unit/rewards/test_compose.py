@@ -2,8 +2,8 @@
 
 - the total is the weighted sum, raw values are kept by name;
 - batch normalisation: mean 0, population std 1, exactly 0 for equal values;
-- missing model scores, wrong counts and rules' values that are not finite name the source and the prompt; a model's
-  score that is not finite is masked;
+- missing model scores, wrong counts and rules' values that are not finite name the source and the prompt; a
+  model's score that is not finite is masked;
 - a response that a source masks has no score, changes no one else's, and is counted;
 - the reward model's scores are clipped, rules are not, and the clipped share is told;
 - a source of weight 0 is measured and changes nothing, also where it fails;
@@ -23,7 +23,9 @@ from rlhf_core.types import RewardInput
 
 
 def batch(*texts: str) -> list[RewardInput]:
-    return [RewardInput(f"p{i}", "", text, (1,), (7,) * len(text.split()), True) for i, text in enumerate(texts)]
+    return [
+        RewardInput(f"p{i}", "", text, (1,), (7,) * len(text.split()), True) for i, text in enumerate(texts)
+    ]
 
 
 HAPPY = KeywordsReward(type="keywords", words=("happy",), weight=0.5)
@@ -33,7 +35,11 @@ SHORT = LengthReward(type="length", name="short", target=1, tolerance=2, weight=
 def test_the_total_is_the_weighted_sum_and_raw_values_are_kept_by_name() -> None:
     with RewardComposer((ModelReward(type="model", weight=3.0), HAPPY, SHORT)) as composer:
         scored = composer.score(batch("happy", "so happy", ""), [0.5, -1.0, 0.0])
-    assert scored.by_source == {"model": [0.5, -1.0, 0.0], "keywords": [1.0, 1.0, 0.0], "short": [1.0, 0.5, 0.5]}
+    assert scored.by_source == {
+        "model": [0.5, -1.0, 0.0],
+        "keywords": [1.0, 1.0, 0.0],
+        "short": [1.0, 0.5, 0.5],
+    }
     # 3*0.5 + 0.5*1 - 2*1 = 0;  3*-1 + 0.5 - 1 = -3.5;  0 + 0 - 1 = -1
     assert scored.total == [0.0, -3.5, -1.0]
 
@@ -57,7 +63,8 @@ def test_the_clip_is_of_the_reward_models_scores_and_of_no_rule() -> None:
     assert scored.by_source["model"] == [9.0, -6.0, 5.0], "what is logged is what the model said"
     assert clipped_share(sources, scored.by_source, 5.0) == pytest.approx(2 / 3)
     assert (
-        clipped_share((rule,), scored.by_source, 5.0) is None and clipped_share(sources, scored.by_source, None) is None
+        clipped_share((rule,), scored.by_source, 5.0) is None
+        and clipped_share(sources, scored.by_source, None) is None
     )
 
 
@@ -85,7 +92,10 @@ def test_an_empty_batch_has_no_scores() -> None:
 
 
 def test_a_model_reward_without_scores_is_an_error() -> None:
-    with RewardComposer((ModelReward(type="model"),)) as composer, pytest.raises(RewardError, match="reward model: no"):
+    with (
+        RewardComposer((ModelReward(type="model"),)) as composer,
+        pytest.raises(RewardError, match="reward model: no"),
+    ):
         composer.score(batch("a"), None)
 
 
@@ -107,7 +117,10 @@ def test_a_model_s_score_that_is_not_finite_is_masked_and_a_rule_s_names_source_
     assert "reward judge: 1 of 2 scores are not finite and masked, first for prompt p1" in caplog.text
     monkeypatch.setattr("rlhf_core.rewards.compose.evaluate_rule", lambda source, sample: bad)
     rule = LengthReward(type="length", name="long", target=3, tolerance=3)
-    with RewardComposer((rule,)) as composer, pytest.raises(RewardError, match=f"reward long: .* prompt p0 is {bad}"):
+    with (
+        RewardComposer((rule,)) as composer,
+        pytest.raises(RewardError, match=f"reward long: .* prompt p0 is {bad}"),
+    ):
         composer.score(batch("a", "b"), None)
 
 
@@ -115,7 +128,8 @@ def python(tmp_path: Path, **fields: Any) -> PythonReward:
     """Words of a response; one that says "bad" cannot be scored."""
     file = tmp_path / "r.py"
     file.write_text(
-        "def f(samples):\n    return [{'bad': float('nan')}.get(s.response, len(s.response.split())) for s in samples]\n"
+        "def f(samples):\n    return [{'bad': float('nan')}.get(s.response, len(s.response.split())) for s in"
+        " samples]\n"
     )
     return PythonReward(type="python", function="r:f", file=str(file), retries=0, **fields)
 

@@ -92,7 +92,9 @@ def test_nothing_is_searched_where_no_sample_can_be_at_fault() -> None:
 
 def test_abort_names_the_first_sample_by_prompt_and_index() -> None:
     outcome = Outcome([0.0, math.nan, math.nan], {1: "it raised", 2: "later"})
-    with pytest.raises(RewardError, match=r"reward r: 2 of 3 .* prompt p1 \(index 1\): it raised; on_error=mask would"):
+    with pytest.raises(
+        RewardError, match=r"reward r: 2 of 3 .* prompt p1 \(index 1\): it raised; on_error=mask would"
+    ):
         settle("r", "abort", outcome, batch(3))
 
 

@@ -1,11 +1,13 @@
 """Locks the remote reward service, against a real HTTP server in this process.
 
-- scores come back in the order of the samples, whatever the order of the requests; the items are what the protocol says
+- scores come back in the order of the samples, whatever the order of the requests; the items are what the
+  protocol says
 - late, broken, truncated, huge, wrong or unreadable answers are tried again, and each failure says what came
 - a replica that fails is left alone while others answer; with none left, the failure comes within its bound
 - an item without a score, or one the service refuses, costs no other item its score
 - redirects, wrong tokens and wrong paths end the step at once; a redirect is not followed
-- a host is connected to only at addresses that the allow-list covers; proxies of the environment are not asked
+- a host is connected to only at addresses that the allow-list covers; proxies of the environment are not
+  asked
 - the certificate is checked against the name in the url, whatever address is connected to
 - the token goes along, but not in clear text to a public address
 """
@@ -144,7 +146,13 @@ def serve() -> Iterator[Callable[..., Service]]:
 
 def ask(services: Sequence[Service | str], samples: Sequence[RewardInput], **fields: Any) -> Outcome:
     urls = tuple(service if isinstance(service, str) else service.url for service in services)
-    quick = {"timeout": 10.0, "backoff": 0.01, "breaker_seconds": 0.05, "allowed_hosts": ("127.0.0.1",), "retries": 2}
+    quick = {
+        "timeout": 10.0,
+        "backoff": 0.01,
+        "breaker_seconds": 0.05,
+        "allowed_hosts": ("127.0.0.1",),
+        "retries": 2,
+    }
     service = RemoteService(RemoteReward(type="remote", urls=urls, **{**quick, **fields}))
     try:
         return service(samples)
@@ -178,7 +186,13 @@ def test_an_item_is_what_the_protocol_says(serve: Any) -> None:
     plain, with_tokens = serve(lengths), serve(lengths)
     ask([plain], batch("a", "b"))
     ask([with_tokens], batch("a", "b"), send_tokens=True)
-    item = {"prompt": "prompt 1", "response": "b", "prompt_id": "p1", "meta": {"answer": 1}, "finished": False}
+    item = {
+        "prompt": "prompt 1",
+        "response": "b",
+        "prompt_id": "p1",
+        "meta": {"answer": 1},
+        "finished": False,
+    }
     assert plain.seen[0][1] == item
     assert with_tokens.seen[0][1] == item | {"prompt_ids": [1, 2], "response_ids": [3, 1]}
 
@@ -230,7 +244,9 @@ def test_an_answer_outside_the_protocol_is_a_failure(body: bytes, wrong: str) ->
 
 
 def test_a_null_or_a_number_that_is_not_finite_is_an_item_without_a_score() -> None:
-    outcome = read_answer(b'{"scores": [1, null, NaN, 1e999], "errors": {"1": "too\\u001b[31m long"}}', 4, "h:1")
+    outcome = read_answer(
+        b'{"scores": [1, null, NaN, 1e999], "errors": {"1": "too\\u001b[31m long"}}', 4, "h:1"
+    )
     assert outcome.values[0] == 1.0
     assert outcome.reasons[1] == r"h:1 says: 'too\x1b[31m long'"
     assert [outcome.reasons[i].split(",")[0] for i in (2, 3)] == ["it returned nan", "it returned inf"]
@@ -262,7 +278,12 @@ def test_a_refusal_is_not_repeated(serve: Any) -> None:
 def test_a_replica_that_fails_is_left_alone(serve: Any) -> None:
     good, bad = serve(lengths), serve(with_status(503))
     outcome = ask(
-        [bad, good], batch(*"abcdefghij"), items_per_request=1, concurrency=1, breaker_failures=2, breaker_seconds=60
+        [bad, good],
+        batch(*"abcdefghij"),
+        items_per_request=1,
+        concurrency=1,
+        breaker_failures=2,
+        breaker_seconds=60,
     )
     assert outcome.values == [1.0] * 10
     assert len(bad.seen) == 2
@@ -278,7 +299,9 @@ def test_a_replica_that_is_down_is_passed_over(serve: Any) -> None:
 def test_with_no_replica_left_the_failure_comes_within_its_bound(serve: Any) -> None:
     service = serve(with_status(503))
     began = time.monotonic()
-    outcome = ask([service], batch("a", "b", "c"), items_per_request=1, breaker_failures=1, timeout=0.2, retries=1)
+    outcome = ask(
+        [service], batch("a", "b", "c"), items_per_request=1, breaker_failures=1, timeout=0.2, retries=1
+    )
     # Each of two tries waits at most 0.2 + 0.05 s for a replica and 0.2 s for its answer.
     assert time.monotonic() - began < 3
     assert len(outcome.reasons) == 3
@@ -313,7 +336,9 @@ def test_a_name_is_connected_to_only_where_the_list_covers_its_address(
     url = service.url.replace("127.0.0.1", "scores.example")
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", service.server_port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-    with pytest.raises(RewardError, match=r"scores\.example leads to 127\.0\.0\.1, which is a private address"):
+    with pytest.raises(
+        RewardError, match=r"scores\.example leads to 127\.0\.0\.1, which is a private address"
+    ):
         ask([url], batch("a"), allowed_hosts=("scores.example",))
     assert service.seen == []
     assert ask([url], batch("a"), allowed_hosts=("scores.example", "127.0.0.0/8")).values == [1.0]
@@ -352,7 +377,9 @@ def self_signed(file: Path, name: str) -> Path:
     own = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
     certificate = (
-        x509.CertificateBuilder(own, own, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
+        x509.CertificateBuilder(
+            own, own, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1)
+        )
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -391,8 +418,12 @@ def test_a_line_break_around_the_token_is_no_part_of_it(
     assert service.headers[0].get("authorization") == "Bearer s3cret-s3cret"
 
 
-@pytest.mark.parametrize("value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "s3cret\0", "\udcff-s3cret", " \n"])
-def test_a_token_that_no_header_can_carry_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "s3cret\0", "\udcff-s3cret", " \n"]
+)
+def test_a_token_that_no_header_can_carry_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, remote.TOKEN_VARIABLE: value})
     with pytest.raises(ConfigError, match=remote.TOKEN_VARIABLE) as refused:
         ask(["http://127.0.0.1:9/score"], batch("a"))
@@ -403,6 +434,8 @@ def test_the_token_does_not_go_in_clear_text_to_a_public_address(monkeypatch: py
     monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
     public = [(2, 1, 6, "", ("93.184.215.14", 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: public)
-    with pytest.raises(RewardError, match=r"clear text to scores\.example, a public address; use https") as refused:
+    with pytest.raises(
+        RewardError, match=r"clear text to scores\.example, a public address; use https"
+    ) as refused:
         ask(["http://scores.example/score"], batch("a"), allowed_hosts=("scores.example",))
     assert "s3cret" not in str(refused.value)

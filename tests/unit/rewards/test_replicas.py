@@ -67,7 +67,9 @@ def test_the_one_request_closes_it_or_opens_it_anew() -> None:
     assert breaker.allows, "closed, it counts from zero again"
 
 
-def replicas(*breakers: Breaker, concurrency: int = 2, patience: float = 0.05) -> tuple[list[Replica], Replicas]:
+def replicas(
+    *breakers: Breaker, concurrency: int = 2, patience: float = 0.05
+) -> tuple[list[Replica], Replicas]:
     all_ = [Replica(str(index), breaker) for index, breaker in enumerate(breakers)]
     return all_, Replicas(all_, concurrency, patience)
 

@@ -32,7 +32,9 @@ from rlhf_core.rewards import rules
 from rlhf_core.types import RewardInput
 
 
-def sample(response: str = "", *, prompt: str = "", ids: tuple[int, ...] = (), finished: bool = True) -> RewardInput:
+def sample(
+    response: str = "", *, prompt: str = "", ids: tuple[int, ...] = (), finished: bool = True
+) -> RewardInput:
     return RewardInput("p1", prompt, response, (1,), ids, finished)
 
 
@@ -103,13 +105,19 @@ def test_a_pattern_that_does_not_compile_names_the_field() -> None:
     ],
 )
 def test_repetition_is_minus_the_share_of_repeated_ngrams(text: str, value: float) -> None:
-    assert rules.repetition(RepetitionReward(type="repetition", ngram=2), sample(text)) == pytest.approx(value)
+    assert rules.repetition(RepetitionReward(type="repetition", ngram=2), sample(text)) == pytest.approx(
+        value
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "response", "value"),
     [
-        ("Tell me about the small fox", "A SMALL story about foxes", 2 / 3),  # tell, about, small; about and small said
+        (
+            "Tell me about the small fox",
+            "A SMALL story about foxes",
+            2 / 3,
+        ),  # tell, about, small; about and small said
         ("Tell tell", "I tell", 1.0),  # distinct words
         ("Why is it so?", "It is so", 0.0),  # no content word
         ("Erzähl vom Bären", "Der Bären Tanz", 0.5),
@@ -181,7 +189,9 @@ PIECES = ["a", "e", "i", "{", "}", "{2}", "{,2}", "{,}", "{e}", "{i<2}", "{e<=1}
     r"\N{DIGIT ONE}"]  # fmt: skip
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=7), st.lists(st.text("abei{}[]1: \n", max_size=5), max_size=8))
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=7), st.lists(st.text("abei{}[]1: \n", max_size=5), max_size=8)
+)
 def test_a_pattern_means_what_it_means_to_python(pieces: list[str], texts: list[str]) -> None:
     pattern = "".join(pieces)
     try:
@@ -193,12 +203,20 @@ def test_a_pattern_means_what_it_means_to_python(pieces: list[str], texts: list[
         return
     assert pattern_problem(pattern) is None
     for text in [*texts, "a", "{e}", "a{e}", pattern]:
-        assert (compiled(pattern).fullmatch(text, timeout=5) is None) == (own.fullmatch(text) is None), (pattern, text)
+        assert (compiled(pattern).fullmatch(text, timeout=5) is None) == (own.fullmatch(text) is None), (
+            pattern,
+            text,
+        )
 
 
 @pytest.mark.parametrize(
     ("pattern", "fits", "does_not"),
-    [("Step {i}", "Step {i}", "Step "), ("a{e}", "a{e}", "b"), ("x{d<5}", "x{d<5}", ""), ("[ab[]+", "[a", "]")],
+    [
+        ("Step {i}", "Step {i}", "Step "),
+        ("a{e}", "a{e}", "b"),
+        ("x{d<5}", "x{d<5}", ""),
+        ("[ab[]+", "[a", "]"),
+    ],
 )
 def test_braces_and_brackets_are_the_characters_that_python_takes_them_for(
     pattern: str, fits: str, does_not: str

@@ -6,7 +6,8 @@
 - what is wrong with an item costs no other its score; what is wrong with a request is its status
 - requests that wait are joined into one forward pass while their tokens fit, in the order they came
 - a forward pass that fails is a 500, and the next one works
-- beyond loopback it needs a token, one that cannot be guessed; with a token nothing else is answered, but for /health
+- beyond loopback it needs a token, one that cannot be guessed; with a token nothing else is answered, but for
+  /health
 - connections that send no request hold no place for long, and none that others wait for
 - encoding and forward passes take turns
 - an artifact is found by its address, with the template of its data; a folder is taken as it is
@@ -56,7 +57,9 @@ HH_CHAT = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "hh-
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with a trained tokenizer, as stage `reward` leaves it."""
     causal = tmp_path_factory.mktemp("causal")
-    tokenizer = train_tokenizer(["Tell me about the small cat.", "It is kind and warm, and it sleeps."] * 4, 300)
+    tokenizer = train_tokenizer(
+        ["Tell me about the small cat.", "It is kind and warm, and it sleeps."] * 4, 300
+    )
     save_tiny_llama(causal, vocab_size=304, pad_token_id=tokenizer.pad_token_id)
     model = load_score_model(causal, dtype="float32", attention="sdpa", device="cpu")
     model.statistics = ScoreStatistics(mean=0.25, std=0.5)
@@ -132,7 +135,7 @@ def texts(*lengths: int) -> list[dict[str, str]]:
     return [{"text": "x" * length} for length in lengths]
 
 
-# -- the model ----------------------------------------------------------------------------------------------------
+# -- the model --
 
 
 def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: Scorer, start: Start) -> None:
@@ -146,7 +149,11 @@ def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: S
     url = f"{start(scorer)}/score"
     for send_tokens, count in ((True, 4), (False, 3)):
         source = RemoteReward(
-            type="remote", urls=(url,), allowed_hosts=("127.0.0.1",), send_tokens=send_tokens, items_per_request=2
+            type="remote",
+            urls=(url,),
+            allowed_hosts=("127.0.0.1",),
+            send_tokens=send_tokens,
+            items_per_request=2,
         )
         service = RemoteService(source)
         outcome = service(samples)
@@ -180,7 +187,9 @@ def test_text_mode_scores_a_rollout_as_the_model_reward_does_under_a_template_wi
     assert [sample.response for sample in samples] == [response for _, response in said]
 
     url = f"{start(Scorer(served))}/score"
-    service = RemoteService(RemoteReward(type="remote", urls=(url,), allowed_hosts=("127.0.0.1",), send_tokens=False))
+    service = RemoteService(
+        RemoteReward(type="remote", urls=(url,), allowed_hosts=("127.0.0.1",), send_tokens=False)
+    )
     outcome = service(samples)
     service.close()
     by_tokens = expected(served, [(sample.prompt_ids, sample.response_ids) for sample in samples])
@@ -213,10 +222,16 @@ def test_a_conversation_is_a_prompt(scorer: Scorer) -> None:
         ({"prompt": "a", "response": "b", "finished": "yes"}, "finished true or false"),
         ({"response": "b"}, "'prompt' is missing"),
         ({"prompt": "  ", "response": "b"}, "'prompt' is blank"),
-        ({"prompt": [{"role": "root", "content": "x"}], "response": "b"}, "must be system, user or assistant"),
+        (
+            {"prompt": [{"role": "root", "content": "x"}], "response": "b"},
+            "must be system, user or assistant",
+        ),
         ({"prompt": "a", "response": "b " * 60}, "tokens, but the model takes 64"),
         ({"prompt": "a", "response": "b" * 10**6}, "do not fit the 64 tokens"),
-        ({"prompt_ids": [1, 2], "response_ids": [304]}, "response_ids must be a list of token ids from 0 to 303"),
+        (
+            {"prompt_ids": [1, 2], "response_ids": [304]},
+            "response_ids must be a list of token ids from 0 to 303",
+        ),
         ({"prompt_ids": [1, 2], "response_ids": [-1]}, "response_ids must be"),
         ({"prompt_ids": [1, True], "response_ids": [3]}, "prompt_ids must be"),
         ({"prompt_ids": [1, 2]}, "response_ids must be"),
@@ -237,7 +252,7 @@ def test_what_is_no_reward_model_is_refused(folder: Path, tmp_path: Path) -> Non
         Scorer(save_tiny_llama(tmp_path))
 
 
-# -- requests -----------------------------------------------------------------------------------------------------
+# -- requests --
 
 
 def test_a_bad_item_costs_no_other_its_score(start: Start) -> None:
@@ -280,12 +295,15 @@ def test_a_request_that_does_not_come_is_given_up(start: Start, monkeypatch: pyt
         yield b"}"
 
     url = start(Scripted())
-    answer = httpx.post(f"{url}/score", content=slowly(), headers={"Content-Type": "application/json"}, trust_env=False)
+    answer = httpx.post(
+        f"{url}/score", content=slowly(), headers={"Content-Type": "application/json"}, trust_env=False
+    )
     assert answer.status_code == 408
 
 
 @pytest.mark.parametrize(
-    "beginning", [b"", b"POST /score HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"]
+    "beginning",
+    [b"", b"POST /score HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"],
 )
 def test_a_connection_that_sends_no_whole_header_is_closed(
     start: Start, monkeypatch: pytest.MonkeyPatch, beginning: bytes
@@ -307,7 +325,9 @@ def test_a_connection_that_sends_no_whole_header_is_closed(
         assert (b"200 OK" in answer) == beginning.startswith(b"GET")
 
 
-def test_what_a_refused_request_still_sends_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_refused_request_still_sends_keeps_no_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = httpx.URL(start(Scripted()))
@@ -370,7 +390,9 @@ def test_a_text_that_is_not_unicode_costs_no_other_item_its_score(scorer: Scorer
     bad.append({**good, "prompt": [{"role": "\ud800", "content": "x"}]})
     content = json.dumps({"items": [good, *bad, good]})
     url = start(scorer)
-    answer = httpx.post(f"{url}/score", content=content, headers={"Content-Type": "application/json"}, trust_env=False)
+    answer = httpx.post(
+        f"{url}/score", content=content, headers={"Content-Type": "application/json"}, trust_env=False
+    )
     scores = answer.json()["scores"]
     assert [score is None for score in scores] == [False, True, True, True, False]
     assert scores[0] == scores[-1]
@@ -404,10 +426,12 @@ def test_a_forward_pass_that_fails_is_a_500_and_the_next_one_works(start: Start)
     assert post(url, texts(2)).json()["scores"] == [2.0]
 
 
-# -- who may ask --------------------------------------------------------------------------------------------------
+# -- who may ask --
 
 
-def test_with_a_token_nothing_else_is_answered_but_health(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_token_nothing_else_is_answered_but_health(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = start(Scripted())
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}):
@@ -432,7 +456,11 @@ def test_without_a_token_no_web_page_from_elsewhere_is_answered(start: Start) ->
     url = start(scripted)
     port = url.rpartition(":")[2]
     rebound = {"Host": f"evil.example:{port}"}
-    for headers in (rebound, {"Origin": "https://evil.example"}, {**rebound, "Origin": f"http://evil.example:{port}"}):
+    for headers in (
+        rebound,
+        {"Origin": "https://evil.example"},
+        {**rebound, "Origin": f"http://evil.example:{port}"},
+    ):
         assert post(url, texts(1), headers=headers).status_code == 403
         assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 403
     assert scripted.passes == []
@@ -452,7 +480,9 @@ def test_beyond_loopback_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "token", ["a", " ", "fifteen-letters", "s3cret-s3cret-s3 cret", "s3cret-s3cret-s3cr\u00e9t", "a\nb" * 9]
 )
-def test_a_token_that_could_be_guessed_or_not_sent_is_refused(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as error:
         listen("0.0.0.0", 0)
@@ -477,17 +507,21 @@ def test_an_address_that_cannot_be_used_is_one_message() -> None:
         listen("127.0.0.1", 99999)
 
 
-# -- what is served -----------------------------------------------------------------------------------------------
+# -- what is served --
 
 
-def test_an_artifact_is_found_by_its_address_with_the_template_of_its_data(folder: Path, tmp_path: Path) -> None:
+def test_an_artifact_is_found_by_its_address_with_the_template_of_its_data(
+    folder: Path, tmp_path: Path
+) -> None:
     store, key = tmp_path / "store", "0123456789abcdef"
     made = tmp_path / "made"
     (made / "model").mkdir(parents=True)
     for file in folder.iterdir():
         (made / "model" / file.name).write_bytes(file.read_bytes())
     artifacts = ArtifactStore(Store(str(store)), tmp_path / "cache")
-    ref = artifacts.publish("reward", key, made, parents={}, metrics={}, config={"data": {"template": "plain"}})
+    ref = artifacts.publish(
+        "reward", key, made, parents={}, metrics={}, config={"data": {"template": "plain"}}
+    )
     for address in (f"{store}/artifacts/reward/{key}", f"{store}/artifacts/reward/{key}/", ref.uri):
         model, template = locate(address, tmp_path, None)
         assert (model / "config.json").is_file()

@@ -2,7 +2,8 @@
 
 - steps walk over one permutation after the other: every prompt once before any comes again
 - prompts go to the least loaded engine, every prompt to exactly one, the same way each time
-- what is sampled again keeps its engine and its batch; only that of an engine that is given up moves, as a whole
+- what is sampled again keeps its engine and its batch; only that of an engine that is given up moves, as a
+  whole
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """What vLLM is asked for; vLLM is scripted here.
 
 - an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
-- on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded request drew there
-- memory that is not there is told by who has it: others on the device, or a share too small; any other error stays
+- on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded
+  request drew there
+- memory that is not there is told by who has it: others on the device, or a share too small; any other error
+  stays
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: None))
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
-    monkeypatch.setitem(sys.modules, "vllm.config.weight_transfer", SimpleNamespace(WeightTransferConfig=dict))
+    monkeypatch.setitem(
+        sys.modules, "vllm.config.weight_transfer", SimpleNamespace(WeightTransferConfig=dict)
+    )
     for name in (
         "VLLM_LOGGING_LEVEL",
         "VLLM_NO_USAGE_STATS",
@@ -42,7 +46,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("devices", "backend"), [(1, "uni"), (2, "mp"), (8, "mp")])
-def test_an_engine_starts_its_own_processes(asked: dict[str, Any], tmp_path: Path, devices: int, backend: str) -> None:
+def test_an_engine_starts_its_own_processes(
+    asked: dict[str, Any], tmp_path: Path, devices: int, backend: str
+) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     config = EngineConfig(tensor_parallel=devices)
     Engine(tmp_path, config, device="cuda", max_model_len=64, seed=0, weight_transfer="nccl")
@@ -50,7 +56,9 @@ def test_an_engine_starts_its_own_processes(asked: dict[str, Any], tmp_path: Pat
     assert asked["distributed_executor_backend"] == backend
 
 
-@pytest.mark.parametrize(("longest", "sequences", "budget"), [(64, 256, 4096), (5000, 256, 5000), (64, 6000, 6000)])
+@pytest.mark.parametrize(
+    ("longest", "sequences", "budget"), [(64, 256, 4096), (5000, 256, 5000), (64, 6000, 6000)]
+)
 def test_on_the_cpu_no_sequence_is_computed_in_parts(
     asked: dict[str, Any], tmp_path: Path, longest: int, sequences: int, budget: int
 ) -> None:

@@ -1,14 +1,17 @@
 """Experience: what a rollout batch becomes, against numbers worked out by hand.
 
-- token rewards are minus the KL everywhere, by the estimator asked for, and the score at the last token; returns follow from unwhitened advantages; gamma discounts and lambda blends
+- token rewards are minus the KL everywhere, by the estimator asked for, and the score at the last token;
+  returns follow from unwhitened advantages; gamma discounts and lambda blends
 - what pads shorter responses changes nothing
 - a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
-- the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are trainer
-  over engine, within their bounds
-- each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the reward
-- an empty response is one that is its end alone; the spread of the scores, and the share of the returns that the critic
-  explains, are those of statistics
-- one NaN among log-probabilities or values shows in a metric that is watched; responses that repeat are counted
+- the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are
+  trainer over engine, within their bounds
+- each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the
+  reward
+- an empty response is one that is its end alone; the spread of the scores, and the share of the returns that
+  the critic explains, are those of statistics
+- one NaN among log-probabilities or values shows in a metric that is watched; responses that repeat are
+  counted
 - a response without a score takes no part; groups that score alike are found and counted
 """
 
@@ -36,7 +39,12 @@ def _rollout(logprobs: tuple[float, ...], finished: bool = True) -> Rollout:
 
 
 def _make(
-    rollouts: list[Rollout], old: list[Any], ref: list[Any], values: list[Any], scores: list[float], **ppo: Any
+    rollouts: list[Rollout],
+    old: list[Any],
+    ref: list[Any],
+    values: list[Any],
+    scores: list[float],
+    **ppo: Any,
 ) -> Any:
     config = config_from_tree(
         {"ppo": {"whiten_advantages": False, "lam": 1.0, "missing_eos_penalty": 0.0, **ppo}}, "test"
@@ -55,7 +63,8 @@ def _make(
 
 def test_returns_are_the_score_minus_the_priced_kl_still_to_come() -> None:
     made = _make([_rollout((-1.0, -2.0))], [[-1.0, -2.0]], [[-2.0, -2.5]], [[0.25, 0.5]], [3.0])
-    # k1 = 1.0, 0.5; rewards -0.1, 3 - 0.05; with lambda 1 the returns are 2.85 and 2.95, advantages less the values.
+    # k1 = 1.0, 0.5; rewards -0.1, 3 - 0.05; with lambda 1 the returns are 2.85 and 2.95, advantages less the
+    # values.
     torch.testing.assert_close(made.returns_BT, torch.tensor([[2.85, 2.95]]))
     torch.testing.assert_close(made.advantages_BT, torch.tensor([[2.6, 2.45]]))
     assert made.metrics["objective/kl"] == pytest.approx(1.5)
@@ -67,13 +76,17 @@ def test_returns_are_the_score_minus_the_priced_kl_still_to_come() -> None:
     # One token at log p - log ref = -1: -1, |-1|, 1/2 and e - 1 - 1 nats, at 0.1 a nat.
     [(None, 0.1), ("k1", 0.1), ("abs", -0.1), ("k2", -0.05), ("k3", -0.1 * (math.e - 2))],
 )
-def test_the_kl_in_the_reward_is_priced_by_the_estimator_asked_for(estimator: str | None, expected: float) -> None:
+def test_the_kl_in_the_reward_is_priced_by_the_estimator_asked_for(
+    estimator: str | None, expected: float
+) -> None:
     made = _make([_rollout((-2.0,))], [[-2.0]], [[-1.0]], [[0.0]], [0.0], kl={"estimator": estimator})
     assert made.returns_BT.item() == pytest.approx(expected)
     assert made.metrics["objective/kl"] == -1.0
 
 
-@pytest.mark.parametrize(("options", "cut"), [({"missing_eos_penalty": 1.0}, 6.0), ({"overlong": {"buffer": 1}}, 6.0)])
+@pytest.mark.parametrize(
+    ("options", "cut"), [({"missing_eos_penalty": 1.0}, 6.0), ({"overlong": {"buffer": 1}}, 6.0)]
+)
 def test_a_penalty_counts_also_where_scores_are_high(options: dict[str, Any], cut: float) -> None:
     rollouts = [_rollout((-1.0,) * 2), _rollout((-1.0,) * 2, finished=False)]
     if "overlong" in options:
@@ -138,12 +151,16 @@ def test_the_gap_to_the_engine_is_measured_on_response_tokens_alone() -> None:
         ("sequence-mask", [[3.0, 0.75], [0.0, 0.0]]),
     ],
 )
-def test_the_weights_are_trainer_over_engine_within_their_bounds(kind: str, expected: list[list[float]]) -> None:
+def test_the_weights_are_trainer_over_engine_within_their_bounds(
+    kind: str, expected: list[list[float]]
+) -> None:
     # p(trainer) / p(engine) is 3, 0.75 and 0.25.
     old = [[math.log(0.6), math.log(0.3)], [math.log(0.2)]]
     rollouts = [_rollout((math.log(0.2), math.log(0.4))), _rollout((math.log(0.8),))]
     bounds = (0.5, 1.6) if kind == "sequence-mask" else (0.5, 1.5)
-    made = _make(rollouts, old, old, [[0.0] * 2, [0.0]], [0.0, 0.0], importance=kind, importance_bounds=bounds)
+    made = _make(
+        rollouts, old, old, [[0.0] * 2, [0.0]], [0.0, 0.0], importance=kind, importance_bounds=bounds
+    )
     torch.testing.assert_close(made.weights_BT, torch.tensor(expected))
 
 
@@ -200,7 +217,11 @@ def _repeats_by_all_periods(ids: Sequence[int]) -> bool:
 
 def _with_a_loop(chance: random.Random) -> list[int]:
     """Random tokens, or rows of equal tokens, with a loop that is about as long as it must be to count."""
-    letters, length, longest = chance.choice([2, 3, 4, 300]), chance.randrange(14, 200), chance.choice([1, 1, 5, 40])
+    letters, length, longest = (
+        chance.choice([2, 3, 4, 300]),
+        chance.randrange(14, 200),
+        chance.choice([1, 1, 5, 40]),
+    )
     ids: list[int] = []
     while len(ids) < length:
         ids += [chance.randrange(letters)] * chance.randint(1, longest)
@@ -266,7 +287,12 @@ def test_responses_that_repeat_themselves_are_counted() -> None:
 
 
 def test_a_response_is_empty_if_it_is_its_end_alone() -> None:
-    rollouts = [_rollout((-1.0,)), _rollout((-1.0,), finished=False), _rollout((-1.0,) * 2), _rollout((-1.0,) * 3)]
+    rollouts = [
+        _rollout((-1.0,)),
+        _rollout((-1.0,), finished=False),
+        _rollout((-1.0,) * 2),
+        _rollout((-1.0,) * 3),
+    ]
     numbers = [[-1.0] * n for n in (1, 1, 2, 3)]
     assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/empty_rate"] == 0.25
 
@@ -274,7 +300,8 @@ def test_a_response_is_empty_if_it_is_its_end_alone() -> None:
 def test_the_spread_of_scores_and_what_the_critic_explains_are_those_of_statistics() -> None:
     logprobs = [[-1.0]] * 3
     made = _make([_rollout((-1.0,))] * 3, logprobs, logprobs, [[1.0], [2.0], [4.5]], [1.0, 3.0, 5.0])
-    # Deviations -2, 0, 2 of the scores, which are the returns; they are 0, 1 and 0.5 above the values: -0.5, 0.5, 0.
+    # Deviations -2, 0, 2 of the scores, which are the returns; they are 0, 1 and 0.5 above the values: -0.5,
+    # 0.5, 0.
     assert made.metrics["objective/scores_std"] == pytest.approx(math.sqrt(8 / 3))
     assert made.metrics["value/explained_variance"] == pytest.approx(1 - 0.5 / 8)
 
@@ -300,7 +327,9 @@ def test_whitened_advantages_have_mean_0_and_variance_1_while_returns_stay() -> 
 
 
 def _group(algorithm: str, scores: list[float], **ppo: Any) -> Any:
-    """Two prompts with two samples each, two tokens per response, no critic; the policy is 0.1 above its reference."""
+    """Two prompts with two samples each, two tokens per response, no critic; the policy is 0.1 above its
+    reference.
+    """
     old, ref = [[-1.0, -1.0]] * 4, [[-1.1, -1.1]] * 4
     config = {"algorithm": algorithm, "samples_per_prompt": 2, "score_clip": None, **ppo}
     return _make([_rollout((-1.0, -1.0)) for _ in range(4)], old, ref, None, scores, **config)  # type: ignore[arg-type]
@@ -309,7 +338,8 @@ def _group(algorithm: str, scores: list[float], **ppo: Any) -> Any:
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        # Scores 1, 3 | 5, 5: deviations from the mean -1, 1 | 0, 0; std (unbiased) sqrt(2); the other's mean 3, 1.
+        # Scores 1, 3 | 5, 5: deviations from the mean -1, 1 | 0, 0; std (unbiased) sqrt(2); the other's mean
+        # 3, 1.
         ("dr_grpo", [-1.0, 1.0, 0.0, 0.0]),
         ("reinforce_baseline", [-1.0, 1.0, 0.0, 0.0]),
         ("rloo", [-2.0, 2.0, 0.0, 0.0]),
@@ -328,7 +358,8 @@ def test_by_group_a_response_is_compared_with_its_siblings_on_every_token(
 @pytest.mark.parametrize(("gamma", "first"), [(1.0, 0.02), (0.5, 0.015)])
 def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage(gamma: float, first: float) -> None:
     made = _group("rloo", [1.0, 3.0, 5.0, 5.0], gamma=gamma)
-    # 0.1 nats per token at coefficient 0.1: 0.01 to be paid at the second token, at the first 0.01 + gamma * 0.01.
+    # 0.1 nats per token at coefficient 0.1: 0.01 to be paid at the second token, at the first 0.01 + gamma *
+    # 0.01.
     torch.testing.assert_close(made.advantages_BT[1], torch.tensor([2.0 - first, 1.99]), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(made.advantages_BT[2], torch.tensor([-first, -0.01]), rtol=1e-5, atol=1e-6)
 
@@ -341,7 +372,12 @@ def test_a_kl_that_the_loss_pays_is_not_taken_from_the_reward() -> None:
 
 
 def test_reinforce_pp_uses_discounted_returns_whitened_by_default() -> None:
-    arguments = ([_rollout((-1.0, -1.0)), _rollout((-1.0,))], [[-1.0] * 2, [-1.0]], [[-1.0] * 2, [-1.0]], None)
+    arguments = (
+        [_rollout((-1.0, -1.0)), _rollout((-1.0,))],
+        [[-1.0] * 2, [-1.0]],
+        [[-1.0] * 2, [-1.0]],
+        None,
+    )
     plain = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", gamma=0.5)  # type: ignore[arg-type]
     torch.testing.assert_close(plain.advantages_BT, torch.tensor([[0.5, 1.0], [-1.0, 0.0]]))
     white = _make(*arguments, [1.0, -1.0], algorithm="reinforce_pp", whiten_advantages=None)  # type: ignore[arg-type]

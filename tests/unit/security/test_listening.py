@@ -1,7 +1,8 @@
 """What `rlhf up` and `rlhf run` start, as they start it, and that SECURITY.md names tests that are there.
 
-Locked here: every server is told to listen on loopback, MLflow takes requests for its own address only and runs no jobs,
-Prefect asks for a password, refuses requests of web pages from elsewhere, and keeps results as JSON. What really listens is measured in `tests/integration`.
+Locked here: every server is told to listen on loopback, MLflow takes requests for its own address only and
+runs no jobs, Prefect asks for a password, refuses requests of web pages from elsewhere, and keeps results as
+JSON. What really listens is measured in `tests/integration`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def test_every_server_is_told_to_listen_on_loopback(tmp_path: Path) -> None:
 
 def test_no_address_of_every_interface_is_in_the_source() -> None:
     files = [file for top in ("rlhf_core", "flows") for file in (ROOT / top).rglob("*.py")]
-    wide = [file for file in files if re.search(r"""["'](0\.0\.0\.0|::)["']""", file.read_text(encoding="utf-8"))]
+    wide = [
+        file for file in files if re.search(r"""["'](0\.0\.0\.0|::)["']""", file.read_text(encoding="utf-8"))
+    ]
     assert wide == []
 
 
@@ -70,7 +73,10 @@ HEADERS = {
     "the other name": ({"Host": "127.0.0.1:4200", "Origin": "http://localhost:4200"}, False),
     "a sandboxed frame or a file": ({"Host": "127.0.0.1:4200", "Origin": "null"}, False),
     "DNS rebinding": ({"Host": "evil.example:4200"}, False),
-    "DNS rebinding with its own origin": ({"Host": "evil.example:4200", "Origin": "http://evil.example:4200"}, False),
+    "DNS rebinding with its own origin": (
+        {"Host": "evil.example:4200", "Origin": "http://evil.example:4200"},
+        False,
+    ),
     "a name that begins like loopback": ({"Host": "127.0.0.1.evil.example:4200"}, False),
     "a name that ends like loopback": ({"Host": "evil.localhost:4200"}, False),
     "all interfaces": ({"Host": "0.0.0.0:4200"}, False),

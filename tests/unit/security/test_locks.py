@@ -1,10 +1,12 @@
 """The supply chain: what is installed is what was tried, and the audit cannot pass without having looked.
 
 Locked here:
-- every entry of every lock is pinned and has its sha256, and names no host; what the project asks for is in the lock
+- every entry of every lock is pinned and has its sha256, and names no host; what the project asks for is in
+  the lock
 - the installation demands the hashes
-- the audit fails on an entry without a hash, on a known vulnerability, on a package that it could not look up, on an
-  empty report and on a service that does not answer, and says which; it passes when all were asked and nothing is known
+- the audit fails on an entry without a hash, on a known vulnerability, on a package that it could not look
+  up, on an empty report and on a service that does not answer, and says which; it passes when all were asked
+  and nothing is known
 """
 
 from __future__ import annotations
@@ -51,12 +53,18 @@ def test_what_the_project_asks_for_is_in_the_lock() -> None:
         *project["optional-dependencies"]["cpu"],
     ]
     names = {re.split(r"[^\w.-]", text)[0].lower().replace("_", "-") for text in wanted}
-    locked = {entry.split("==")[0].split("[")[0] for entry in audit.entries((audit.FOLDER / "cpu.txt").read_text())}
+    locked = {
+        entry.split("==")[0].split("[")[0] for entry in audit.entries((audit.FOLDER / "cpu.txt").read_text())
+    }
     assert names - locked == set()
 
 
 def test_every_installation_of_the_makefile_demands_hashes_or_installs_the_project_alone() -> None:
-    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if re.search(r"pip (install|sync) ", line)]
+    lines = [
+        line
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if re.search(r"pip (install|sync) ", line)
+    ]
     assert len(lines) >= 4
     assert [line for line in lines if "--require-hashes" not in line and "--no-deps" not in line] == []
 
@@ -77,13 +85,19 @@ def test_every_installation_of_the_makefile_demands_hashes_or_installs_the_proje
 def test_an_entry_that_is_not_locked_is_named(lock: str, word: str) -> None:
     [problem] = audit.lock_problems(lock)
     assert word in problem and "make lock" in problem
-    assert audit.lock_problems(f"a==1.0+cpu ; sys_platform == 'linux' \\\n    {HASH} \\\n    {HASH}\n# a note\n") == []
+    assert (
+        audit.lock_problems(f"a==1.0+cpu ; sys_platform == 'linux' \\\n    {HASH} \\\n    {HASH}\n# a note\n")
+        == []
+    )
 
 
 FINE: dict[str, Any] = {"name": "a", "version": "1.0", "vulns": []}
 KNOWN = {
     **FINE,
-    "vulns": [{"id": "PYSEC-1", "fix_versions": ["1.1"], "aliases": ["CVE-1"]}, {"id": "X", "fix_versions": []}],
+    "vulns": [
+        {"id": "PYSEC-1", "fix_versions": ["1.1"], "aliases": ["CVE-1"]},
+        {"id": "X", "fix_versions": []},
+    ],
 }
 SKIPPED = {"name": "b", "skip_reason": "Dependency not found"}
 
@@ -99,20 +113,28 @@ SKIPPED = {"name": "b", "skip_reason": "Dependency not found"}
     ],
 )  # fmt: skip
 def test_the_audit_says_what_it_found_and_does_not_pass_without_looking(
-    answer: Any, code: int, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answer: Any,
+    code: int,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
 
     def answering(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         asked.extend(Path(command[command.index("--requirement") + 1]).read_text().splitlines())
         fails = isinstance(answer, str)
-        return subprocess.CompletedProcess(command, 1, "" if fails else json.dumps(answer), answer if fails else "")
+        return subprocess.CompletedProcess(
+            command, 1, "" if fails else json.dumps(answer), answer if fails else ""
+        )
 
     monkeypatch.setattr(audit.subprocess, "run", answering)
     assert audit.main([]) == code
     out, err = capsys.readouterr()
     assert [word for word in words if word not in (err if code else out)] == []
-    assert any(line.startswith("torch==2.13.0 ") for line in asked), "advisories do not know a build such as +cpu"
+    assert any(line.startswith("torch==2.13.0 ") for line in asked), (
+        "advisories do not know a build such as +cpu"
+    )
 
 
 def test_without_its_tool_the_audit_fails_with_one_sentence() -> None:
@@ -120,4 +142,6 @@ def test_without_its_tool_the_audit_fails_with_one_sentence() -> None:
         [sys.executable, "-S", ROOT / ".ci" / "audit.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "nothing was audited" in done.stderr and "pip_audit" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1 and "nothing was audited" in done.stderr and "pip_audit" in done.stderr
+    )

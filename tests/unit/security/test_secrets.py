@@ -1,8 +1,8 @@
 """Secrets stay where they are.
 
 Locked here (the canary through a whole run is in `tests/integration/test_pipeline.py`):
-- what a line of a log, a message or an event says is without the values of secret variables and without users in URLs,
-  tracebacks included, whoever wrote it
+- what a line of a log, a message or an event says is without the values of secret variables and without users
+  in URLs, tracebacks included, whoever wrote it
 - a stage that fails with a secret in its words leaves none in its log and sends none to the flow
 - a new home folder is readable by its user alone; spec files hold no variable of the environment
 """
@@ -102,7 +102,9 @@ def test_a_secret_is_taken_out_however_it_is_encoded(form: str, secret: str) -> 
     assert core not in text and HIDDEN in text and text.startswith("403 for <")
 
 
-@pytest.mark.parametrize("written", [repr(f"Bearer {CANARY}\n".encode()), f"{CANARY}\n", CANARY, repr(CANARY + "\n")])
+@pytest.mark.parametrize(
+    "written", [repr(f"Bearer {CANARY}\n".encode()), f"{CANARY}\n", CANARY, repr(CANARY + "\n")]
+)
 def test_a_secret_from_a_file_with_its_newline_is_taken_out_with_it_and_without(written: str) -> None:
     assert CANARY not in scrubbed(f"Illegal header value {written}", {"RLHF_REWARD_TOKEN": f"{CANARY}\n"})
 
@@ -196,15 +198,27 @@ def test_addresses_and_texts_without_credentials_are_taken(text: str) -> None:
 
 def test_other_variables_and_short_values_stay() -> None:
     environ = {"RUN_NAME": "demo-run-1", "HF_TOKEN": "true", "AWS_PROFILE": "production"}
-    environ |= {"TOKENIZERS_PARALLELISM": "production-like", "PASSENGERS": "store-and-forward", "KEYBOARD": "config/us"}
-    environ |= {"PWD": "/projects/rlhf", "OLDPWD": "/projects/old"}  # where the command was typed, not a password
+    environ |= {
+        "TOKENIZERS_PARALLELISM": "production-like",
+        "PASSENGERS": "store-and-forward",
+        "KEYBOARD": "config/us",
+    }
+    environ |= {
+        "PWD": "/projects/rlhf",
+        "OLDPWD": "/projects/old",
+    }  # where the command was typed, not a password
     text = "demo-run-1 is true in production; log /projects/rlhf/.rlhf/logs/x.log, not /projects/old"
     assert scrubbed(text, environ) == text
 
 
 @pytest.mark.parametrize(
     "url",
-    ["http://user:{}@host:9000/x", "postgresql://me:{}@db/mlflow", "s3://AKIA:{}/more@bucket", "https://:{}@host"],
+    [
+        "http://user:{}@host:9000/x",
+        "postgresql://me:{}@db/mlflow",
+        "s3://AKIA:{}/more@bucket",
+        "https://:{}@host",
+    ],
 )
 def test_a_user_in_a_url_is_taken_out_and_the_rest_stays(url: str) -> None:
     text = scrubbed(f"cannot reach {url.format(CANARY)}, try a@b.example", {})
@@ -217,7 +231,9 @@ def test_a_traceback_in_a_log_is_without_the_secret(monkeypatch: pytest.MonkeyPa
     try:
         raise ValueError(f"bad token {CANARY}")
     except ValueError:
-        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "asked with %s", (CANARY,), sys.exc_info())
+        record = logging.LogRecord(
+            "x", logging.ERROR, __file__, 1, "asked with %s", (CANARY,), sys.exc_info()
+        )
     line = ScrubbingFormatter("%(message)s").format(record)
     assert CANARY not in line and "Traceback" in line and "bad token (hidden)" in line
 

@@ -3,7 +3,8 @@
 Locked here, each by a file that would leave a mark if it ran, and that does where nobody takes care:
 - a model whose config names code (`auto_map`) is loaded without it, or refused; its tokenizer likewise
 - pickled weights are refused, whatever they are called; so are weights that only pretend to be safetensors
-- an artifact with a program or a pickle in it is neither published nor read, also where its manifest was made to fit
+- an artifact with a program or a pickle in it is neither published nor read, also where its manifest was made
+  to fit
 - links inside artifacts are refused on both sides, and what they point to is not read
 - a program beside the data, or a pickle named like data, is not run
 - no call in the source opens a door: remote code, unpickling, MLflow's model loaders, shells, `eval`
@@ -69,7 +70,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     tokenizer = train_tokenizer(["a story of a fox. " * 3], 300)
     folder = save_tiny_llama(
-        tmp_path_factory.mktemp("tiny"), num_hidden_layers=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2
+        tmp_path_factory.mktemp("tiny"),
+        num_hidden_layers=1,
+        vocab_size=len(tokenizer),
+        bos_token_id=1,
+        eos_token_id=2,
     )
     tokenizer.save_pretrained(folder)
     return folder
@@ -84,7 +89,13 @@ def planted(tiny: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer", "AutoModel")
+CLASSES = (
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoTokenizer",
+    "AutoModel",
+)
 CODE = {"auto_map": {**dict.fromkeys(CLASSES, "evil.Evil"), "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
 ODD = {**CODE, "model_type": "evil", "architectures": ["Evil"], "tokenizer_class": "Evil"}
 
@@ -150,7 +161,9 @@ def forge(store: Store, uri: Path) -> None:
     store.put_bytes(key, json.dumps({**content, "checksum": checksum_of(content)}).encode())
 
 
-@pytest.mark.parametrize("name", ["model.pt", "a/weights.BIN", "tokenizer.pkl", "modeling.py", "op.so", "x.ckpt"])
+@pytest.mark.parametrize(
+    "name", ["model.pt", "a/weights.BIN", "tokenizer.pkl", "modeling.py", "op.so", "x.ckpt"]
+)
 def test_a_program_in_an_artifact_is_neither_published_nor_read(tmp_path: Path, name: str) -> None:
     store = Store(tmp_path / "store")
     bad = tmp_path / "bad"
@@ -220,7 +233,9 @@ CLOSED = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yam
 
 
 RUNS_NAMED_CODE = "rlhf_core/rewards/python_worker.py"
-"""Runs the reward function that the configuration names, in a process of its own: the one place that executes source."""
+"""Runs the reward function that the configuration names, in a process of its own: the one place that executes
+source.
+"""
 
 
 def test_no_call_opens_a_door() -> None:
@@ -241,7 +256,10 @@ def test_no_call_opens_a_door() -> None:
 
 def test_every_auto_class_is_told_not_to_trust_code() -> None:
     loaders = ("AutoConfig.from_pretrained", "AutoTokenizer.from_pretrained", "LLM")
-    models = ("AutoModelForCausalLM.from_pretrained", "auto.from_pretrained")  # the second: `models.weights`, for both
+    models = (
+        "AutoModelForCausalLM.from_pretrained",
+        "auto.from_pretrained",
+    )  # the second: `models.weights`, for both
     found: dict[str, int] = {}
     for place, call in calls():
         name = next((known for known in (*loaders, *models) if ast.unparse(call.func) == known), None)
@@ -249,7 +267,9 @@ def test_every_auto_class_is_told_not_to_trust_code() -> None:
             continue
         found[name] = found.get(name, 0) + 1
         options = {word.arg for word in call.keywords}
-        assert "trust_remote_code" in options or None in options, place  # `**options`: the tests above load through it
+        assert "trust_remote_code" in options or None in options, (
+            place
+        )  # `**options`: the tests above load through it
         assert name not in models or "use_safetensors" in options, place
     assert set(found) == {*loaders, *models}
 

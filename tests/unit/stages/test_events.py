@@ -1,5 +1,6 @@
-"""What a stage's log has as a warning reaches the flow: each once, the first of them, nothing secret, and not what comes
-with the error that ends the stage, which has no secrets either."""
+"""What a stage's log has as a warning reaches the flow: each once, the first of them, nothing secret, and not
+what comes with the error that ends the stage, which has no secrets either.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def test_warnings_and_errors_are_sent_once(sent: tuple[logging.Logger, int]) -> 
     assert {event["event"] for event in events} == {"warning"}
     messages = [event["message"] for event in events]
     assert messages[0] == "step 4 is skipped" and "damaged" in messages[1] and "hunter2" not in messages[1]
-    assert messages[2:] == ["another, 0", "a third; further warnings are in the log", "an error is always told"]
+    assert messages[2:] == [
+        "another, 0",
+        "a third; further warnings are in the log",
+        "an error is always told",
+    ]
 
 
 def test_what_a_guard_says_has_its_name_and_is_told_after_any_number_of_warnings(

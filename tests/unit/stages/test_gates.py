@@ -25,7 +25,9 @@ def test_an_accuracy_below_the_limit_is_named_with_both() -> None:
         check_gate(config, "reward", {"accuracy": 0.899})
 
 
-def test_a_reward_model_below_the_limit_fails_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_model_below_the_limit_fails_its_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokenizer").mkdir()
     config = config_from_tree({"run": {"device": "cpu"}, "reward": {"min_accuracy": 0.6}}, "test")
     nothing: Any = None

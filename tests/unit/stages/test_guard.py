@@ -1,4 +1,5 @@
-"""Temporary files of a stage lie in folders of its own, but what torch has compiled is for all stages of this user.
+"""Temporary files of a stage lie in folders of its own, but what torch has compiled is for all stages of this
+user.
 
 - a folder whose path is too long for the sockets in it is passed over
 - compiled programs of a folder that somebody else made, or can write to, are not loaded

@@ -1,5 +1,6 @@
-"""A stage for which memory does not suffice names numbers to lower, which exist, with the values they have; also where
-another rank than the one that is asked ran out of it."""
+"""A stage for which memory does not suffice names numbers to lower, which exist, with the values they have;
+also where another rank than the one that is asked ran out of it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_the_message_has_numbers_to_lower(
     monkeypatch.setattr(run, "_give_up", gives_up)
     monkeypatch.setattr(run, "_stage_function", lambda _stage: full)
     untracked = SimpleNamespace(run_id=None, finish=lambda status: None)
-    monkeypatch.setattr(run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked))
+    monkeypatch.setattr(
+        run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)
+    )
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
     with pytest.raises((OutOfMemory, SystemExit)) as caught:
         run.execute(StageSpec(stage, "0" * 16, config), Events(None))

@@ -1,7 +1,8 @@
 """What the stage `ppo` leaves, with a worker whose model is scripted (the integration tests use real ones).
 
 - the critic starts from the reward model only where that gives the rewards
-- `policy` has the weights and `policy_ema` their average, which is there only where one is kept; both with the tokenizer
+- `policy` has the weights and `policy_ema` their average, which is there only where one is kept; both with
+  the tokenizer
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     monkeypatch.setattr("rlhf_core.cluster.controller.PPOController", Controller)
     monkeypatch.setattr("rlhf_core.cluster.fleet.Fleet", Fleet)
     monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: [])
-    monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda folder: SimpleNamespace(pad=0, response=None))
+    monkeypatch.setattr(
+        "rlhf_core.data.decoding.load_decoder", lambda folder: SimpleNamespace(pad=0, response=None)
+    )
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward")}
     (inputs["data"] / "tokenizer").mkdir(parents=True)
     (inputs["data"] / "tokenizer" / "tokenizer.json").write_text("{}")

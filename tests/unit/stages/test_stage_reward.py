@@ -1,6 +1,8 @@
-"""What the stage `reward` says of a model with an adapter, with an engine that is scripted (the models are real).
+"""What the stage `reward` says of a model with an adapter, with an engine that is scripted (the models are
+real).
 
-- accuracy, margin and score statistics are those of the merged model that later stages load, not of the one in training
+- accuracy, margin and score statistics are those of the merged model that later stages load, not of the one
+  in training
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_th
     monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda folder: decoder)
     monkeypatch.setattr(reward, "_table", lambda *_given: [])
     monkeypatch.setattr("rlhf_core.training.layout.agreed", lambda model, *_given: model.packs)
-    monkeypatch.setattr(reward, "_examine", lambda pairs, scores, out, services: {"eval/calibration_error": 0.0})
+    monkeypatch.setattr(
+        reward, "_examine", lambda pairs, scores, out, services: {"eval/calibration_error": 0.0}
+    )
     tree = {"run": {"device": "cpu"}, "reward": {"lora": {}, "deepspeed": {"dtype": "bfloat16"}}}
     config = PipelineConfig.model_validate_json(json.dumps(tree))
     logged: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """One attempt at one stage, with a real store and a stage of a few lines.
 
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
-- the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code wrote or start
-  anew where all are damaged
+- the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
+  wrote or start anew where all are damaged
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Attempt:
         self.store = Store(self.config.store_url)
         self._patch = patch
         untracked = SimpleNamespace(run_id=None, finish=lambda status: None, flush=lambda: None)
-        patch.setattr(run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked))
+        patch.setattr(
+            run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)
+        )
 
     def __call__(self, body: Callable[[Services], object]) -> ArtifactRef:
         def stage(_config: PipelineConfig, services: Services) -> StageResult:
@@ -106,7 +108,12 @@ def _of_other_code(_attempt: Attempt, patch: pytest.MonkeyPatch) -> None:
     [("allow_fresh_start", _damaged, CorruptArtifact), ("allow_other_code", _of_other_code, ConfigError)],
 )
 def test_a_checkpoint_that_is_damaged_or_of_other_code_stops_the_stage_unless_that_very_thing_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, change: Any, error: type[RLHFError], allowed: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    change: Any,
+    error: type[RLHFError],
+    allowed: bool,
 ) -> None:
     both = {"allow_fresh_start": not allowed, "allow_other_code": not allowed}
     attempt = Attempt(tmp_path, monkeypatch, **(both | {setting: allowed}))

@@ -68,8 +68,12 @@ def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
     monkeypatch.setattr("rlhf_core.training.layout.agreed", lambda policy, *_: policy.packs)
     monkeypatch.setattr("rlhf_core.training.sft.train_sft", lambda *_, **__: {})
     monkeypatch.setattr("rlhf_core.data.dataset.load_sft", lambda *_: [])
-    monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1))
-    config = PipelineConfig.model_validate({"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False)
+    monkeypatch.setattr(
+        "rlhf_core.data.decoding.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1)
+    )
+    config = PipelineConfig.model_validate(
+        {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
+    )
     rank: Any = SimpleNamespace(torch_device="cpu")
     sft._train(rank, config, tmp_path, tmp_path, tmp_path / "out", (), None)
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")

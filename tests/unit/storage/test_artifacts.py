@@ -1,8 +1,8 @@
 """Artifacts exist whole or not at all, are verified before use, and are made once.
 
-Locks: round trip and manifest content, digest by content, damage is named, set aside and made again, first publisher
-wins, a superseded attempt cannot publish, interrupted publishing leaves nothing visible, programs and links are refused,
-leftovers of dead attempts go.
+Locks: round trip and manifest content, digest by content, damage is named, set aside and made again, first
+publisher wins, a superseded attempt cannot publish, interrupted publishing leaves nothing visible, programs
+and links are refused, leftovers of dead attempts go.
 """
 
 from __future__ import annotations
@@ -45,15 +45,26 @@ def output(tmp_path: Path, name: str = "out", extra: str = "") -> Path:
     return folder
 
 
-def publish(artifacts: ArtifactStore, folder: Path, fence: Fence | None = None, **changes: object) -> ArtifactRef:
+def publish(
+    artifacts: ArtifactStore, folder: Path, fence: Fence | None = None, **changes: object
+) -> ArtifactRef:
     parent = ArtifactRef("sft", "f" * 16, "d" * 64, "/x")
-    known = {"parents": {"sft": parent}, "metrics": {"kl": 1.5}, "config": {"a": 1}, "facts": {"weights_sha256": "w"}}
+    known = {
+        "parents": {"sft": parent},
+        "metrics": {"kl": 1.5},
+        "config": {"a": 1},
+        "facts": {"weights_sha256": "w"},
+    }
     return artifacts.publish("ppo", KEY, folder, fence=fence, mlflow_run_id="run", **{**known, **changes})  # type: ignore[arg-type]
 
 
-def test_a_published_folder_is_found_and_fetched_with_the_same_bytes(artifacts: ArtifactStore, tmp_path: Path) -> None:
+def test_a_published_folder_is_found_and_fetched_with_the_same_bytes(
+    artifacts: ArtifactStore, tmp_path: Path
+) -> None:
     assert artifacts.find("ppo", KEY) is None
-    expected = {p.relative_to(tmp_path / "a").as_posix(): p.read_bytes() for p in output(tmp_path, "a").rglob("*.*")}
+    expected = {
+        p.relative_to(tmp_path / "a").as_posix(): p.read_bytes() for p in output(tmp_path, "a").rglob("*.*")
+    }
     ref = publish(artifacts, output(tmp_path))
     assert artifacts.find("ppo", KEY) == ref
     assert (ref.kind, ref.key, ref.metrics, ref.facts, ref.mlflow_run_id) == (
@@ -77,7 +88,9 @@ def test_the_manifest_tells_files_parents_config_and_versions(
     ]
     assert manifest["files"][1]["size"] == 14
     # printf '' | sha256sum
-    assert manifest["files"][0]["sha256"] == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert (
+        manifest["files"][0]["sha256"] == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    )
     assert manifest["parents"] == {"sft": {"key": "f" * 16, "digest": "d" * 64}}
     assert manifest["config"] == {"a": 1}
     assert {"python", "torch", "rlhf-pipeline"} <= set(manifest["versions"])
@@ -88,11 +101,15 @@ def test_the_digest_follows_the_content_and_nothing_else(tmp_path: Path) -> None
     digests = []
     for number, extra in enumerate(["", "", "x"]):
         artifacts = ArtifactStore(Store(tmp_path / f"s{number}"), tmp_path / "cache")
-        digests.append(publish(artifacts, output(tmp_path, extra=extra), metrics={"kl": float(number)}).digest)
+        digests.append(
+            publish(artifacts, output(tmp_path, extra=extra), metrics={"kl": float(number)}).digest
+        )
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_number_that_is_not_finite_stays_out_of_the_manifest(artifacts: ArtifactStore, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_stays_out_of_the_manifest(
+    artifacts: ArtifactStore, tmp_path: Path
+) -> None:
     ref = publish(artifacts, output(tmp_path), metrics={"a": float("nan"), "b": float("inf"), "c": 2.0})
     assert artifacts.find("ppo", KEY) == ref
     assert ref.metrics == {"c": 2.0}
@@ -262,7 +279,9 @@ def test_a_failing_store_leaves_nothing_visible_and_the_folder_for_a_retry(
 
 
 @pytest.mark.parametrize("name", ["run.py", "weights.pt", "policy/pytorch_model.BIN", "x.pkl", "lib.so"])
-def test_a_file_that_may_run_code_is_refused_by_name(artifacts: ArtifactStore, tmp_path: Path, name: str) -> None:
+def test_a_file_that_may_run_code_is_refused_by_name(
+    artifacts: ArtifactStore, tmp_path: Path, name: str
+) -> None:
     folder = output(tmp_path)
     (folder / name).write_bytes(b"x")
     with pytest.raises(InputError, match="may run code"):

@@ -1,8 +1,9 @@
-"""Checkpoints: the newest whole one is used, damage falls back to the one before, later attempts shut earlier ones out.
+"""Checkpoints: the newest whole one is used, damage falls back to the one before, later attempts shut earlier
+ones out.
 
 Locks: save and latest, retention of the newest and the best, leftovers ignored, damage with fallback,
-quarantine, never a silent fresh start, fencing of saves, attempt numbers, what a store lost, clearing, also one that is
-cut short.
+quarantine, never a silent fresh start, fencing of saves, attempt numbers, what a store lost, clearing, also
+one that is cut short.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def test_a_checkpoint_of_other_code_is_refused_unless_that_is_allowed(
     assert checkpoints(store, tmp_path).latest() is not None, "it decides about no bit"
     monkeypatch.setattr(module, "_made_with", lambda: {**made, "torch": "99.0"})
     with pytest.raises(
-        ConfigError, match=rf"store\.allow_other_code: .* step 1 .*\(torch {re.escape(made['torch'])} -> 99\.0\)"
+        ConfigError,
+        match=rf"store\.allow_other_code: .* step 1 .*\(torch {re.escape(made['torch'])} -> 99\.0\)",
     ):
         checkpoints(store, tmp_path).latest()
     allowed = CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), allow_other_code=True)
@@ -143,7 +145,9 @@ def test_the_best_of_the_older_ones_are_kept_besides(
     assert CheckpointStore(store, "another", tmp_path / "work", 2, keep_best=2).best() is None
 
 
-def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(store: Store, tmp_path: Path) -> None:
+def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(
+    store: Store, tmp_path: Path
+) -> None:
     """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays beside the newest."""
     saver = CheckpointStore(store, KEY, tmp_path / "work", 1, keep_best=1)
     known: dict[int, float] = {}
@@ -193,7 +197,9 @@ def test_a_file_that_the_store_did_not_keep_is_missed_before_the_manifest(
             plain(self, local, key, link=link)
 
     monkeypatch.setattr(Store, "put_file", lossy)
-    with pytest.raises(StoreError, match=r"did not keep .*rank1\.bin, which is missing; the same command tries again"):
+    with pytest.raises(
+        StoreError, match=r"did not keep .*rank1\.bin, which is missing; the same command tries again"
+    ):
         saver.save(2, state(tmp_path, "2"))
     assert steps(store) == [1]
 
@@ -208,7 +214,9 @@ def test_files_without_a_manifest_do_not_exist_and_go_later(store: Store, tmp_pa
     assert steps(store) == [3]
 
 
-def test_a_step_saved_twice_keeps_the_first(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_saved_twice_keeps_the_first(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = checkpoints(store, tmp_path)
     saver.save(1, state(tmp_path, "first"))
     saver.save(1, state(tmp_path, "second"))
@@ -266,7 +274,9 @@ def test_when_all_are_damaged_every_start_is_refused_until_the_user_allows_a_fre
 ) -> None:
     damage_all(store, tmp_path)
     for _ in range(2):
-        with pytest.raises(CorruptArtifact, match=r"No whole checkpoint is left.*store\.allow_fresh_start=true"):
+        with pytest.raises(
+            CorruptArtifact, match=r"No whole checkpoint is left.*store\.allow_fresh_start=true"
+        ):
             checkpoints(store, tmp_path).latest()
     allowed = CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), allow_fresh_start=True)
     assert allowed.latest() is None
@@ -317,7 +327,9 @@ def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path
     assert saver.latest() is None
 
 
-def test_files_stay_where_a_manifest_was_too_damaged_to_tell_which_are_set_aside(store: Store, tmp_path: Path) -> None:
+def test_files_stay_where_a_manifest_was_too_damaged_to_tell_which_are_set_aside(
+    store: Store, tmp_path: Path
+) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", 1, allow_fresh_start=True)
     saver.save(1, state(tmp_path, "1"))
     files(store, 1)["manifest.json"].write_bytes(b"")
@@ -397,7 +409,11 @@ DELETIONS = 1 + 2 * 3
 
 @pytest.mark.parametrize("deletions", range(DELETIONS + 1))
 def test_a_clearing_that_is_cut_short_anywhere_leaves_nothing_that_looks_damaged(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, deletions: int
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    deletions: int,
 ) -> None:
     saver = checkpoints(store, tmp_path)
     for step in (1, 2):

@@ -1,7 +1,8 @@
 """Damage is always noticed, in a folder.
 
-Locks: every file of an artifact and of a checkpoint x every mutation, forged manifests included, is noticed and said,
-and never used; one bit changed anywhere in a manifest is noticed; one bad answer of a store condemns nothing.
+Locks: every file of an artifact and of a checkpoint x every mutation, forged manifests included, is noticed
+and said, and never used; one bit changed anywhere in a manifest is noticed; one bad answer of a store
+condemns nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tests import damage
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)]
+    ("make", "expected"),
+    [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)],
 )
 def test_every_mutation_of_every_file_is_noticed_and_said(
     make: Callable[[Store, Path], damage.Bundle],
@@ -49,7 +51,9 @@ def test_one_bit_changed_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> No
     assert len(raw) > 1000
 
 
-def test_one_bad_answer_for_a_manifest_condemns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bad_answer_for_a_manifest_condemns_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(tmp_path / "store")
     bundle = damage.artifact(store, tmp_path)
     plain = Store.read_bytes

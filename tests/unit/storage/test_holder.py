@@ -1,7 +1,8 @@
 """Whether a stage key is held by a process that lives.
 
 - the second of two runs on a machine waits for the first, and is refused with its pid and what to do
-- one that ends while it is waited for, one that is dead, one of another machine, and oneself keep nobody waiting
+- one that ends while it is waited for, one that is dead, one of another machine, and oneself keep nobody
+  waiting
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def held(folder: Path, process: ProcessId, **changes: Any) -> Store:
     claim(store, KEY)
     file = folder / "checkpoints" / KEY / "attempts" / "000001.json"
     file.write_text(
-        json.dumps({**json.loads(file.read_text()), "pid": process.pid, "started": process.started, **changes})
+        json.dumps(
+            {**json.loads(file.read_text()), "pid": process.pid, "started": process.started, **changes}
+        )
     )
     return store
 
@@ -70,8 +73,12 @@ def test_one_that_ends_meanwhile_is_followed(tmp_path: Path, other: subprocess.P
     assert 0.4 < waited(store) < 15
 
 
-@pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"started": 1.0}, {"started": None}, {"pid": "x"}])
-def test_others_keep_nobody_waiting(tmp_path: Path, other: subprocess.Popen[bytes], changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"host": "elsewhere"}, {"started": 1.0}, {"started": None}, {"pid": "x"}]
+)
+def test_others_keep_nobody_waiting(
+    tmp_path: Path, other: subprocess.Popen[bytes], changes: dict[str, Any]
+) -> None:
     assert waited(held(tmp_path, id_of(other.pid), **changes)) < 0.4
 
 

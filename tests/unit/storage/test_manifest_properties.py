@@ -1,8 +1,8 @@
 """What holds for any manifest.
 
-Locked here: any bytes, any edit and any JSON in the place of a manifest end in the manifest that was written or in one
-CorruptArtifact; a manifest that names a file outside its folder is refused however its checksum was made to fit; and what
-was written is what is read.
+Locked here: any bytes, any edit and any JSON in the place of a manifest end in the manifest that was written
+or in one CorruptArtifact; a manifest that names a file outside its folder is refused however its checksum was
+made to fit; and what was written is what is read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from rlhf_core.storage.store import check_key
 QUIET = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 FILES = (FileEntry("policy/config.json", 12, "a" * 64), FileEntry("metrics.jsonl", 0, "b" * 64))
-WHOLE = Manifest("artifacts/ppo/k", "000001", FILES, {"kind": "ppo", "metrics": {"kl": 0.5}, "facts": {"é": "\u2028"}})
+WHOLE = Manifest(
+    "artifacts/ppo/k", "000001", FILES, {"kind": "ppo", "metrics": {"kl": 0.5}, "facts": {"é": "\u2028"}}
+)
 RAW = encode(WHOLE)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=5,
 )
@@ -64,7 +70,9 @@ def test_any_value_in_any_field_with_a_checksum_that_fits_ends_well(name: str, v
     assert found is None or found.files == FILES
 
 
-PARTS = st.sampled_from(["..", ".", "", "a", "/", "\\", "\0", "~", "a\n", ".tmp-x", "..\\", "%2e%2e", "C:", "x" * 300])
+PARTS = st.sampled_from(
+    ["..", ".", "", "a", "/", "\\", "\0", "~", "a\n", ".tmp-x", "..\\", "%2e%2e", "C:", "x" * 300]
+)
 
 
 @QUIET

@@ -1,8 +1,9 @@
 """What goes to a bucket is whole on the local disk first, and is uploaded behind the training.
 
-Locks: save returns before the upload has ended and the next one waits for it; errors surface at the next save; what a
-failed, killed or superseded attempt left is uploaded by the next one, which continues from it; a delivery repeated
-after a lost answer destroys nothing; damage in the outbox is not uploaded; an unfinished upload is reported.
+Locks: save returns before the upload has ended and the next one waits for it; errors surface at the next
+save; what a failed, killed or superseded attempt left is uploaded by the next one, which continues from it; a
+delivery repeated after a lost answer destroys nothing; damage in the outbox is not uploaded; an unfinished
+upload is reported.
 """
 
 from __future__ import annotations
@@ -110,12 +111,20 @@ def test_a_failed_upload_surfaces_at_the_next_save_and_the_next_attempt_continue
     first.finish()
     bucket.before_put = refuse
     first.save(2, state(tmp_path, "2"))
-    with pytest.raises(StoreError, match=r"access denied\. It is kept in /.*outbox.*; the same command uploads it"):
+    with pytest.raises(
+        StoreError, match=r"access denied\. It is kept in /.*outbox.*; the same command uploads it"
+    ):
         first.save(3, state(tmp_path, "3"))
     bucket.before_put = lambda key: None
     second = saver(store, outbox, tmp_path)
-    assert content(second.latest()) == (3, "state 3"), "what could not be handed over any more is kept as well"
-    assert [int(key[-22:-14]) for key in store.list("checkpoints/k") if key.endswith("manifest.json")] == [2, 3]
+    assert content(second.latest()) == (
+        3,
+        "state 3",
+    ), "what could not be handed over any more is kept as well"
+    assert [int(key[-22:-14]) for key in store.list("checkpoints/k") if key.endswith("manifest.json")] == [
+        2,
+        3,
+    ]
     assert waiting(tmp_path) == []
 
 
@@ -128,7 +137,9 @@ def test_an_upload_that_is_unfinished_at_the_end_is_reported_and_finished_by_the
     first = saver(store, outbox, tmp_path)
     first.save(4, state(tmp_path, "4"))
     first.finish()
-    assert "The upload of the checkpoint of step 4 is unfinished; the same command finishes it." in caplog.text
+    assert (
+        "The upload of the checkpoint of step 4 is unfinished; the same command finishes it." in caplog.text
+    )
     bucket.before_put = lambda key: None
     second = saver(store, outbox, tmp_path)
     with caplog.at_level(logging.INFO):
@@ -152,7 +163,9 @@ def test_clearing_waits_for_the_last_upload_and_leaves_nothing(
     assert waiting(tmp_path) == []
 
 
-def test_what_waits_for_a_finished_stage_can_be_forgotten(store: Store, outbox: Outbox, tmp_path: Path) -> None:
+def test_what_waits_for_a_finished_stage_can_be_forgotten(
+    store: Store, outbox: Outbox, tmp_path: Path
+) -> None:
     for root in ("artifacts/sft/k", "artifacts/sft/k2", "artifacts/reward/k"):
         bundle = state(tmp_path, root.replace("/", "-"))
         outbox.add(f"{root}/1", bundle, bundles.hash_folder(bundle), folder="f", body={})
@@ -168,7 +181,9 @@ def test_an_artifact_that_could_not_be_uploaded_is_uploaded_by_the_next_attempt_
     assert artifacts.deliver("ppo", "k", fence) is None
     bucket.before_put = refuse
     with pytest.raises(StoreError, match=r"the same command uploads it"):
-        artifacts.publish("ppo", "k", state(tmp_path, "1"), parents={}, metrics={"kl": 1.5}, config={}, fence=fence)
+        artifacts.publish(
+            "ppo", "k", state(tmp_path, "1"), parents={}, metrics={"kl": 1.5}, config={}, fence=fence
+        )
     assert artifacts.find("ppo", "k") is None
     bucket.before_put = lambda key: None
     ref = artifacts.deliver("ppo", "k", claim(store, "k"))
@@ -184,10 +199,14 @@ def test_a_delivery_repeated_after_a_kill_destroys_nothing(
     artifacts = ArtifactStore(store, tmp_path / "cache", outbox)
     with monkeypatch.context() as patch:  # killed after the commit and before the outbox was emptied
         patch.setattr(Outbox, "discard", lambda self, prefix: None)
-        ref = artifacts.publish("ppo", "k", state(tmp_path, "1"), parents={}, metrics={}, config={}, fence=fence)
+        ref = artifacts.publish(
+            "ppo", "k", state(tmp_path, "1"), parents={}, metrics={}, config={}, fence=fence
+        )
     assert waiting(tmp_path) != []
     assert artifacts.deliver("ppo", "k", claim(store, "k")) == ref
-    assert (ArtifactStore(store, tmp_path / "other").fetch(ref) / "rank0.safetensors").read_text() == "state 1"
+    assert (
+        ArtifactStore(store, tmp_path / "other").fetch(ref) / "rank0.safetensors"
+    ).read_text() == "state 1"
     assert waiting(tmp_path) == []
 
 

@@ -1,6 +1,8 @@
-"""Whatever an S3 server does, each call of the store ends in bounded time and memory, with an error that names it.
+"""Whatever an S3 server does, each call of the store ends in bounded time and memory, with an error that
+names it.
 
-The real client against a server on loopback that misbehaves; a sound one is in `tests/integration/test_store_s3.py`.
+The real client against a server on loopback that misbehaves; a sound one is in
+`tests/integration/test_store_s3.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def pages(keys: int) -> Answer:
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         number = time.monotonic_ns()
-        entries = "".join(f"<Contents><Key>a/{number}-{i}</Key><Size>1</Size></Contents>" for i in range(keys))
+        entries = "".join(
+            f"<Contents><Key>a/{number}-{i}</Key><Size>1</Size></Contents>" for i in range(keys)
+        )
         more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{number}</NextContinuationToken>"
         body = f"<ListBucketResult><Name>b</Name>{more}{entries}</ListBucketResult>".encode()
         _head(handler, len(body))
@@ -144,7 +148,9 @@ def test_a_file_that_is_downloaded_ends_in_time_and_size(
     ],
     ids=["pages without end", "empty pages without end", "nothing", "byte by byte"],
 )
-def test_a_listing_ends(answer: Answer, error: type[RLHFError], words: str, bucket: Callable[[Answer], Store]) -> None:
+def test_a_listing_ends(
+    answer: Answer, error: type[RLHFError], words: str, bucket: Callable[[Answer], Store]
+) -> None:
     store = bucket(answer)
     started = time.monotonic()
     with pytest.raises(error, match=words):

@@ -1,7 +1,7 @@
 """A disk that is too small or fills up costs nothing that was there before.
 
-Locks: space is checked before a checkpoint, a copy and a download, with both numbers in the message; whichever write
-fails for lack of space, nothing that looks whole appears and the old checkpoint loads.
+Locks: space is checked before a checkpoint, a copy and a download, with both numbers in the message;
+whichever write fails for lack of space, nothing that looks whole appears and the old checkpoint loads.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def test_two_folders_of_one_disk_are_told_from_two_disks(tmp_path: Path) -> None
     assert not space.on_one_disk(Path("/proc/self"), tmp_path)
 
 
-def fail_the_nth(calls: list[tuple[Any, str]], nth: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def fail_the_nth(
+    calls: list[tuple[Any, str]], nth: int, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], int]:
     """From the nth call of any of these on, the disk is full. Returns how many calls were made."""
     count = 0
 
@@ -131,5 +133,6 @@ def test_whichever_write_meets_a_full_disk_the_old_checkpoint_stays_and_nothing_
         if done:
             assert found[0] == 2
             break
-    # Six folders, and of two files, the manifest and the name of the newest: the content, its name, and an fsync of each.
+    # Six folders, and of two files, the manifest and the name of the newest: the content, its name, and an
+    # fsync of each.
     assert refused == nth - 1 == 6 + 4 * 4

@@ -1,8 +1,8 @@
 """The local store: keys stay inside, objects appear whole, creation happens once, bad addresses are refused.
 
-Locks: key table, address table, credentials never echoed, put/get/list/delete, no temporary file left or listed,
-an interrupted write changes nothing, content is on the disk before its name, one winner among racing creators, linked
-writes, full disks in one sentence.
+Locks: key table, address table, credentials never echoed, put/get/list/delete, no temporary file left or
+listed, an interrupted write changes nothing, content is on the disk before its name, one winner among racing
+creators, linked writes, full disks in one sentence.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def test_content_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_c
 
         return call
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (seen.append(os.fstat(descriptor).st_ino), fsync(descriptor)))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: (seen.append(os.fstat(descriptor).st_ino), fsync(descriptor))
+    )
     monkeypatch.setattr(os, "replace", recorded(replace))
     monkeypatch.setattr(os, "link", recorded(link))
     (tmp_path / "new").write_bytes(b"new")
@@ -185,7 +187,9 @@ def test_only_the_first_creator_of_a_key_succeeds(store: Store) -> None:
 def test_of_racing_creators_exactly_one_wins_and_its_data_stays(store: Store) -> None:
     for turn in range(20):
         with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(lambda n, turn=turn: store.put_if_absent(f"r/{turn}", str(n).encode()), range(8)))
+            won = list(
+                pool.map(lambda n, turn=turn: store.put_if_absent(f"r/{turn}", str(n).encode()), range(8))
+            )
         assert won.count(True) == 1
         assert store.read_bytes(f"r/{turn}") == str(won.index(True)).encode()
 

@@ -1,4 +1,5 @@
-"""What lies in a local store where an object should: folders, pipes, devices, records that nobody of ours wrote.
+"""What lies in a local store where an object should: folders, pipes, devices, records that nobody of ours
+wrote.
 
 Locks: it is noticed as damage, nothing hangs, nothing outside is touched, and the next run makes its result.
 """
@@ -59,7 +60,9 @@ def test_something_else_in_the_place_of_a_manifest_is_set_aside_and_the_artifact
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_something_else_in_the_place_of_the_newest_step_leaves_the_checkpoints(what: str, tmp_path: Path) -> None:
+def test_something_else_in_the_place_of_the_newest_step_leaves_the_checkpoints(
+    what: str, tmp_path: Path
+) -> None:
     checkpoints = CheckpointStore(Store(tmp_path / "store"), "k", tmp_path / "work", keep=2)
 
     def save(step: int) -> None:
@@ -95,7 +98,9 @@ def test_an_attempt_that_nobody_of_ours_recorded_keeps_nobody_waiting(record: st
     store = Store(tmp_path)
     first = claim(store, "k")
     text = RECORDS[record].replace("HOST", fencing.socket.gethostname())
-    (tmp_path / "checkpoints" / "k" / "attempts" / "000002.json").write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "checkpoints" / "k" / "attempts" / "000002.json").write_bytes(
+        text.encode(errors="surrogateescape")
+    )
     assert not await_holder(store, "k", "ppo", 5.0)
     with pytest.raises(Exception, match=r"attempt 2 .* has taken over"):
         first.check()
@@ -125,7 +130,9 @@ def test_a_file_that_changes_after_it_was_verified_is_verified_again(tmp_path: P
         artifacts.fetch(ref)
 
 
-def test_an_object_that_is_too_large_for_its_kind_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_is_too_large_for_its_kind_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local, "SMALL_BYTES", 3)
     (tmp_path / "x.json").write_text("1234")
     with pytest.raises(StoreError, match="has 4 bytes, more than the 3 bytes allowed"):

@@ -1,6 +1,8 @@
-"""Whatever an MLflow server does, a call of its client ends soon, within bounded memory, and says what it met.
+"""Whatever an MLflow server does, a call of its client ends soon, within bounded memory, and says what it
+met.
 
-The real client against a server on loopback that misbehaves; `tests/integration/test_tracking_server.py` has a real one.
+The real client against a server on loopback that misbehaves; `tests/integration/test_tracking_server.py` has
+a real one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Serve], str]]:
-    """Start a server that answers every connection by the function given; its address. One try of a second each."""
+    """Start a server that answers every connection by the function given; its address. One try of a second
+    each.
+    """
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -70,7 +74,9 @@ def _length(head: bytes) -> int:
 
 
 def _whole(status: str, body: bytes, *headers: str) -> Serve:
-    head = "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers, "", ""])
+    head = "\r\n".join(
+        [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers, "", ""]
+    )
     return lambda connection: connection.sendall(head.encode() + body)
 
 
@@ -87,7 +93,9 @@ def _forever(start: bytes, piece: bytes, pause: float) -> Serve:
 HANGS: dict[str, Serve] = {
     "says nothing": lambda connection: time.sleep(30),
     "a body that comes byte by byte": _forever(OK + b"Content-Length: 9999\r\n\r\n", b" ", 0.2),
-    "a chunked body that comes byte by byte": _forever(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 0.2),
+    "a chunked body that comes byte by byte": _forever(
+        OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 0.2
+    ),
     "headers without an end": _forever(OK, b"X-More: 1\r\n", 0.2),
     "a status line that comes byte by byte": _forever(b"HTTP/1.1 200 ", b"O", 0.2),
     "informational answers without an end": _forever(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.2),
@@ -95,7 +103,9 @@ HANGS: dict[str, Serve] = {
 
 
 @pytest.mark.parametrize("what", HANGS)
-def test_a_call_ends_in_the_time_of_its_tries_whatever_trickles_in(what: str, server: Callable[[Serve], str]) -> None:
+def test_a_call_ends_in_the_time_of_its_tries_whatever_trickles_in(
+    what: str, server: Callable[[Serve], str]
+) -> None:
     mlflow = Mlflow(server(HANGS[what]), "e")
     _ = mlflow._client  # its import takes seconds
     started = time.monotonic()
@@ -158,7 +168,9 @@ def test_a_file_is_given_the_time_that_its_size_needs(server: Callable[[Serve], 
     from requests import Request, Session
 
     adapter = bounded_http.BoundedAdapter()
-    small, large = (Session().prepare_request(Request("PUT", "http://h", data=b"x" * size)) for size in (1, 5_000_000))
+    small, large = (
+        Session().prepare_request(Request("PUT", "http://h", data=b"x" * size)) for size in (1, 5_000_000)
+    )
     assert 10 <= adapter._seconds(small, 10) < 10.1 and adapter._seconds(large, 10) == 60
 
 
@@ -186,15 +198,26 @@ def test_points_given_to_a_server_that_answers_braces_to_everything_are_kept(
     run = tracking.stage_run(None, "ppo", "k")
     run.log_metrics({"loss": 1.0}, 0)
     run.finish("FINISHED")
-    assert run.unsent == 1 and "does not take this (UnusableAnswer: the answer names no experiment" in caplog.text
+    assert (
+        run.unsent == 1
+        and "does not take this (UnusableAnswer: the answer names no experiment" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
         ("401 Unauthorized", b"You are not authenticated", "refuses these credentials"),
-        ("403 Forbidden", b'{"error_code": "PERMISSION_DENIED", "message": "no"}', "refuses these credentials"),
-        ("400 Bad Request", b'{"error_code": "INVALID_PARAMETER_VALUE", "message": "no"}', "does not take this"),
+        (
+            "403 Forbidden",
+            b'{"error_code": "PERMISSION_DENIED", "message": "no"}',
+            "refuses these credentials",
+        ),
+        (
+            "400 Bad Request",
+            b'{"error_code": "INVALID_PARAMETER_VALUE", "message": "no"}',
+            "does not take this",
+        ),
         ("502 Bad Gateway", b"<html>", "does not answer"),
         ("200 OK", b"<html>", "does not answer"),
     ],

@@ -1,6 +1,7 @@
 """Who becomes champion: the rules, each a test at a level.
 
-- below `min_win_rate` or on fewer than `min_prompts` nobody does; the first champion must beat its SFT model beyond doubt
+- below `min_win_rate` or on fewer than `min_prompts` nobody does; the first champion must beat its SFT model
+  beyond doubt
 - a match is an exact sign test; a candidate that loses by the champion's own reward model does not win it
 - without a match only numbers of the same judge compare, by a test of their difference
 - all candidates that are no better than the champion replace it with a probability of at most alpha together
@@ -41,7 +42,9 @@ def match(wins: int, prompts: int = 100, **fields: Any) -> Match:
         (record(2, 2), False, "min_prompts"),
     ],
 )
-def test_the_first_champion_beats_its_sft_model_beyond_doubt(candidate: Evaluation, becomes: bool, rule: str) -> None:
+def test_the_first_champion_beats_its_sft_model_beyond_doubt(
+    candidate: Evaluation, becomes: bool, rule: str
+) -> None:
     decision = decide(candidate, None, gate=GATE)
     assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
 
@@ -71,7 +74,9 @@ def test_the_reason_says_that_only_the_candidates_reward_model_judged() -> None:
     assert "only the candidate's judged" in decision.reason and "test 1 at level 0.025" in decision.reason
 
 
-GOLD = record(judge="gold", judge_digest="g", gold_reward=1.0, gold_error=0.05, gold_digest="g", sft_digest="s")
+GOLD = record(
+    judge="gold", judge_digest="g", gold_reward=1.0, gold_error=0.05, gold_digest="g", sft_digest="s"
+)
 MODEL = record(
     judge="reward_model", judge_digest="m", reward_model=1.0, reward_model_error=0.05, reward_model_digest="m", sft_digest="s"
 )  # fmt: skip

@@ -1,6 +1,8 @@
-"""The registry: one version per policy, and a champion only by a better recorded evaluation. Real MLflow on SQLite.
+"""The registry: one version per policy, and a champion only by a better recorded evaluation. Real MLflow on
+SQLite.
 
-Locks: aliases, the number of tests against a champion, no second version of a policy, lineage, the stage from its inputs to its file.
+Locks: aliases, the number of tests against a champion, no second version of a policy, lineage, the stage from
+its inputs to its file.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def test_each_further_test_against_the_same_champion_needs_more(mlflow: Mlflow) 
     """66 of 100: p = 0.0009, which is at most 0.05 / (k (k + 1)) up to the sixth test."""
 
     def enter(digest: str, wins: int) -> Any:
-        return register(mlflow, "m9", candidate(digest, 1.0, note=digest), gate=GATE, play=lambda tags: won(wins))
+        return register(
+            mlflow, "m9", candidate(digest, 1.0, note=digest), gate=GATE, play=lambda tags: won(wins)
+        )
 
     enter("a", 0)
     for number in range(1, 8):
@@ -123,7 +127,9 @@ def test_a_policy_that_is_tested_again_with_other_numbers_spends_a_level_of_its_
 def test_who_was_tested_during_the_match_counts(mlflow: Mlflow) -> None:
     def enter(digest: str, gold: float, wins: int | None) -> Any:
         match = won(wins) if wins is not None else None
-        return register(mlflow, "m12", candidate(digest, gold, note=digest), gate=GATE, play=lambda tags: match)
+        return register(
+            mlflow, "m12", candidate(digest, gold, note=digest), gate=GATE, play=lambda tags: match
+        )
 
     def play(tags: Any) -> Match:
         enter("other of " + tags["note"], 1.0, 50)
@@ -202,7 +208,9 @@ def test_an_error_of_the_match_is_not_called_one_of_mlflow(mlflow: Mlflow) -> No
 
 def candidate(digest: str, gold: float, win_rate: float = 0.8, **tags: str) -> Candidate:
     wins = round(100 * win_rate)
-    record = Evaluation(win_rate, wins, 100 - wins, gold_reward=gold, gold_error=0.1, gold_digest="synthetic-1")
+    record = Evaluation(
+        win_rate, wins, 100 - wins, gold_reward=gold, gold_error=0.1, gold_digest="synthetic-1"
+    )
     return Candidate(f"/store/{digest}/policy", digest, None, tags, record)
 
 
@@ -222,7 +230,11 @@ def test_the_better_policy_becomes_champion_and_the_newest_is_the_candidate(mlfl
     assert aliases(mlflow, "m1") == {"candidate": "3", "champion": "3"}
     assert better.previous == "1"
     tags = {version.version: version.tags for version in mlflow.versions("m1")}
-    assert [tags[version]["rlhf.gate"] for version in ("1", "2", "3")] == ["first", "gold_reward", "gold_reward"]
+    assert [tags[version]["rlhf.gate"] for version in ("1", "2", "3")] == [
+        "first",
+        "gold_reward",
+        "gold_reward",
+    ]
 
 
 def test_a_policy_below_the_gate_is_registered_but_no_champion(mlflow: Mlflow) -> None:
@@ -278,7 +290,9 @@ def test_a_version_is_linked_to_the_run_that_trained_it_and_to_its_logged_model_
     assert model.tags["mlflow.user"] == "ada" and "Win rate 0.800" in model.tags["mlflow.note.content"]
     assert {metric.key: metric.value for metric in model.metrics} == policy.metrics
     assert {metric.dataset_name for metric in model.metrics} == {"data-k"}
-    assert [entry.model_id for entry in client.get_run(evaluated.run_id).inputs.model_inputs] == [model.model_id]
+    assert [entry.model_id for entry in client.get_run(evaluated.run_id).inputs.model_inputs] == [
+        model.model_id
+    ]
     assert "logged model" not in caplog.text
 
 
@@ -354,24 +368,36 @@ EVALUATION = {
 }
 
 
-def test_the_stage_registers_the_policy_with_its_lineage(tmp_path: Path, database: Path, mlflow: Mlflow) -> None:
+def test_the_stage_registers_the_policy_with_its_lineage(
+    tmp_path: Path, database: Path, mlflow: Mlflow
+) -> None:
     config = PipelineConfig.model_validate(
         {"run": {"home": str(tmp_path), "name": "stage"}, "tracking": {"uri": f"sqlite:///{database}"}}
     )
     result = register_stage.run(config, services(tmp_path, json.dumps(EVALUATION)))
     facts = json.loads((tmp_path / "out" / "registration.json").read_text())
     assert result.metrics == {"version": 1.0, "champion": 1.0}
-    assert (facts["model"], facts["version"], facts["champion"], facts["rule"]) == ("stage-policy", "1", True, "first")
+    assert (facts["model"], facts["version"], facts["champion"], facts["rule"]) == (
+        "stage-policy",
+        "1",
+        True,
+        "first",
+    )
     assert facts["source"] == "/s/ppo/policy"
     [version] = mlflow.versions("stage-policy")
     assert version.tags["rlhf.data.digest"] == "1" * 64
     assert version.tags["rlhf.ppo.key"] == "p" * 16
     assert version.tags["eval.win_rate.mean"] == "0.75"
-    assert version.tags["eval.rules.is it _short__.ppo.mean"] == "0.5", "MLflow refuses most signs in a tag's name"
+    assert version.tags["eval.rules.is it _short__.ppo.mean"] == "0.5", (
+        "MLflow refuses most signs in a tag's name"
+    )
     assert len(version.tags) < 40, "the metrics of 1,500 data sources are not tags of the version"
     assert version.tags["rlhf.weights_sha256"] == result.facts["weights_sha256"]
     # printf 1 | sha256sum
-    assert version.tags["rlhf.weights_sha256"] == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+    assert (
+        version.tags["rlhf.weights_sha256"]
+        == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+    )
     record = Evaluation.from_json(version.tags["rlhf.evaluation"])
     assert record == Evaluation.of(EVALUATION, "2" * 64)
     assert (record.judge, record.judge_digest, record.verdicts.prompts) == ("gold", "synthetic-1", 128)

@@ -1,7 +1,9 @@
-"""Tracking tells everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that is down.
+"""Tracking tells everything exactly once and never stops a pipeline. Real MLflow on SQLite; one server that
+is down.
 
-Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic times,
-spool over outages and attempts, a silent tracker at the end, tables, figures and files, reused stages, statuses, addresses.
+Locks: runs found again, nesting, parameters once, every point once over crashes and replays, deterministic
+times, spool over outages and attempts, a silent tracker at the end, tables, figures and files, reused stages,
+statuses, addresses.
 """
 
 from __future__ import annotations
@@ -117,7 +119,11 @@ def test_points_reach_the_tracker_at_flush_and_not_before(tracking: Tracking, da
     run.log_metrics({"loss/policy": 0.25}, 1)
     assert rows(database, run.run_id) == [] and run.unsent == 3
     run.flush()
-    assert rows(database, run.run_id) == [("loss/policy", 0.5, 0), ("loss/policy", 0.25, 1), ("odd _name_", 1.0, 0)]
+    assert rows(database, run.run_id) == [
+        ("loss/policy", 0.5, 0),
+        ("loss/policy", 0.25, 1),
+        ("odd _name_", 1.0, 0),
+    ]
     run.flush()
     assert len(rows(database, run.run_id)) == 3 and run.unsent == 0
 
@@ -143,7 +149,9 @@ def test_a_replay_after_a_crash_adds_no_second_row_even_where_the_value_differs(
         again.log_metrics({"loss": 1.0 / (1 + step), "timing/step": 0.7}, step)
     again.flush()
     found = rows(database, run.run_id)
-    assert [(key, step) for key, _, step in found] == [(key, s) for key in ("loss", "timing/step") for s in range(6)]
+    assert [(key, step) for key, _, step in found] == [
+        (key, s) for key in ("loss", "timing/step") for s in range(6)
+    ]
     assert found[6 + 5] == ("timing/step", 0.7, 5)
 
 
@@ -174,12 +182,15 @@ def test_times_follow_from_the_runs_start_and_the_step_alone(tracking: Tracking,
     run.flush()
     with sqlite3.connect(database) as connection:
         [(start, stamp)] = connection.execute(
-            "select start_time, timestamp from runs join metrics using (run_uuid) where run_uuid = ?", (run.run_id,)
+            "select start_time, timestamp from runs join metrics using (run_uuid) where run_uuid = ?",
+            (run.run_id,),
         )
     assert stamp == start + 7000
 
 
-def test_what_a_killed_process_had_not_sent_is_sent_by_the_next_attempt(tracking: Tracking, database: Path) -> None:
+def test_what_a_killed_process_had_not_sent_is_sent_by_the_next_attempt(
+    tracking: Tracking, database: Path
+) -> None:
     run = stage(tracking, None)
     run.log_metrics({"loss": 1.0}, 0)
     run.flush()
@@ -226,7 +237,11 @@ def test_spools_of_several_dead_attempts_are_merged_and_the_later_value_counts(t
 
 
 def test_a_tracker_that_is_down_loses_nothing_and_stops_nothing(
-    tracking: Tracking, database: Path, down: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tracking: Tracking,
+    database: Path,
+    down: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     parent = tracking.parent_run("p1", "demo")
     assert parent is None
@@ -238,7 +253,9 @@ def test_a_tracker_that_is_down_loses_nothing_and_stops_nothing(
         run.log_file(tmp_path / "card.md", "data")
         run.flush()
     assert run.run_id is None and run.unsent == 5
-    assert len([record for record in caplog.records if "does not answer" in record.message]) == 2, "one per object"
+    assert len([record for record in caplog.records if "does not answer" in record.message]) == 2, (
+        "one per object"
+    )
     down.undo()
     run.flush()
     assert run.unsent == 0
@@ -274,7 +291,9 @@ def test_after_a_failure_flush_does_not_try_again_at_once(
     assert run.unsent == 0, "the end always tries"
 
 
-def test_tables_figures_and_files_are_seen_by_the_ui(tracking: Tracking, database: Path, tmp_path: Path) -> None:
+def test_tables_figures_and_files_are_seen_by_the_ui(
+    tracking: Tracking, database: Path, tmp_path: Path
+) -> None:
     from matplotlib.figure import Figure
 
     run = stage(tracking, None)
@@ -299,7 +318,9 @@ def test_tables_figures_and_files_are_seen_by_the_ui(tracking: Tracking, databas
     assert run.unsent == 0
 
 
-def test_artifacts_of_the_embedded_default_lie_beside_its_database(tracking: Tracking, database: Path) -> None:
+def test_artifacts_of_the_embedded_default_lie_beside_its_database(
+    tracking: Tracking, database: Path
+) -> None:
     run = stage(tracking, None)
     assert run_of(database, run.run_id)["artifacts"].startswith((database.parent / "mlartifacts").as_uri())
 
@@ -387,7 +408,9 @@ def test_what_a_pipeline_reads_is_inputs_of_its_run_that_mlflow_can_read_back(
     import mlflow.data
     from mlflow.tracking import MlflowClient
 
-    sources = [{"path": path} for path in (f"{tmp_path}/a.jsonl", "s3://bucket/b.parquet", "owner/name", "synthetic")]
+    sources = [
+        {"path": path} for path in (f"{tmp_path}/a.jsonl", "s3://bucket/b.parquet", "owner/name", "synthetic")
+    ]
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "data": {"sft": tuple(sources)}})
     digests = {f"data.sft[{i}]": str(i) * 64 for i in (0, 1)} | {
         "data.sft[2]": "hub:owner/name@c",
@@ -403,7 +426,9 @@ def test_what_a_pipeline_reads_is_inputs_of_its_run_that_mlflow_can_read_back(
         "data.sft[0] a.jsonl", "data.sft[1] b.parquet", "data.sft[2] owner/name", "data.sft[3] synthetic",
         "data.preference[0] synthetic", "data.prompts[0] synthetic",
     }  # fmt: skip
-    assert found["data.sft[0] a.jsonl"].digest == "0" * 36 and len(found["data.sft[2] owner/name"].digest) == 36
+    assert (
+        found["data.sft[0] a.jsonl"].digest == "0" * 36 and len(found["data.sft[2] owner/name"].digest) == 36
+    )
     kinds = [type(mlflow.data.get_source(found[name])).__name__ for name in sorted(found) if "sft" in name]
     assert kinds == [
         "LocalArtifactDatasetSource",
@@ -444,7 +469,9 @@ def test_one_that_is_needed_is_waited_for_until_it_says_something(
 ) -> None:
     tracking = Tracking(Mlflow("http://127.0.0.1:9", "e"), tmp_path / "spool")
     monkeypatch.setattr(tracker_module, "_PAUSE_SECONDS", 0.01)
-    answers: Iterator[bool | Exception] = iter([ConnectionError("down"), MlflowException("502 of a proxy"), last])
+    answers: Iterator[bool | Exception] = iter(
+        [ConnectionError("down"), MlflowException("502 of a proxy"), last]
+    )
 
     def ping(self: Mlflow) -> bool:
         if isinstance(answer := next(answers), Exception):
@@ -492,7 +519,9 @@ def test_the_address_is_the_config_then_the_environment_then_a_file_in_home(
     assert shown.endswith(f"bin/mlflow ui --backend-store-uri sqlite:///{tmp_path}/other.db")
 
 
-@pytest.mark.parametrize("uri", ["mlruns", "htp://x", "file:///x", "sqlite:///:memory:?x", "http://u:hunter2@h"])
+@pytest.mark.parametrize(
+    "uri", ["mlruns", "htp://x", "file:///x", "sqlite:///:memory:?x", "http://u:hunter2@h"]
+)
 def test_an_address_that_cannot_be_a_tracker_is_a_config_error(tmp_path: Path, uri: str) -> None:
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": uri}})
     with pytest.raises(ConfigError, match=r"tracking\.uri") as caught:
@@ -501,7 +530,9 @@ def test_an_address_that_cannot_be_a_tracker_is_a_config_error(tmp_path: Path, u
 
 
 def test_tags_of_a_prefix_are_removed_and_no_others(tracking: Tracking) -> None:
-    run_id = tracking.parent_run("p", "n", {"rlhf.guard.loops": "step 4", "rlhf.guard.empty": "step 5", "kept": "yes"})
+    run_id = tracking.parent_run(
+        "p", "n", {"rlhf.guard.loops": "step 4", "rlhf.guard.empty": "step 5", "kept": "yes"}
+    )
     assert run_id is not None
     tracking.remove_tags(run_id, "rlhf.guard.")
     tags = tracking.mlflow.tags(run_id)

@@ -15,8 +15,9 @@ OnTwoRanks = Callable[[Callable[[Any], Any]], Any]
 
 @pytest.fixture
 def on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> OnTwoRanks:
-    """Calls a function with each `Rank`, one after the other, and gives what rank 0 returns: it is told what the other
-    brought to each `all_reduce`."""
+    """Calls a function with each `Rank`, one after the other, and gives what rank 0 returns: it is told what
+    the other brought to each `all_reduce`.
+    """
 
     def run(call: Callable[[Any], Any]) -> Any:
         ranks = [SimpleNamespace(rank=i, world_size=2, torch_device=torch.device("cpu")) for i in range(2)]

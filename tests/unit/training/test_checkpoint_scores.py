@@ -1,4 +1,6 @@
-"""What the checkpoints of SFT and of the reward model are kept by: minus the held-out loss, where it was measured."""
+"""What the checkpoints of SFT and of the reward model are kept by: minus the held-out loss, where it was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_the_lower_the_held_out_loss_the_higher_the_score(
     for module in (sft, reward):
         monkeypatch.setattr(module, "train_step", lambda *_: {})
     monkeypatch.setattr(sft, "evaluate_sft", lambda *_: {"eval/loss": next(losses), "eval/perplexity": 1.0})
-    monkeypatch.setattr(reward, "evaluate_reward", lambda *_: ({"eval/loss": next(losses)}, torch.zeros(0, 2)))
+    monkeypatch.setattr(
+        reward, "evaluate_reward", lambda *_: ({"eval/loss": next(losses)}, torch.zeros(0, 2))
+    )
     engine: Any = SimpleNamespace(stumbled=False, keep=lambda: None, restore_kept=lambda: None)
     known: Any = {"seed": 0, "pad_id": 0, "work": tmp_path, "services": None}
     if stage == "sft":

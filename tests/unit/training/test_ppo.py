@@ -1,7 +1,7 @@
 """The update of one rank, with a model of two tables, against losses written out token by token.
 
-- every knob of the policy's loss reaches it as itself: unequal clips, the dual clip, importance weights, the entropy
-  bonus, the KL and its coefficient, the aggregation
+- every knob of the policy's loss reaches it as itself: unequal clips, the dual clip, importance weights, the
+  entropy bonus, the KL and its coefficient, the aggregation
 - the new log-probabilities and the entropy have the sampling temperature
 - the critic's values are held near the old ones, or not, as configured
 - the schedule of each counts its own optimizer steps: the critic's those of its warm-up too
@@ -32,7 +32,8 @@ PROMPT = (1, 2)
 RESPONSES = ((3, 4, 5), (6, 7), (8,))
 RATIOS = ((0.5, 1.5, 5.0), (0.5, 1.5), (0.98,))
 ADVANTAGES = ((-1.0, 2.0, -0.5), (0.75, -1.25), (1.5,))
-# Held: 0.5 with A < 0 at 1 - 0.1, 1.5 with A > 0 at 1 + 0.3, 5.0 with A < 0 at 2 (the dual clip); the others are free.
+# Held: 0.5 with A < 0 at 1 - 0.1, 1.5 with A > 0 at 1 + 0.3, 5.0 with A < 0 at 2 (the dual clip); the others
+# are free.
 WEIGHTS = ((0.5, 1.25, 2.0), (1.75, 0.25), (0.8,))
 REFERENCE = ((-1.0, -2.0, -3.0), (-0.5, -1.5), (-2.5,))
 OFFSETS = ((0.05, 0.4, -0.4), (0.4, -0.4), (-0.1,))
@@ -43,7 +44,9 @@ CUTS = pytest.mark.parametrize("micro_batches", [[[0, 1, 2]], [[2, 0], [], [1]]]
 
 
 class Tables:
-    """A bigram model behind the engine's interface: the next token, and the value, depend on the last token alone."""
+    """A bigram model behind the engine's interface: the next token, and the value, depend on the last token
+    alone.
+    """
 
     rank = SimpleNamespace(torch_device=torch.device("cpu"))
     stumbled = False

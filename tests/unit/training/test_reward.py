@@ -3,8 +3,8 @@
 - the lowest held-out loss is the best; one that is not finite never is, and counts as one without gain
 - patience is counted from the best evaluation on; without `early_stop` it never ends
 - a tie is half right, in training as in evaluation
-- the margin is taken off the gap before the loss: none, one for all pairs, or each row's own; centring pulls the pair's
-  sum to 0
+- the margin is taken off the gap before the loss: none, one for all pairs, or each row's own; centring pulls
+  the pair's sum to 0
 - what is told of a step, and of the held-out pairs, counts those of all ranks
 """
 
@@ -105,7 +105,11 @@ def test_a_step_and_the_held_out_pairs_are_told_over_all_ranks(
 ) -> None:
     # Gaps 4, 1 and -2: two of three are right.
     pairs = [PairExample("", "", (1,) * n, (c,), (r,)) for n, c, r in ((1, 7, 3), (2, 3, 2), (9, 2, 4))]
-    wanted = {"accuracy": 2 / 3, "margin": 1.0, "loss": sum(math.log1p(math.exp(-gap)) for gap in (4, 1, -2)) / 3}
+    wanted = {
+        "accuracy": 2 / 3,
+        "margin": 1.0,
+        "loss": sum(math.log1p(math.exp(-gap)) for gap in (4, 1, -2)) / 3,
+    }
     step = on_two_ranks(lambda rank: train_step(_Scored(rank), pairs, RewardConfig(), 1, 0))  # type: ignore[arg-type]
     held_out, _ = on_two_ranks(lambda rank: evaluate_reward(_Scored(rank), pairs, RewardConfig(), 0))  # type: ignore[arg-type]
     for name, value in wanted.items():

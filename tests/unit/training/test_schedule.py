@@ -1,6 +1,7 @@
 """Learning rates and batches as functions of the step.
 
-- linear warm-up, then cosine or linear decay from the peak to the floor over the steps that are left, or constant
+- linear warm-up, then cosine or linear decay from the peak to the floor over the steps that are left, or
+  constant
 - every epoch is a fresh permutation that holds every sample once
 """
 

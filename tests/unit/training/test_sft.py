@@ -1,7 +1,7 @@
 """What supervised fine-tuning tells of its loss, with a model whose log-probabilities are known.
 
-- the loss of a step and that of the held-out set are means over all target tokens: of all ranks, however unevenly they
-  lie on sequences and micro-batches
+- the loss of a step and that of the held-out set are means over all target tokens: of all ranks, however
+  unevenly they lie on sequences and micro-batches
 - a saved model is evaluated from its files, in the precision in which later stages load it
 """
 

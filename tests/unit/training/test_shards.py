@@ -1,7 +1,8 @@
 """Copies of weights, which ZeRO-3 may keep in host memory.
 
 - an average keeps `decay` of what it was, and takes the rest from the weights
-- ranks gather on the device where they talk, whatever the parameters and the copies lie on: NCCL takes nothing else
+- ranks gather on the device where they talk, whatever the parameters and the copies lie on: NCCL takes
+  nothing else
 """
 
 from __future__ import annotations

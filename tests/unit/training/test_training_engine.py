@@ -1,6 +1,7 @@
 """The engine around DeepSpeed, which is scripted here.
 
-- parts of a loss on ranks whose gradients are averaged give the gradient of the whole, whatever the micro-batches
+- parts of a loss on ranks whose gradients are averaged give the gradient of the whole, whatever the
+  micro-batches
 - matrices decay; norms and biases do not
 - the model that is saved has the weights, or their average where that is asked for
 """
@@ -68,7 +69,9 @@ def test_parts_of_a_loss_on_averaging_ranks_give_the_gradient_of_the_whole() -> 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     groups = _decay_groups(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), 0.3)
-    found = sorted((parameter.ndim, group["weight_decay"]) for group in groups for parameter in group["params"])
+    found = sorted(
+        (parameter.ndim, group["weight_decay"]) for group in groups for parameter in group["params"]
+    )
     assert found == [(1, 0.0), (1, 0.0), (1, 0.0), (2, 0.3)]
 
 
@@ -83,6 +86,8 @@ def test_the_model_that_is_saved_has_the_weights_or_their_average(
     nn.init.constant_(lm.weight, 2.0)
     moving.update()
     saved: dict[str, torch.Tensor] = {}
-    engine_of(lm, average=moving).save_model(tmp_path / "m", lambda folder, state: saved.update(state), average=average)
+    engine_of(lm, average=moving).save_model(
+        tmp_path / "m", lambda folder, state: saved.update(state), average=average
+    )
     # 0.9 * 1 + 0.1 * 2
     assert saved["weight"].item() == pytest.approx(expected)

@@ -60,14 +60,18 @@ def test_equal_version_and_checksums_pass() -> None:
         (Acknowledgement(1, 3, {**SENT, "c": "3"}), "1 of 2 tensors differ (c)"),
     ],
 )
-def test_any_difference_stops_the_run_and_names_engine_and_tensor(acknowledgement: Acknowledgement, words: str) -> None:
+def test_any_difference_stops_the_run_and_names_engine_and_tensor(
+    acknowledgement: Acknowledgement, words: str
+) -> None:
     with pytest.raises(WeightSyncError) as caught:
         verify(SENT, 3, [Acknowledgement(0, 3, SENT), acknowledgement])
     assert words in str(caught.value)
 
 
 def test_buckets_keep_order_and_limit_and_a_large_tensor_is_alone() -> None:
-    specs = [TensorSpec(name, torch.float32, (size,)) for name, size in [("a", 2), ("b", 2), ("c", 9), ("d", 1)]]
+    specs = [
+        TensorSpec(name, torch.float32, (size,)) for name, size in [("a", 2), ("b", 2), ("c", 9), ("d", 1)]
+    ]
     assert [[s.name for s in bucket] for bucket in cut(specs, 16)] == [["a", "b"], ["c"], ["d"]]
 
 

@@ -20,7 +20,8 @@ from rlhf_core.weight_sync.gloo import GlooGroup
 from rlhf_core.weight_sync.sender import WeightSender
 
 BIG = 3 << 20
-"""Float32 numbers of each tensor: beyond what sockets buffer, so that a broadcast needs somebody to read it."""
+"""Float32 numbers of each tensor: beyond what sockets buffer, so that a broadcast needs somebody to read it.
+"""
 
 
 class _Engine:
