@@ -3,7 +3,7 @@
     uvicorn --factory flows.application:create_app      Prefect
     mlflow server --app-name rlhf                       MLflow, which finds `create_mlflow_app` by the entry point
 
-The rules in `rlhf_core.loopback` refuse requests of web pages from other origins. In addition, Prefect
+The rules in `rlhf_core.system.loopback` refuse requests of web pages from other origins. In addition, Prefect
 requires the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the
 machine.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.loopback import OwnAddressOnly
+from rlhf_core.system.loopback import OwnAddressOnly
 
 
 def create_mlflow_app() -> Any:

@@ -215,8 +215,8 @@ def _command(commands: Any, name: str, text: str, command: Any, example: str) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from flows.parameters import check_range
-    from flows.settings import checked_config
+    from rlhf_core.run.parameters import check_range
+    from rlhf_core.run.settings import checked_config
 
     check_range(arguments.start, arguments.until)
     config, _ = checked_config(arguments.config, arguments.overrides)
@@ -224,10 +224,10 @@ def _run(arguments: argparse.Namespace) -> int:
     console = _set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
     from flows.embedded import EmbeddedPrefect
-    from flows.environment import NO_TELEMETRY, past_proxies
     from flows.isolated import isolate_prefect
     from flows.servers import use_login
     from flows.team import prefect_address, prefect_answers
+    from rlhf_core.run.environment import NO_TELEMETRY, past_proxies
 
     os.environ.update(past_proxies())
     if url := prefect_address():
@@ -245,7 +245,7 @@ def _run(arguments: argparse.Namespace) -> int:
     server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
     isolate_prefect()
     import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
-    from flows.pipeline import warm_up
+    from rlhf_core.run.pipeline import warm_up
 
     warm_up(config)
     server.wait()
@@ -255,10 +255,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> int:
     import httpx
 
-    from flows.display import Bars, show_with
-    from flows.pipeline import finished
-    from flows.report import result_table, stage_table
     from flows.rlhf import rlhf
+    from rlhf_core.run.display import Bars, show_with
+    from rlhf_core.run.pipeline import finished
+    from rlhf_core.run.summary import result_table, stage_table
 
     bars = Bars(console) if console.is_terminal else None
     if bars is not None:
@@ -291,7 +291,7 @@ def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> in
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from flows.plan import as_json, make_plan, show
+    from rlhf_core.run.plan import as_json, make_plan, show
 
     plan = make_plan(arguments.config, arguments.overrides, arguments.gpus, arguments.model_config)
     if arguments.json:
@@ -310,8 +310,8 @@ def _raise_broken_pipe() -> NoReturn:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    from flows.files import make_home
-    from flows.serve import serve_reward
+    from rlhf_core.run.home import make_home
+    from rlhf_core.run.serve_reward import serve_reward
 
     home = make_home(_home(arguments))
     _set_up_logging(home)
@@ -332,8 +332,8 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from flows.files import make_home
     from flows.servers import up
+    from rlhf_core.run.home import make_home
 
     print(up(make_home(_home(arguments))))
     return 0

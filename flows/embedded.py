@@ -22,12 +22,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.environment import prefect_environment, python_module
-from flows.files import rotate_logs
 from flows.local_http import answers
 from flows.login import new_login
 from rlhf_core.errors import StageFailed
-from rlhf_core.processes import die_with_parent, free_port
+from rlhf_core.run.environment import prefect_environment, python_module
+from rlhf_core.run.home import rotate_logs
+from rlhf_core.system.processes import die_with_parent, free_port
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import re
 import secrets
 from pathlib import Path
 
-from flows.files import replace_private
+from rlhf_core.run.home import replace_private
 
 _FORM = re.compile(r"rlhf:[\w-]{20,}")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.processes import ProcessId, die_with_parent, free_port, listens
+from rlhf_core.system.processes import ProcessId, die_with_parent, free_port, listens
 
 log = logging.getLogger(__name__)
 

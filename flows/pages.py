@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.pipeline import Pipeline, StageRecord
-from flows.report import run_markdown, stage_markdown
+from flows.embedded import EMBEDDED
+from rlhf_core.run.pipeline import Pipeline, StageRecord
+from rlhf_core.run.summary import run_markdown, stage_markdown
 from rlhf_core.types import StageName
 
 log = logging.getLogger(__name__)
@@ -148,3 +150,13 @@ def _view_only(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("Prefect did not take the report of %s: %s", what, error)
+
+
+def flow_run_tags() -> dict[str, str]:
+    """Tags by which an MLflow run leads back to the flow run that it belongs to."""
+    tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
+    if EMBEDDED not in os.environ:
+        tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
+    if runtime.deployment.id:
+        tags["mlflow.source.type"] = "JOB"
+    return {name: str(value) for name, value in tags.items() if value}

@@ -31,13 +31,13 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from flows.local_http import get, post
-from rlhf_core.processes import carriers
+from rlhf_core.system.processes import carriers
 
 log = logging.getLogger(__name__)
 
 TAG = "auto-recover"
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Set by Prefect for the process that runs a flow; `flows.environment` keeps it from that process's children.
+"""Set by Prefect for the process that runs a flow; `rlhf_core.run.environment` keeps it from that process's children.
 """
 MAX_ATTEMPTS = 5
 """Losses in a row after which a run is given up."""

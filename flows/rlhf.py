@@ -8,13 +8,13 @@ from typing import Annotated, Any
 from prefect import flow, runtime
 from pydantic import Field
 
-from flows import stages
-from flows.pages import publish_run, publish_tags
-from flows.parameters import DEFAULT_CONFIG, overrides_of
-from flows.pipeline import flow_run_tags, open_pipeline
+from flows import tasks as stages
+from flows.pages import flow_run_tags, publish_run, publish_tags
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
+from rlhf_core.run.parameters import DEFAULT_CONFIG, overrides_of
+from rlhf_core.run.pipeline import open_pipeline
 from rlhf_core.types import StageName
 
 File = Annotated[str, Field(min_length=1)]

@@ -18,15 +18,15 @@ from typing import Any
 
 import psutil
 
-from flows.environment import SAFE_PATH, past_proxies, python_module
-from flows.files import read_json
 from flows.login import login_file, read_login
 from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes, own_database
 from flows.team import mlflow_address, prefect_address, prefect_answers
 from rlhf_core.errors import InputError, StageFailed
-from rlhf_core.processes import ProcessId, carriers, stop, wait_gone
+from rlhf_core.run.environment import SAFE_PATH, past_proxies, python_module
+from rlhf_core.run.home import read_json
+from rlhf_core.system.processes import ProcessId, carriers, stop, wait_gone
 
-_MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.stages", "rlhf_core.tracking.database")
+_MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
 """Modules of this project that `up` and its flow runs start with `python -m`."""
 _PACKAGES = ("mlflow", "prefect")
 """Their modules are started with `python -m` too, and their scripts have the same names."""

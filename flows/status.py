@@ -8,13 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flows.files import read_run
 from flows.local_http import answers, post
 from flows.login import login_file, read_login
-from flows.report import duration
 from flows.servers import read_state, supervisor_of
 from rlhf_core.config.redact import printable
-from rlhf_core.processes import lives
+from rlhf_core.run.home import read_run
+from rlhf_core.run.summary import duration
+from rlhf_core.system.processes import lives
 
 _SHOWN = 5
 

@@ -29,7 +29,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.environment import (
+from flows.local_http import answers, post
+from flows.login import ensure_login
+from flows.managed import ANSWER_SECONDS, Server
+from flows.reconcile import ENGINE_VARIABLE, Reconciler
+from rlhf_core.config.redact import ScrubbingFormatter
+from rlhf_core.errors import InputError, RLHFError, StageFailed
+from rlhf_core.run.environment import (
     DATABASE_VARIABLES,
     NO_TELEMETRY,
     SAFE_PATH,
@@ -37,14 +43,8 @@ from flows.environment import (
     prefect_environment,
     python_module,
 )
-from flows.files import replace_private, rotate_logs, write_json
-from flows.local_http import answers, post
-from flows.login import ensure_login
-from flows.managed import ANSWER_SECONDS, Server
-from flows.reconcile import ENGINE_VARIABLE, Reconciler
-from rlhf_core.config.redact import ScrubbingFormatter
-from rlhf_core.errors import InputError, RLHFError, StageFailed
-from rlhf_core.processes import ProcessId, carriers, free_port, stop
+from rlhf_core.run.home import replace_private, rotate_logs, write_json
+from rlhf_core.system.processes import ProcessId, carriers, free_port, stop
 
 log = logging.getLogger(__name__)
 

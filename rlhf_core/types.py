@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlhf_core.stopping import StopRequest
-from rlhf_core.watch import Watch
+from rlhf_core.system.heartbeat import Watch
+from rlhf_core.system.stopping import StopRequest
 
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""

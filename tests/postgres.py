@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf_core.processes import free_port
+from rlhf_core.system.processes import free_port
 
 
 def postgres_programs() -> Path | None:

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.controller import PPOController
-from rlhf_core.cluster.fleet import Fleet
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role, plan
+from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.system.heartbeat import Watch
 from rlhf_core.types import PromptExample, Services
-from rlhf_core.watch import Watch
 from tests.tiny_llama import save_tiny_llama
 
 VOCABULARY = 101

@@ -20,7 +20,7 @@ from pathlib import Path
 from rlhf_core.config.checkfiles import DATA_SUFFIXES, HUB_ID, POINTER, Finding, exists, is_local
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.files import open_regular, unfit
+from rlhf_core.system.files import open_regular, unfit
 
 _FIRST_ROWS = 5
 _MAX_READ = 8_000_000

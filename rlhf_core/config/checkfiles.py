@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, InputError, ModelError, checking
-from rlhf_core.files import UnfitFile, open_regular, read_bounded
+from rlhf_core.system.files import UnfitFile, open_regular, read_bounded
 
 Finding = InputError | str
 

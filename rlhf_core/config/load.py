@@ -25,7 +25,7 @@ from rlhf_core.config.problems import Place, dotted, sentences, unknown
 from rlhf_core.config.ranges import out_of_range
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
 from rlhf_core.config.schema import Keys, kinds, locate
-from rlhf_core.config.yamlfile import Document, parse, parse_value, read
+from rlhf_core.config.yaml import Document, parse, parse_value, read
 from rlhf_core.errors import ConfigError
 
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")

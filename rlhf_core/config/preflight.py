@@ -34,7 +34,7 @@ from rlhf_core.config.placement import plan as placement
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError
-from rlhf_core.files import read_bounded
+from rlhf_core.system.files import read_bounded
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on the CPU computes with; other sizes load and then fail at the first token."""

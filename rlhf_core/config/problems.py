@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from rlhf_core.config.redact import shown, shown_key
 from rlhf_core.config.schema import Keys, Kind, Spot, all_fields, fields, locate, rule
-from rlhf_core.config.yamlfile import scalar
+from rlhf_core.config.yaml import scalar
 
 Place = Callable[[Keys], str]
 """From a path of the configuration to the words for where the user wrote it."""

@@ -42,7 +42,7 @@ from rlhf_core.data.sources import (
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.failpoints import failpoint
+from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, PromptExample
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.files import UnfitFile, open_regular, read_bounded, unfit
 from rlhf_core.storage.s3 import filesystem, patiently
+from rlhf_core.system.files import UnfitFile, open_regular, read_bounded, unfit
 
 _CHUNK = 2**20
 _CHANGED = (

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
-from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.seeds import derive_seed
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.heartbeat import doing, idle
 from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
-from rlhf_core.watch import doing, idle
 
 _ADAPTER = 1
 """Number of the adapter in the engine."""
@@ -53,7 +53,7 @@ def sample_responses(
     Seeds depend on the prompt alone, so two models answer with the same random numbers. The engine is gone
     afterwards.
     """
-    from rlhf_core.rollout.engine import Engine
+    from rlhf_core.engines.vllm import Engine
 
     seed = derive_seed(config.run.seed, "evaluate")
     doing("start an engine", config.run.timeouts.start)

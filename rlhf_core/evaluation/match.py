@@ -137,7 +137,7 @@ def _tokenizer(folder: Path) -> str:
 def _play(
     config: PipelineConfig, services: Services, prompts: list[PromptExample], champion: _Champion, judge: str
 ) -> Played:
-    from rlhf_core.training.launch import resolve_device
+    from rlhf_core.engines.ranks import resolve_device
 
     device = resolve_device(config.run.device)
     decoder = load_decoder(services.inputs["data"])

@@ -19,8 +19,8 @@ from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
+from rlhf_core.system.heartbeat import doing, idle
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
-from rlhf_core.watch import doing, idle
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel, ScoreStatistics
+from rlhf_core.system.heartbeat import doing
 from rlhf_core.types import PromptAndResponse
-from rlhf_core.watch import doing
 
 
 class Batches:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.files import read_bounded
+from rlhf_core.system.files import read_bounded
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")

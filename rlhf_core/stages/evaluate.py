@@ -32,8 +32,8 @@ from rlhf_core.evaluation.summary import (
     sample_rows,
     scored,
 )
-from rlhf_core.failpoints import failpoint
 from rlhf_core.rewards.compose import code_digests
+from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
 
 
@@ -42,7 +42,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     judge that this run does not have, and what engines, models and reward sources raise.
     """
     from rlhf_core.data.dataset import load_prompts
-    from rlhf_core.training.launch import resolve_device
+    from rlhf_core.engines.ranks import resolve_device
 
     prompts: list[PromptExample] = list(load_prompts(services.inputs["data"], "eval"))[
         : config.evaluate.prompts

@@ -15,14 +15,14 @@ from rlhf_core.types import Services, StageResult
 
 def run(config: PipelineConfig, services: Services) -> StageResult:
     """Start the fleet, run the controller, save the policy."""
-    from rlhf_core.cluster.controller import PPOController
-    from rlhf_core.cluster.fleet import Fleet
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.engines.ranks import resolve_device
     from rlhf_core.evaluation.published import SEQUENCES, Trained, measure_published
+    from rlhf_core.ppo.controller import PPOController
+    from rlhf_core.ppo.fleet import Fleet
     from rlhf_core.rewards.compose import RewardComposer, code_digests
     from rlhf_core.storage.digests import weights_sha256
-    from rlhf_core.training.launch import resolve_device
 
     data, ppo = services.inputs["data"], config.ppo
     device = resolve_device(config.run.device)

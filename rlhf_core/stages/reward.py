@@ -19,7 +19,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the
     stage.
     """
-    from rlhf_core.training.launch import resolve_device, run_ranks
+    from rlhf_core.engines.ranks import resolve_device, run_ranks
 
     metrics: dict[str, float] = run_ranks(
         _train,
@@ -47,12 +47,12 @@ def _train(
 
     from rlhf_core.data.dataset import load_pairs, require_margins
     from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.engines.deepspeed import TrainingEngine
+    from rlhf_core.engines.layout import agreed
     from rlhf_core.evaluation.exchange import exchange_pairs
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.score import ScoreStatistics, load_score_model
-    from rlhf_core.training.engine import TrainingEngine
-    from rlhf_core.training.layout import agreed
-    from rlhf_core.training.reward import evaluate_reward, evaluate_saved, train_reward
+    from rlhf_core.stages.reward_loop import evaluate_reward, evaluate_saved, train_reward
 
     reward = config.reward
     train, held_out = load_pairs(data, "train"), load_pairs(data, "eval")

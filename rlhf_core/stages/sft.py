@@ -22,7 +22,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
     from rlhf_core.data.tokenizer import is_local_model
-    from rlhf_core.training.launch import resolve_device, run_ranks
+    from rlhf_core.engines.ranks import resolve_device, run_ranks
 
     device = resolve_device(config.run.device)
     if config.model.path is not None and not is_local_model(config.model.path):
@@ -77,11 +77,11 @@ def _train(
     from rlhf_core.data.dataset import load_sft
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.data.sources import require_same_state
+    from rlhf_core.engines.deepspeed import TrainingEngine
+    from rlhf_core.engines.layout import agreed
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.policy import load_policy
-    from rlhf_core.training.engine import TrainingEngine
-    from rlhf_core.training.layout import agreed
-    from rlhf_core.training.sft import evaluate_saved, train_sft
+    from rlhf_core.stages.sft_loop import evaluate_saved, train_sft
 
     sft = config.sft
     folder, revision = base_model(config, data)

@@ -28,8 +28,8 @@ from datetime import UTC, datetime
 import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
-from rlhf_core.processes import ProcessId, lives
 from rlhf_core.storage.store import Store
+from rlhf_core.system.processes import ProcessId, lives
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +136,7 @@ def _run_of(holder: ProcessId) -> int:
     """The process that started the stage, and would start it again: stage, its guard, then the flow."""
     with contextlib.suppress(psutil.Error):
         guard = psutil.Process(holder.pid).parent()
-        if (
-            guard is not None
-            and "rlhf_core.stages" in guard.cmdline()
-            and (flow := guard.parent()) is not None
-        ):
+        if guard is not None and "rlhf_core.run" in guard.cmdline() and (flow := guard.parent()) is not None:
             return int(flow.pid)
     return holder.pid
 

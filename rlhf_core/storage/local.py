@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import StoreError
-from rlhf_core.files import UnfitFile, read_bounded
 from rlhf_core.storage.store import SMALL_BYTES, TEMPORARY
+from rlhf_core.system.files import UnfitFile, read_bounded
 
 log = logging.getLogger(__name__)
 

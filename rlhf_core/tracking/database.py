@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.failpoints import failpoint
+from rlhf_core.system.failpoints import failpoint
 
 LOCK_SECONDS = 120.0
 """Migrations take a few seconds, a minute on a busy machine."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.failpoints import failpoint
+from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, decide
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.troubles import reason, trouble

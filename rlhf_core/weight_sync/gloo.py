@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as _dist
 
-from rlhf_core.training.distributed import rendezvous
+from rlhf_core.engines.distributed import rendezvous
 
 dist: Any = _dist
 """torch's stubs know neither the stores nor the operations of a process group of one's own."""

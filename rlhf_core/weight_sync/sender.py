@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.failpoints import failpoint
-from rlhf_core.processes import free_port
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.processes import free_port
 from rlhf_core.weight_sync.buckets import TensorSpec, cut, pack
 from rlhf_core.weight_sync.checksum import Acknowledgement, tensor_checksum, verify
 from rlhf_core.weight_sync.gloo import GlooGroup

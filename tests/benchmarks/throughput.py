@@ -34,16 +34,16 @@ from torch.nn import functional
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
-from rlhf_core.training.distributed import Rank, join, leave
-from rlhf_core.training.engine import TrainingEngine
-from rlhf_core.training.ppo import update_critic, update_policy
-from rlhf_core.training.records import OptimizerStep, TrainSample
-from rlhf_core.training.reward import train_step as reward_step
-from rlhf_core.training.sft import train_step as sft_step
+from rlhf_core.ppo.loss_step import update_critic, update_policy
+from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+from rlhf_core.stages.reward_loop import train_step as reward_step
+from rlhf_core.stages.sft_loop import train_step as sft_step
 from rlhf_core.types import PairExample
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
 

@@ -29,14 +29,14 @@ import torch
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, SFTConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.policy import load_policy
 from rlhf_core.planning.hardware import visible_hardware
-from rlhf_core.training.distributed import Rank, join, leave
-from rlhf_core.training.engine import TrainingEngine
-from rlhf_core.training.ppo import update_policy
-from rlhf_core.training.records import OptimizerStep, TrainSample
-from rlhf_core.training.sft import train_step
+from rlhf_core.ppo.loss_step import update_policy
+from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+from rlhf_core.stages.sft_loop import train_step
 from tests.tiny_llama import save_tiny_llama
 
 SHAPE = {

@@ -223,7 +223,7 @@ def _kind(pid: int) -> str:
     except OSError:
         return "gone"
     known = {
-        "flows.cli": "flow", "rlhf_core.stages": "stage", "ray::EngineActor": "engine", "ray::Worker": "worker",
+        "flows.cli": "flow", "rlhf_core.run": "stage", "ray::EngineActor": "engine", "ray::Worker": "worker",
         "ray::": "ray worker", "raylet": "raylet", "gcs_server": "gcs", "uvicorn": "prefect server",
         "spawn_main": "training rank",
     }  # fmt: skip

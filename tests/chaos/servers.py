@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from flows.environment import DATABASE_VARIABLES
-from flows.files import read_json
 from flows.local_http import post
 from flows.login import read_login
 from flows.reconcile import ENGINE_VARIABLE
 from flows.supervisor import flow_processes
-from rlhf_core.processes import ProcessId, carriers
+from rlhf_core.run.environment import DATABASE_VARIABLES
+from rlhf_core.run.home import read_json
+from rlhf_core.system.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 from tests.postgres import postgres
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.engines.ranks import run_ranks
+from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import OutOfMemory, RLHFError
-from rlhf_core.rollout.engine import Engine
-from rlhf_core.training.launch import run_ranks
-from rlhf_core.watch import Watch
+from rlhf_core.system.heartbeat import Watch
 from tests.small_ppo import save_small_model, small_prompts
 
 pytestmark = [

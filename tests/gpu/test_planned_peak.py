@@ -33,7 +33,7 @@ LENGTHS = (3072, 2048, 2000, 1072)
 
 @pytest.fixture(scope="module")
 def rank() -> Iterator[Any]:
-    from rlhf_core.training.distributed import Rank, join, leave
+    from rlhf_core.engines.distributed import Rank, join, leave
 
     alone = Rank(device="cuda")
     join(alone)
@@ -53,8 +53,8 @@ def rank() -> Iterator[Any]:
     ids=str,
 )
 def test_the_predicted_peak_is_what_torch_measures(settings: dict[str, Any], rank: Any) -> None:
+    from rlhf_core.engines.deepspeed import TrainingEngine
     from rlhf_core.models.adapters import add_adapter
-    from rlhf_core.training.engine import TrainingEngine
 
     lora = LoraConfig.model_validate(settings["lora"]) if "lora" in settings else None
     deepspeed = DeepSpeedConfig.model_validate(

@@ -21,14 +21,14 @@ import torch
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.policy import DTYPES, Policy
 from rlhf_core.models.score import ScoreModel
-from rlhf_core.training.distributed import Rank, join, leave
-from rlhf_core.training.engine import TrainingEngine
 from tests.integration.deepspeed_step import model
 
 PEAKS: dict[str, dict[str, Any]] = {

@@ -30,6 +30,8 @@ import torch
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models import policy
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
@@ -37,12 +39,10 @@ from rlhf_core.models.batching import TokenSequence
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
-from rlhf_core.training.distributed import Rank, join, leave
-from rlhf_core.training.engine import TrainingEngine
-from rlhf_core.training.ppo import update_critic, update_policy
-from rlhf_core.training.records import OptimizerStep, TrainSample
-from rlhf_core.training.reward import train_step as reward_step
-from rlhf_core.training.sft import train_step as sft_step
+from rlhf_core.ppo.loss_step import update_critic, update_policy
+from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+from rlhf_core.stages.reward_loop import train_step as reward_step
+from rlhf_core.stages.sft_loop import train_step as sft_step
 from rlhf_core.types import PairExample
 
 CUTS = ((1000, False), (60, False), (60, True), (30, True))

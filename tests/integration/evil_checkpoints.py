@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import Rank, join, leave
+from rlhf_core.engines.resharding import note_ranks
 from rlhf_core.errors import RLHFError
 from rlhf_core.storage.bundles import FileEntry, checksum_of, digest_of, hash_file, read
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.training.distributed import Rank, join, leave
-from rlhf_core.training.engine import TrainingEngine
-from rlhf_core.training.resharding import note_ranks
 from tests.integration.deepspeed_step import model
 
 ZERO_STAGES = (0, 2)

@@ -44,7 +44,7 @@ def test_an_engine_in_bfloat16_can_leave_its_logits_unrounded(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlhf_core.rollout.engine import Engine
+    from rlhf_core.engines.vllm import Engine
 
     # Decoder layers that add nothing: what is left of bfloat16's rounding is that of the head. Its logits
     # have a standard deviation of sqrt(256) x 0.5 = 8, where bfloat16's numbers are 0.03 to 0.06 apart.

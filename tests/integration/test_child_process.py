@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-import flows.child as child_module
-from flows.child import run_child, telling_lines
+import rlhf_core.run.child as child_module
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import (
     DataError,
@@ -32,14 +31,15 @@ from rlhf_core.errors import (
     Superseded,
     UnexpectedError,
 )
-from rlhf_core.processes import ProcessId, wait_gone
-from rlhf_core.stages.spec import StageSpec
+from rlhf_core.run.child import run_child, telling_lines
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
 
 PRELUDE = """
 import os, signal, subprocess, sys, time, types
 from pathlib import Path
-from rlhf_core.stages import guard
+from rlhf_core.run import guard
 from rlhf_core.types import ArtifactRef
 
 guard.LEFTOVER_SECONDS = 1.0
@@ -59,7 +59,7 @@ def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     def install(body: str) -> dict[str, str]:
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         module = (
-            "module = types.ModuleType('rlhf_core.stages.run')\nmodule.execute ="
+            "module = types.ModuleType('rlhf_core.run.attempt')\nmodule.execute ="
             " execute\nsys.modules[module.__name__] = module\n"
         )
         (tmp_path / "sitecustomize.py").write_text(f"{PRELUDE}{lines}\n{module}")
@@ -232,7 +232,7 @@ def test_sigterm_lets_the_stage_clean_up_and_ends_with_143(toy: Any, spec: Stage
     )
     spec.write(tmp_path / "spec.json")
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlhf_core.stages", str(tmp_path / "spec.json")],
+        [sys.executable, "-m", "rlhf_core.run", str(tmp_path / "spec.json")],
         env=environment,
         stderr=subprocess.DEVNULL,
     )
@@ -253,8 +253,8 @@ def test_the_child_and_what_it_started_die_with_a_flow_that_is_killed(
     )
     spec.write(tmp_path / "spec.json")
     script = (
-        "import os, sys; from pathlib import Path; from flows.child import run_child; from"
-        " rlhf_core.stages.spec import StageSpec;run_child(StageSpec.read(Path(sys.argv[1])),"
+        "import os, sys; from pathlib import Path; from rlhf_core.run.child import run_child; from"
+        " rlhf_core.run.spec import StageSpec;run_child(StageSpec.read(Path(sys.argv[1])),"
         " Path(sys.argv[2]), os.environ, 600, print)"
     )
     flow = subprocess.Popen(

@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.batching import TokenSequence, collate
-from rlhf_core.training.distributed import Rank, join
 from tests.integration import deepspeed_step
 
 
 def held(stage: int, *, closed: bool) -> dict[str, Any]:
     """What is alive after a step of bfloat16 training, and the bytes of tensors beyond those before it."""
-    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.engines.deepspeed import TrainingEngine
 
     before = tensor_bytes()
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": "bfloat16"})

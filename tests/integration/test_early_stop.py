@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig
-from rlhf_core.processes import free_port
+from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.training.distributed import Rank, join
+from rlhf_core.system.processes import free_port
 from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
 from tests.small_ppo import services as nowhere
@@ -52,8 +52,8 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
     it ended. All ranks die together, after `dies_after` optimizer steps, or with 0 when the best weights are
     to be restored.
     """
-    from rlhf_core.training import reward
-    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.engines.deepspeed import TrainingEngine
+    from rlhf_core.stages import reward_loop as reward
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size})

@@ -29,7 +29,7 @@ import pytest
 
 from flows.embedded import EmbeddedPrefect
 from flows.local_http import answers, credentials, post
-from rlhf_core.processes import ProcessId
+from rlhf_core.system.processes import ProcessId
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
 

@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.batching import TokenSequence, collate
-from rlhf_core.training.distributed import Rank, join
 from tests.integration import deepspeed_step
 
 
 def engine_of(rank: Rank, dtype: str, stage: int) -> Any:
-    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.engines.deepspeed import TrainingEngine
 
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup_ratio=0.0, schedule="constant", eps=1e-4)
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": dtype})

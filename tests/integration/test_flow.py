@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.processes import ProcessId, carriers
+from rlhf_core.system.processes import ProcessId, carriers
 from tests import canary
 from tests.sockets import beyond_loopback, listeners
 

@@ -12,19 +12,19 @@ import sys
 from pathlib import Path
 
 from rlhf_core.errors import WorkerStuck, from_record
-from rlhf_core.processes import ProcessId
-from rlhf_core.stages.events import parse
+from rlhf_core.run.events import parse
+from rlhf_core.system.processes import ProcessId
 
 STAGE = """
 import os, subprocess, sys, time
 from pathlib import Path
-from rlhf_core import watch
-from rlhf_core.stages.events import Events
-from rlhf_core.stages.run import _give_up
+from rlhf_core.system import heartbeat as watch
+from rlhf_core.run.events import Events
+from rlhf_core.run.attempt import _give_up
 
 watch.GRACE_SECONDS = 0.2
 folder, events = Path(sys.argv[1]), Events(int(sys.argv[2]))
-part = "import sys, time; from pathlib import Path; from rlhf_core.watch import *; " \\
+part = "import sys, time; from pathlib import Path; from rlhf_core.system.heartbeat import *; " \\
        "take_part(Path(sys.argv[1]), 'training rank 1', 0.5); doing('all_reduce'); time.sleep(600)"
 with watch.Watch(folder, fail=lambda error: _give_up(error, seen, events)) as seen:
     child = subprocess.Popen([sys.executable, "-c", part, str(folder)])

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import DTYPES
-from rlhf_core.training.distributed import Rank, join
 from tests.integration import deepspeed_step
 
 RATE = 1e-2
@@ -44,7 +44,7 @@ is 1/512 to 1/256 of it.
 
 
 def engine_of(dtype: str, stage: int, offload: str, sums: str | None = None) -> Any:
-    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.engines.deepspeed import TrainingEngine
 
     optimizer = OptimizerConfig(learning_rate=RATE, warmup_ratio=0.0, schedule="constant", weight_decay=1.0)
     sizes = DeepSpeedConfig.model_validate(
@@ -67,7 +67,7 @@ def share_of_many(dtype: str, stage: int, sums: str | None) -> tuple[float, int]
     """
     first, second = (engine_of(dtype, stage, "none", sums) for _ in range(2))
     warnings: list[Any] = []
-    logging.getLogger("rlhf_core.training.engine").addFilter(lambda record: warnings.append(record) or True)
+    logging.getLogger("rlhf_core.engines.deepspeed").addFilter(lambda record: warnings.append(record) or True)
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in deepspeed_step.samples()[:1]]
     batch = collate(sequences, pad_id=0, pack=True)
     one = first.train_step(iter([-first(batch).logprobs_N.mean()]), 10**6)

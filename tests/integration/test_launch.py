@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.engines import ranks as launch
+from rlhf_core.engines.distributed import bound_collectives
+from rlhf_core.engines.ranks import run_ranks
 from rlhf_core.errors import DataError, OutOfMemory, RLHFError, WorkerDied, WorkerStuck
-from rlhf_core.stopping import EXIT_STOPPED
-from rlhf_core.training import launch
-from rlhf_core.training.distributed import bound_collectives
-from rlhf_core.training.launch import run_ranks
-from rlhf_core.watch import Watch, doing
+from rlhf_core.system.heartbeat import Watch, doing
+from rlhf_core.system.stopping import EXIT_STOPPED
 
 
 def _sum_of_ranks(rank: Any, _context: Any) -> float:

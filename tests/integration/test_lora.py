@@ -112,7 +112,7 @@ def _served(model: Path, adapter: Path, prompts: list[PromptExample]) -> list[Ro
     """Responses of a fresh engine that serves `adapter` from its folder."""
     from vllm.lora.request import LoRARequest
 
-    from rlhf_core.rollout.engine import Engine
+    from rlhf_core.engines.vllm import Engine
 
     engine = Engine(
         model, EngineConfig(kv_cache_gib=1.0), device="cpu", max_model_len=32, seed=0, adapter_rank=RANK

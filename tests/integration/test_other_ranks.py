@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.processes import free_port
-from rlhf_core.training.distributed import Rank, join
+from rlhf_core.system.processes import free_port
 from tests.integration import deepspeed_step
 
 SETTINGS = [("policy", dtype, stage) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
@@ -30,7 +30,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-3}
 
 
 def engine_of(rank: Rank, kind: str, dtype: str, stage: int, *, allow: bool) -> Any:
-    from rlhf_core.training.engine import TrainingEngine
+    from rlhf_core.engines.deepspeed import TrainingEngine
 
     optimizer = OptimizerConfig(
         learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4, weight_decay=0.3

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from flows.files import read_json
 from flows.local_http import get
 from flows.supervisor import MARK
-from rlhf_core.processes import carriers
+from rlhf_core.run.home import read_json
+from rlhf_core.system.processes import carriers
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait
 

@@ -23,7 +23,7 @@ import pytest
 from flows.local_http import post
 from flows.reconcile import ENGINE_VARIABLE
 from flows.supervisor import LOOK_SECONDS, MARK, flow_processes
-from rlhf_core.processes import carriers
+from rlhf_core.system.processes import carriers
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
 from tests.postgres import postgres, postgres_programs

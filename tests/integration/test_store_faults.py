@@ -24,23 +24,23 @@ from typing import Any
 import pytest
 from botocore.retries.standard import ExponentialBackoff
 
-from flows.child import TERM_SECONDS
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, StoreUnavailable
-from rlhf_core.stages import run
-from rlhf_core.stages.events import PARENT_VARIABLE, STOP_VARIABLE, Events
-from rlhf_core.stages.spec import StageSpec
-from rlhf_core.stopping import EXIT_STOPPED
+from rlhf_core.run import attempt as run
+from rlhf_core.run.child import TERM_SECONDS
+from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
+from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage import s3
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
+from rlhf_core.system.stopping import EXIT_STOPPED
 from rlhf_core.types import ArtifactRef, Services, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 
@@ -325,7 +325,7 @@ def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
     spec = StageSpec("data", "k", config)
     spec.write(tmp_path / "spec.json")
     flow = {PARENT_VARIABLE: str(os.getpid()), STOP_VARIABLE: str(TERM_SECONDS)}
-    command = [sys.executable, "-m", "rlhf_core.stages", str(tmp_path / "spec.json")]
+    command = [sys.executable, "-m", "rlhf_core.run", str(tmp_path / "spec.json")]
     proxy.restart(lambda n: "stall" if n > 2 else "", path="/artifacts/data/k/")
     with (tmp_path / "log").open("wb") as log:
         stage = subprocess.Popen(

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.cluster.controller import PPOController
 from rlhf_core.errors import WorkerDied, WorkerStuck
+from rlhf_core.ppo.controller import PPOController
 from rlhf_core.storage.digests import weights_sha256
-from rlhf_core.watch import Watch
+from rlhf_core.system.heartbeat import Watch
 from tests.chaos.harness import processes
 from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 

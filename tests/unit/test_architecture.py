@@ -1,9 +1,8 @@
 """The architecture, read from the source.
 
 Locked here:
-- imports go one way: flows -> stages -> cluster, evaluation, tracking -> training, rollout, weight_sync,
-  rewards -> models, data, storage -> algo -> config, types, seeds -> errors, files, and packages do not
-  import each other in a circle;
+- imports go one way, from `flows` down to `rlhf_core.errors` (`LAYERS`), and packages do not import each other in
+  a circle;
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
 - configuration, types and algorithms start without any of them;
 - every shipped configuration loads;
@@ -27,36 +26,32 @@ from rlhf_core.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    ("rlhf_core.errors", "rlhf_core.files", "rlhf_core.loopback"),
-    (
-        "rlhf_core.config",
-        "rlhf_core.types",
-        "rlhf_core.seeds",
-        "rlhf_core.failpoints",
-        "rlhf_core.processes",
-        "rlhf_core.stopping",
-        "rlhf_core.watch",
-    ),
+    ("rlhf_core.errors", "rlhf_core.system"),
+    ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds"),
     ("rlhf_core.algo", "rlhf_core.planning"),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
-    ("rlhf_core.training", "rlhf_core.rollout", "rlhf_core.weight_sync", "rlhf_core.rewards"),
-    ("rlhf_core.cluster", "rlhf_core.evaluation", "rlhf_core.tracking"),
+    ("rlhf_core.engines", "rlhf_core.rewards"),
+    ("rlhf_core.weight_sync",),
+    ("rlhf_core.ppo",),
+    ("rlhf_core.evaluation",),
+    ("rlhf_core.tracking",),
     ("rlhf_core.stages",),
+    ("rlhf_core.run",),
     ("flows",),
 )
 """From the bottom up; an import goes down or stays level."""
 
 HOMES = {
     "prefect": ("flows",),
-    "vllm": ("rlhf_core.rollout", "rlhf_core.weight_sync"),
-    "deepspeed": ("rlhf_core.training",),
-    "ray": ("rlhf_core.cluster",),
+    "vllm": ("rlhf_core.engines.vllm", "rlhf_core.weight_sync"),
+    "deepspeed": ("rlhf_core.engines",),
+    "ray": ("rlhf_core.ppo",),
     "mlflow": ("rlhf_core.tracking", "flows.application"),
 }
 
 # Bounds against what cannot be read in one go; code is not folded to meet them.
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 85
 
 
 def sources() -> list[Path]:

@@ -25,10 +25,10 @@ CALLS = {
 
 BOUNDED = {
     "flows/cli.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
-    "flows/display.py: _DISPLAY.get()": "a context variable",
+    "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
     "flows/embedded.py: self._process.wait()": "a daemon thread that has nothing else to do",
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
-    "flows/stages.py: state.result()": "the state of a task that has ended",
+    "flows/tasks.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
     "rlhf_core/rewards/remote.py: task.result()": (
         "its group has ended; each request has the source's timeout"
@@ -38,10 +38,10 @@ BOUNDED = {
         "store.retry_seconds bounds each call of the upload"
     ),
     "rlhf_core/storage/checkpoints.py: self._upload.result()": "the same",
-    "rlhf_core/training/launch.py: other.process.join()": "after SIGKILL",
-    "rlhf_core/training/launch.py: pipe.recv()": "after poll() said that there is something",
-    "rlhf_core/training/launch.py: self.pipe.recv()": "after poll() said that there is something",
-    "rlhf_core/watch.py: self._thread.join()": "a thread that looks twice a second whether it is to end",
+    "rlhf_core/engines/ranks.py: other.process.join()": "after SIGKILL",
+    "rlhf_core/engines/ranks.py: pipe.recv()": "after poll() said that there is something",
+    "rlhf_core/engines/ranks.py: self.pipe.recv()": "after poll() said that there is something",
+    "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that looks twice a second whether it is to end",
     "rlhf_core/weight_sync/gloo.py: self._group.broadcast(buffer, 0).wait()": (
         "the group's timeout, run.timeouts.sync"
     ),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flows.stages import NEVER_RETRIED
+from flows.tasks import NEVER_RETRIED
 from rlhf_core.errors import (
     DataError,
     InfrastructureError,

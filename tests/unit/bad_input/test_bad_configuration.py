@@ -424,7 +424,7 @@ def test_a_missing_file_an_unreadable_one_and_a_folder_are_told_apart(
 
     (tmp_path / "closed.yaml").write_text("run: {seed: 1}")
     # The tests may run as root, whom file modes do not stop.
-    monkeypatch.setattr("rlhf_core.config.yamlfile.open_regular", refuse)
+    monkeypatch.setattr("rlhf_core.config.yaml.open_regular", refuse)
     assert "closed.yaml: permission denied" in command.said("run", "closed.yaml")
 
 
@@ -569,7 +569,10 @@ BROKEN_CHECKS = {
         "run: {seed: 1}\nppo:\n  steps: 3\n  rewards:\n  - {type: format, pattern: a}",
         "c.yaml:5: ppo.rewards.0: cannot be checked (RecursionError: ",
     ),
-    "flows.settings.check_memory": ("run: {seed: 1}", "c.yaml: cannot be checked (RecursionError: too deep)"),
+    "rlhf_core.run.settings.check_memory": (
+        "run: {seed: 1}",
+        "c.yaml: cannot be checked (RecursionError: too deep)",
+    ),
 }
 
 

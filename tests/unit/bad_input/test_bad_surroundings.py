@@ -20,8 +20,8 @@ import pytest
 from bad_inputs import Bad, Command
 
 from flows import cli, team
-from flows.environment import past_proxies
 from rlhf_core.config import checkrewards, devices, preflight
+from rlhf_core.run.environment import past_proxies
 
 PREFECT_ANSWERS = team.prefect_answers
 """The real one: the command of the tables has another in its place."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config, parse_config
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward
-from rlhf_core.config.yamlfile import parse, scalar
+from rlhf_core.config.yaml import parse, scalar
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from flows.plan import make_plan
 from rlhf_core.config import devices, load
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.engines.ranks import resolve_device
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.launch import resolve_device
+from rlhf_core.run.plan import make_plan
 
 TRAINED = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed", "ppo.engine")
 

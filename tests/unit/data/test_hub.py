@@ -74,8 +74,8 @@ def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path
 def test_the_model_is_fetched_before_the_ranks_start(
     path: str | None, fetched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from rlhf_core.engines import ranks as launch
     from rlhf_core.stages import sft
-    from rlhf_core.training import launch
 
     order: list[Any] = []
 

@@ -74,7 +74,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
-    monkeypatch.setattr("rlhf_core.rollout.engine.Engine", Scripted)
+    monkeypatch.setattr("rlhf_core.engines.vllm.Engine", Scripted)
     Scripted.asked, Scripted.ended, Scripted.broken = [], 0, False
     return Scripted
 

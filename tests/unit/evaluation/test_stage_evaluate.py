@@ -142,7 +142,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
         monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: examples)
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
-    monkeypatch.setattr("rlhf_core.training.launch.resolve_device", lambda wanted: wanted)
+    monkeypatch.setattr("rlhf_core.engines.ranks.resolve_device", lambda wanted: wanted)
     monkeypatch.setattr(
         evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None)
     )

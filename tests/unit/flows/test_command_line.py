@@ -32,16 +32,16 @@ from typing import Any
 import pytest
 
 from flows import cli, managed, servers, supervisor
-from flows.display import Lines
-from flows.environment import stage_environment
-from flows.files import rotate_logs, write_json
 from flows.managed import Server
 from flows.servers import down, supervisor_of, up
 from flows.status import describe
 from flows.supervisor import MARK
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError, WorkerDied
-from rlhf_core.processes import ProcessId, free_port, stop, wait_gone
+from rlhf_core.run.display import Lines
+from rlhf_core.run.environment import stage_environment
+from rlhf_core.run.home import rotate_logs, write_json
+from rlhf_core.system.processes import ProcessId, free_port, stop, wait_gone
 
 DEMO = "deployments/configs/demo.yaml"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
@@ -379,7 +379,7 @@ def test_a_program_that_a_flow_run_opened_is_not_stopped_by_down(tmp_path: Path)
         "/x/.venv/bin/python /x/.venv/bin/prefect worker start",
         "/x/.venv/bin/python -P -m flows.isolated --no-prompt deploy --all",
         "/x/.venv/bin/python -P -m rlhf_core.tracking.database /x/mlflow.db",
-        "/x/.venv/bin/python -P -m rlhf_core.stages spec.json",
+        "/x/.venv/bin/python -P -m rlhf_core.run spec.json",
     ],
 )
 def test_what_up_starts_is_known_by_its_program(command: str) -> None:
@@ -568,7 +568,7 @@ def test_a_taken_port_is_avoided() -> None:
 
 
 def test_progress_lines_are_few_and_say_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="flows.display")
+    caplog.set_level(logging.INFO, logger="rlhf_core.run.display")
     lines = Lines(seconds=0.05)
     for done in range(1, 101):
         lines.event(

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 from prefect.task_engine import SyncTaskRunEngine
 
-from flows import stages
-from flows.stages import NEVER_RETRIED, Tries, configured
+from flows import tasks as stages
+from flows.tasks import NEVER_RETRIED, Tries, configured
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed
 

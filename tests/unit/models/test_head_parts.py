@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from rlhf_core.algo import logprobs
+from rlhf_core.engines import deepspeed as engine
 from rlhf_core.models import policy as module
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import Policy
 from rlhf_core.planning import memory
-from rlhf_core.training import engine
 
 VOCABULARY = 53
 TOKENS = 24

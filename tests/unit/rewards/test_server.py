@@ -30,7 +30,6 @@ import httpx
 import pytest
 import uvicorn
 
-from flows.serve import locate
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.data.decoding import load_decoder, write_response_prefix
 from rlhf_core.data.formats import Message
@@ -44,6 +43,7 @@ from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.rewards.server import MicroBatches, listen, make_server
+from rlhf_core.run.serve_reward import locate
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, Rollout

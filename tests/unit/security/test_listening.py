@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flows.environment import prefect_environment
 from flows.supervisor import Supervisor
-from rlhf_core.loopback import OwnAddressOnly
+from rlhf_core.run.environment import prefect_environment
+from rlhf_core.system.loopback import OwnAddressOnly
 
 ROOT = Path(__file__).resolve().parents[3]
 

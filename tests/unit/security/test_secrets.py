@@ -25,14 +25,14 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from flows import cli
-from flows.child import run_child
-from flows.environment import stage_environment
-from flows.files import make_home
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.checkplaces import check_places
 from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials, is_secret, scrubbed, shown
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.stages.spec import StageSpec
+from rlhf_core.run.child import run_child
+from rlhf_core.run.environment import stage_environment
+from rlhf_core.run.home import make_home
+from rlhf_core.run.spec import StageSpec
 
 CANARY = "canary-0f8c1e77d2"
 
@@ -274,7 +274,7 @@ def test_a_stage_that_fails_with_a_secret_in_its_words_hides_it(
         "import os, sys, types\n"
         "def execute(*_):\n"
         "    raise RuntimeError('401 for ' + os.environ['HF_TOKEN'])\n"
-        "module = types.ModuleType('rlhf_core.stages.run')\n"
+        "module = types.ModuleType('rlhf_core.run.attempt')\n"
         "module.execute = execute\n"
         "sys.modules[module.__name__] = module\n"
     )

@@ -275,8 +275,8 @@ def test_every_auto_class_is_told_not_to_trust_code() -> None:
 
 
 def test_a_stage_is_told_not_to_unpickle_whatever_the_environment_says() -> None:
-    from flows.environment import stage_environment
     from rlhf_core.config import PipelineConfig
+    from rlhf_core.run.environment import stage_environment
 
     environment = stage_environment(PipelineConfig(), {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"})
     assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flows.stages import Tries, execute
+from flows.tasks import Tries, execute
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.engines import ranks as launch
 from rlhf_core.errors import GateFailed
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.training import launch
 from rlhf_core.types import ArtifactRef, Services
 
 

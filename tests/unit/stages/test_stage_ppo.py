@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.controller import PPOController
-from rlhf_core.cluster.worker import ModelWorker
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.stages import ppo
 
 
@@ -75,8 +75,8 @@ class Controller(PPOController):
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Runs the stage with this section `ppo`; returns what it leaves."""
-    monkeypatch.setattr("rlhf_core.cluster.controller.PPOController", Controller)
-    monkeypatch.setattr("rlhf_core.cluster.fleet.Fleet", Fleet)
+    monkeypatch.setattr("rlhf_core.ppo.controller.PPOController", Controller)
+    monkeypatch.setattr("rlhf_core.ppo.fleet.Fleet", Fleet)
     monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: [])
     monkeypatch.setattr(
         "rlhf_core.data.decoding.load_decoder", lambda folder: SimpleNamespace(pad=0, response=None)

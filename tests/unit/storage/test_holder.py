@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import StageHeld
-from rlhf_core.processes import ProcessId
 from rlhf_core.storage.fencing import await_holder, claim
 from rlhf_core.storage.store import Store
+from rlhf_core.system.processes import ProcessId
 
 KEY = "0123456789abcdef"
 

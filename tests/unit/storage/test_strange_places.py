@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
-from rlhf_core.processes import ProcessId
 from rlhf_core.storage import fencing, local
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import await_holder, claim
 from rlhf_core.storage.store import Store
+from rlhf_core.system.processes import ProcessId
 from rlhf_core.types import ArtifactRef
 
 

@@ -20,9 +20,9 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
-from flows.pipeline import data_sets
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.run.pipeline import data_sets
 from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking import tracker as tracker_module

@@ -1,0 +1,457 @@
+"""One model trained by DeepSpeed over the ranks of this process group.
+
+The wrapper undoes what would make a result depend on how a batch was cut: DeepSpeed averages over ranks, so
+losses are summed parts of a global mean and are scaled by the world size; every `step` is a boundary, so the
+number of micro-batches does not matter.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from rlhf_core.engines import resharding
+from rlhf_core.engines.distributed import Rank, bound_collectives
+from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
+from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
+from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
+from rlhf_core.models.quantized import shape, whole
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.heartbeat import doing
+
+log = logging.getLogger(__name__)
+
+REDUCE_BUCKET = 500_000_000
+"""Gradients that ZeRO reduces at a time, at most."""
+
+MOST_BFLOAT16_SUMS = 128
+"""Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
+percent.
+"""
+
+_TAG = "state"
+_COUNTERS = "rlhf_counters"
+"""DeepSpeed's own counters share the same map."""
+
+_LARGE_SCALE = 8.0
+"""A loss scale above this may still be halved three times before DeepSpeed gives up at 1."""
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to `min_lr_ratio` of
+    the peak.
+    """
+    warmup = round(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    if config.schedule == "constant":
+        return config.learning_rate
+    decay = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
+
+
+class TrainingEngine:
+    """DeepSpeed around `module`; `optimizer=None` gives a frozen, possibly sharded (ZeRO-3) model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        deepspeed_config: DeepSpeedConfig,
+        optimizer: OptimizerConfig | None,
+        rank: Rank,
+        *,
+        ema_decay: float | None = None,
+        keeps_best: bool = False,
+    ) -> None:
+        """`ema_decay`: also keep an average of the weights. `keeps_best`: also a copy of the best ones, see
+        `keep`.
+        """
+        import deepspeed
+
+        self.rank = rank
+        self.optimizer_config = optimizer
+        self.zero_stage = deepspeed_config.zero_stage
+        self._allow_other_ranks = deepspeed_config.allow_other_ranks
+        self.lora: LoraConfig | None = getattr(module, "lora", None)
+        self._grad_norm = math.nan
+        self.steps_done = 0
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
+        self._stumbled = False
+        self._rounded_sums = (
+            deepspeed_config.dtype == "bfloat16" and deepspeed_config.grad_accum_dtype is None
+        )
+        if deepspeed_config.gradient_checkpointing and optimizer is not None:
+            module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
+        torch_optimizer = None
+        if optimizer is not None:
+            torch_optimizer = _adamw(module, optimizer)
+            module.train()
+        else:
+            module.requires_grad_(False)
+            module.eval()
+        self.engine: Any
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=torch_optimizer,
+            config=self._ds_config(
+                deepspeed_config, sum(p.numel() for p in module.parameters() if p.requires_grad)
+            ),
+            dist_init_required=False,
+        )
+        if torch_optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype != "float32":
+            # DeepSpeed has allocated Adam's state by a step on zero gradients: it counts, and the masters
+            # decayed.
+            torch_optimizer.state.clear()
+            self.optimizer.refresh_fp32_params()
+        self._own_clipping = (
+            optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
+        )
+        if self._own_clipping and torch_optimizer is not None:
+            # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already
+            # reduced.
+            torch_optimizer.register_step_pre_hook(self._clip)
+        lm, device = self.module.lm, rank.torch_device
+        self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
+        self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keeps_best else None
+        bound_collectives(rank.collective_seconds)
+
+    def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
+        # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
+        stage = config.zero_stage if self.optimizer_config is not None or config.zero_stage == 3 else 0
+        clip = self.optimizer_config.max_grad_norm if self.optimizer_config is not None else 0.0
+        ds: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
+            "steps_per_print": 10**9,
+            # The bucket's buffer is allocated whole: with adapters there is little to put into DeepSpeed's
+            # 5e8.
+            "zero_optimization": {
+                "stage": stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
+                "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
+            },
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if config.offload != "none" and stage > 0:
+            ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if config.offload == "all" and stage == 3:
+            ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        if config.dtype != "float32":
+            ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
+        if config.grad_accum_dtype is not None and config.dtype != "float32":
+            ds["data_types"] = {"grad_accum_dtype": "fp32"}
+        return ds
+
+    def close(self) -> None:
+        """The end of this engine, which trained: free what DeepSpeed would hold until the process ends.
+        Whoever calls has let go of the module.
+        """
+        self.engine.destroy()
+        # Under ZeRO-3 something of DeepSpeed outlives its hooks; the tensors shall not.
+        vars(self.optimizer).clear()
+        vars(self.engine).clear()
+        self.engine = self.optimizer = self._average = self._best = None
+        gc.collect()
+        if self.rank.device == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def module(self) -> Any:
+        return self.engine.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward through DeepSpeed's hooks."""
+        return self.engine(*args, **kwargs)
+
+    def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
+        """Backward over all micro-batches and one optimizer step; returns the gradient norm before clipping.
+
+        Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on
+        all ranks. A gradient that is not finite changes nothing: the step is skipped, counted in
+        `skipped_steps`, and its norm is returned as it is; the third in a row raises NonFiniteError. Those by
+        which float16 finds its loss scale, which each of them halves, are no fault while it is large.
+        """
+        assert self.optimizer_config is not None
+        scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
+        self._stumbled = False
+        count = 0
+        for loss in micro_losses:
+            doing(f"optimizer step {self.steps_done + 1}")
+            count += 1
+            if failpoint("train.backward", "nan") == "nan":
+                loss = loss * math.nan
+            self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
+        self._warn_of_sums(count)
+        rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.step()
+        self.steps_done += 1
+        if self.engine.was_step_applied():
+            norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
+        else:
+            norm = math.nan
+        self._stumbled = not math.isfinite(norm) and scale <= _LARGE_SCALE
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + self._stumbled
+        if math.isfinite(norm) and self._average is not None:
+            self._average.update()
+        if not math.isfinite(norm):
+            self.skipped_steps += 1
+            log.warning("optimizer step %d was skipped: its gradient is not finite", self.steps_done)
+        if self._skipped_in_a_row >= 3:
+            raise NonFiniteError(
+                f"the gradients of optimizer steps {self.steps_done - 2} to {self.steps_done} are not finite;"
+                " none of them was applied; lower the learning rate or look at the batches"
+            )
+        return norm
+
+    def _warn_of_sums(self, count: int) -> None:
+        """Warn once if there are more micro-batches than bfloat16 can add up precisely. It has 8 significant
+        bits.
+        """
+        if count <= MOST_BFLOAT16_SUMS or not self._rounded_sums:
+            return
+        self._rounded_sums = False
+        log.warning(
+            "the gradients of %d micro-batches are added up in bfloat16, where sums of more than a few"
+            " hundred values stop growing; set deepspeed.grad_accum_dtype=float32 (with zero_stage=2), or"
+            " raise micro_batch_tokens to have at most %d",
+            count,
+            MOST_BFLOAT16_SUMS,
+        )
+
+    @property
+    def stumbled(self) -> bool:
+        """Whether the step at hand, or the last one, was skipped for a gradient that no loss scale explains."""
+        return self._stumbled
+
+    def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        assert self.optimizer_config is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
+        if not math.isfinite(self._grad_norm):
+            for parameter in parameters:
+                parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
+
+    def weights(
+        self, *, average: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in the Hugging Face model, full tensor), gathering one decoder layer at a time.
+        Adapters are merged.
+
+        `average` uses the moving average of the trained weights. `dtype` is described in `merged`. Tied
+        parameters are returned once. Under ZeRO-3 this is a collective operation: every rank must iterate to
+        the end, in the same order.
+        """
+        for group in self._gather_groups():
+            with self._gathered([parameter for _, parameter in group]):
+                values = {name: self._value(name, parameter, average) for name, parameter in group}
+                yield from merged(values, self.lora, dtype)
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter alone, under the names of PEFT's file; as `weights`."""
+        for group in self._gather_groups():
+            named = [(name, parameter) for name, parameter in group if adapter_name(name)]
+            with self._gathered([parameter for _, parameter in named]):
+                for name, parameter in named:
+                    yield str(adapter_name(name)), parameter.detach()
+
+    def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of what `weights`, or `adapter`, yields."""
+        rename = adapter_name if adapter else merged_name
+        parameters = [pair for group in self._gather_groups() for pair in group]
+        return [(new, shape(p)) for name, p in parameters if (new := rename(name))]
+
+    def _value(self, name: str, parameter: nn.Parameter, average: bool) -> torch.Tensor:
+        if average and self._average is not None and name in self._average:
+            return self._average.full(name)
+        return whole(parameter)
+
+    def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """Parameters by decoder layer, so that gathering never holds more than one layer."""
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in self.module.lm.named_parameters():
+            parts = name.split(".")
+            index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+            groups.setdefault(name if index is None else ".".join(parts[: index + 1]), []).append(
+                (name, parameter)
+            )
+        return list(groups.values())
+
+    def _gathered(self, parameters: list[nn.Parameter], *, to_change: bool = False) -> Any:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        return GatheredParameters(
+            parameters,
+            modifier_rank=0 if to_change else None,
+            enabled=self.zero_stage == 3 and bool(parameters),
+        )
+
+    def keep(self) -> None:
+        """Remember the weights as they are now, in host memory, for `restore_kept`."""
+        assert self._best is not None
+        self._best.take()
+
+    @torch.no_grad()
+    def restore_kept(self) -> None:
+        """Put the weights of the last `keep` back, for use: the optimizer's own copies stay. A collective."""
+        assert self._best is not None
+        for group in self._gather_groups():
+            kept = [(name, parameter) for name, parameter in group if name in self._best]
+            with self._gathered([parameter for _, parameter in kept], to_change=True):
+                for name, parameter in kept:
+                    parameter.copy_(self._best.full(name))
+
+    def save_model(
+        self,
+        folder: Path,
+        save: Callable[[Path, dict[str, torch.Tensor]], None],
+        *,
+        average: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Gather the weights, or their `average`, and let rank 0 `save(folder, state_dict)`; a collective."""
+        state = self._on_rank_zero(self.weights(average=average, dtype=dtype))
+        if self.rank.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save(folder, state)
+
+    def save_adapter(self, folder: Path, base: str, revision: str | None = None) -> None:
+        """The adapter as PEFT saves it; `base` names the model it belongs to. A collective; without one,
+        nothing.
+        """
+        if self.lora is None:
+            return
+        tensors = self._on_rank_zero(self.adapter())
+        if self.rank.rank == 0:
+            save_adapter(folder, self.module.lm, self.lora, tensors, base, revision)
+
+    def _on_rank_zero(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu().clone() for name, tensor in weights if self.rank.rank == 0}
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies
+        and two moments, and further copies where there are any; frozen ones stay out beside an adapter.
+        """
+        copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
+        return sum(
+            getattr(p, "ds_numel", p.numel()) * (p.element_size() + copies * p.requires_grad)
+            for p in self.module.parameters()
+            if p.requires_grad or self.lora is None
+        )
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """What is trained, optimizer and step count into `folder`; a collective. Whoever calls commits the
+        folder.
+        """
+        self.engine.save_checkpoint(
+            str(folder),
+            tag=_TAG,
+            client_state={_COUNTERS: self._counters()},
+            save_latest=True,
+            exclude_frozen_parameters=self.lora is not None,
+        )
+        for copy in self._copies:
+            copy.save(folder, self.rank.rank)
+        if self.rank.rank == 0:
+            resharding.note_ranks(folder, self.rank.world_size)
+        for script in folder.rglob("*.py"):
+            # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
+            script.unlink(missing_ok=True)
+
+    def load_checkpoint(self, folder: Path, scratch: Path) -> None:
+        """The inverse, of a verified folder, which is left as it is; `scratch`, one for all ranks, is made
+        where there is something to convert, and removed. Raises ConfigError if another number of ranks wrote
+        it, unless that is allowed; CorruptArtifact without a usable state, where DeepSpeed alone would start
+        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is
+        called.
+        """
+        ranks = resharding.noted_ranks(folder)
+        if ranks != self.rank.world_size and not self._allow_other_ranks:
+            raise ConfigError(
+                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got"
+                f" {self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert"
+                " the checkpoint"
+            )
+        try:
+            path, client = self._load_state(folder, scratch, ranks)
+        except pickle.UnpicklingError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CorruptArtifact(
+                f"The checkpoint {folder} holds what may run code and is not loaded; somebody changed it and"
+                f" its manifest: {reason}"
+            ) from error
+        if path is None:
+            raise CorruptArtifact(f"no DeepSpeed state in the checkpoint folder {folder.name}")
+        counters = client[_COUNTERS]
+        self.steps_done, self.skipped_steps = counters["steps_done"], counters["skipped_steps"]
+        self._skipped_in_a_row = counters["skipped_in_a_row"]
+        for copy in self._copies:
+            copy.load(folder, self.rank.rank, ranks, self.rank.world_size)
+
+    def _load_state(self, folder: Path, scratch: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
+        """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client
+        state).
+        """
+        if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
+            found = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
+        else:
+            log.warning(
+                "a checkpoint of %d ranks is converted for %d: the same training up to rounding",
+                ranks,
+                self.rank.world_size,
+            )
+            if self.rank.rank == 0:
+                resharding.convert(folder / _TAG, scratch / _TAG)
+            dist.barrier()
+            with resharding.loading_universal(self.engine):
+                found = self.engine.load_checkpoint(str(scratch), tag=_TAG)
+            dist.barrier()
+            if self.rank.rank == 0:
+                shutil.rmtree(scratch)
+        path, client = found
+        return path, client
+
+    @property
+    def _copies(self) -> list[WeightCopy]:
+        return [copy for copy in (self._average, self._best) if copy is not None]
+
+    def _counters(self) -> dict[str, int]:
+        return {
+            "steps_done": self.steps_done,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+
+def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    groups = _decay_groups(module, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # Adapters are matrices only, and DeepSpeed cannot flatten an empty group.
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,223 @@
+"""One vLLM engine in this process: the only importer of vllm besides `weight_sync`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError
+from rlhf_core.system.heartbeat import doing
+from rlhf_core.types import PromptExample, Rollout
+
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for."""
+CPU_TOKENS_PER_STEP = 4096
+"""Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
+"""
+_EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
+
+
+class Engine:
+    """Samples responses. Same prompts, seeds and weights: same tokens (on the CPU: same bits)."""
+
+    def __init__(
+        self,
+        model: Path,
+        engine: EngineConfig,
+        *,
+        device: str,
+        max_model_len: int,
+        seed: int,
+        weight_transfer: str | None = None,
+        adapter_rank: int | None = None,
+        head_dtype: str = "model",
+    ) -> None:
+        """Start an engine.
+
+        `model` is a Hugging Face folder, whose `eos_token_id` ends a response. `device` is "cpu" or "cuda".
+        `weight_transfer` is "gloo", "nccl" or "ipc" if the weights will be updated. `adapter_rank` is set if
+        the updated weights are those of an adapter of this rank on `model`. `head_dtype="float32"` returns
+        logits that are not rounded.
+        """
+        _set_environment(engine, device)
+        from vllm import LLM
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        config = json.loads((Path(model) / "config.json").read_text())
+        eos = config.get("eos_token_id")
+        if eos is None:
+            raise ModelError(f"{model}/config.json: eos_token_id is missing; without it no response can end")
+        self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
+        # Left to itself, vLLM would ask Ray for workers, in a placement group that has none for them.
+        options: dict[str, Any] = {
+            "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"
+        }
+        if weight_transfer is not None:
+            options["weight_transfer_config"] = WeightTransferConfig(backend=f"rlhf_{weight_transfer}")
+            options["worker_extension_cls"] = _EXTENSION
+        if adapter_rank is not None:
+            size = next(size for size in _ADAPTER_RANKS if size >= adapter_rank)
+            options |= {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
+        if head_dtype == "float32":
+            options["hf_overrides"] = {"head_dtype": "float32"}
+        options |= _device_options(engine, device, max_model_len)
+        try:
+            self.llm = LLM(
+                model=str(model),
+                skip_tokenizer_init=True,
+                dtype=engine.dtype,
+                tensor_parallel_size=engine.tensor_parallel,
+                enforce_eager=engine.enforce_eager,
+                max_model_len=max_model_len,
+                max_num_seqs=engine.max_num_seqs,
+                seed=seed & 0x7FFFFFFF,
+                enable_prefix_caching=False,
+                disable_log_stats=True,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                trust_remote_code=False,
+                **options,
+            )
+        except (ValueError, AssertionError) as error:
+            if (told := _of_memory(error)) is None:
+                raise
+            raise told from error
+
+        self.llm.llm_engine.step = _moving(self.llm.llm_engine.step)
+
+    def generate(
+        self,
+        prompts: Sequence[PromptExample],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        seeds: Sequence[int],
+        policy_version: int,
+        adapter: int | None = None,
+    ) -> list[Rollout]:
+        """`n` responses to each prompt, all prompts at once; in the order of prompts, then of samples.
+
+        The n samples of a prompt are one request with one seed. Only the temperature shapes the distribution:
+        a truncating sampler would make every log-probability of PPO wrong. `adapter`: the number under which
+        `SyncExtension.load_adapter` loaded one; no other is used instead.
+        """
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt.input_ids)) for prompt in prompts],
+            [
+                SamplingParams(
+                    n=n,
+                    temperature=temperature,
+                    seed=seed & 0x7FFFFFFF,
+                    max_tokens=max_new_tokens,
+                    logprobs=0,
+                    stop_token_ids=self._stop_ids,
+                    detokenize=False,
+                )
+                for seed in seeds
+            ],
+            use_tqdm=False,
+            # Its address leads nowhere: an adapter that was not loaded by a sync is an error.
+            lora_request=None if adapter is None else LoRARequest(f"policy-{adapter}", adapter, "not-synced"),
+        )
+        rollouts = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for sample in sorted(output.outputs, key=lambda sample: sample.index):
+                ids = tuple(sample.token_ids)
+                logprobs = tuple(
+                    step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)
+                )
+                rollouts.append(
+                    Rollout(
+                        prompt_id=prompt.prompt_id,
+                        sample_index=sample.index,
+                        prompt_ids=tuple(prompt.input_ids),
+                        response_ids=ids,
+                        rollout_logprobs=logprobs,
+                        finished=sample.finish_reason == "stop",
+                        policy_version=policy_version,
+                    )
+                )
+        return rollouts
+
+    def load_adapter(self, number: int, folder: Path) -> None:
+        """Serve the adapter in `folder` (PEFT's layout) under this number."""
+        from vllm.lora.request import LoRARequest
+
+        self.llm.llm_engine.add_lora(LoRARequest(f"policy-{number}", number, str(folder)))
+
+    def shutdown(self) -> None:
+        """Free the model and its KV cache."""
+        import gc
+
+        # While the model is still known to it: what torch.compile hooked in would keep its weights on the
+        # device.
+        if (unhook := getattr(self.llm.llm_engine, "_finalizer", None)) is not None:
+            unhook()
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+def _device_options(engine: EngineConfig, device: str, max_model_len: int) -> dict[str, Any]:
+    if device == "cuda":
+        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
+    # If a prompt is split over two scheduler steps, vLLM rewinds its seeded generator, which a CPU generator
+    # does not support. With this budget, whole sequences always fit, including preempted sequences that are
+    # computed again.
+    budget = max(CPU_TOKENS_PER_STEP, max_model_len, engine.max_num_seqs)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
+
+
+_NO_CACHE = ("available memory for the cache blocks", "To serve at least one request")
+_TAKEN = (
+    "less than desired GPU memory utilization",
+    "is less than requested memory for kv",
+    "Error in memory profiling",  # others gave memory back while it looked
+)
+"""vLLM's words for what it does not have, and for what others have: ValueErrors and failed assertions, but of
+the device and not of the code.
+"""
+
+
+def _of_memory(error: Exception) -> RLHFError | None:
+    """The project's error for vLLM's, where it is about memory."""
+    words = " ".join(str(error).split())
+    if any(known in words for known in _TAKEN):
+        return OutOfMemory(f"an engine has too little memory: {words[:300]}")
+    if any(known in words for known in _NO_CACHE):
+        return InfrastructureError(
+            f"an engine has too little memory for its KV cache ({words[:200]}); raise"
+            " ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter"
+            " sequences"
+        )
+    return None
+
+
+def _moving(step: Callable[[], Any]) -> Callable[[], Any]:
+    """vLLM's `step`, as a sign of life: a long batch is no stuck engine."""
+
+    def run() -> Any:
+        doing("decode")
+        return step()
+
+    return run
+
+
+def _set_environment(engine: EngineConfig, device: str) -> None:
+    """What vLLM reads at import; it must be set before."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if engine.tensor_parallel == 1:
+        # In-process: no extra engine process to lose, and a start in 5 s instead of 26 s.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if device == "cpu":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(engine.kv_cache_gib)))

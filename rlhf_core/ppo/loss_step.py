@@ -1,0 +1,179 @@
+"""The PPO update of one rank: policy and critic each run this in their own process, at the same time.
+
+Each optimizer step sums its micro-batches' parts of one loss whose denominator counts the whole step on all
+ranks. Metrics come back as sums over this rank's tokens; divided by the tokens of all ranks they are the
+loss's own means.
+
+Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
+from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+
+
+def update_policy(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    steps: Sequence[OptimizerStep],
+    ppo: PPOConfig,
+    pad_id: int,
+    *,
+    kl_coef: float = 0.0,
+    demonstrations: Sequence[TokenSequence] = (),
+) -> dict[str, float]:
+    """Clipped surrogate; with the entropy bonus, the KL (`kl.place: loss`, weighted by `kl_coef`) and the
+    pretraining loss on `demonstrations` where configured.
+
+    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist;
+    `stumbled`, of those skipped, where no loss scale explains it.
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+
+    def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
+        for micro_batch in step.micro_batches:
+            yield _policy_part(engine, samples, micro_batch, step.denominator, ppo, pad_id, kl_coef, sums)
+        for micro_batch in step.ptx_micro_batches:
+            assert ppo.ptx is not None
+            batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=ppo.packs)
+            logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
+            loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
+            sums["ptx_loss"] += loss.item()
+            yield ppo.ptx.coef * loss
+
+    for step in steps:
+        _count(sums, engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
+    return dict(sums)
+
+
+def _policy_part(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    micro_batch: list[int],
+    denominator: float,
+    ppo: PPOConfig,
+    pad_id: int,
+    kl_coef: float,
+    sums: defaultdict[str, float],
+) -> torch.Tensor:
+    """One micro-batch's part of the policy's loss; adds its metrics to `sums`."""
+    batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
+    output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
+    if not micro_batch:
+        nothing: torch.Tensor = 0.0 * output.logprobs_N.sum()
+        return nothing
+    mask_ST = _mask(chosen, batch)
+    logprobs_ST = _rows(output.logprobs_N, batch)
+    mean: dict[str, Any] = {"aggregation": ppo.loss_sum, "denominator": denominator}
+    result = policy_loss(
+        logprobs_ST,
+        _stack([s.old_logprobs for s in chosen], batch),
+        _stack([s.advantages for s in chosen], batch),
+        mask_ST,
+        clip_low=ppo.clip_low,
+        clip_high=ppo.clip_high,
+        dual_clip=ppo.dual_clip,
+        weights=_stack([s.weights for s in chosen], batch),
+        **mean,
+    )
+    tokens = int(mask_ST.sum())
+    sums["loss"] += result.loss.item()
+    sums["clipped"] += result.clip_fraction.item() * tokens
+    sums["approx_kl"] += result.approx_kl.item() * tokens
+    loss = result.loss
+    if ppo.entropy_coef > 0:
+        loss = loss - ppo.entropy_coef * entropy_bonus(_rows(output.entropy_N, batch), mask_ST, **mean)
+    if ppo.kl.place == "loss":
+        ref_ST = _stack([s.ref_logprobs for s in chosen], batch)
+        paid = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
+        sums["kl_loss"] += paid.item()
+        loss = loss + kl_coef * paid
+    return loss
+
+
+def update_critic(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    steps: Sequence[OptimizerStep],
+    ppo: PPOConfig,
+    pad_id: int,
+    *,
+    clip_values: bool = True,
+) -> dict[str, float]:
+    """Squared error, clipped by `ppo.value_clip` if `clip_values` is True.
+
+    Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `stumbled`.
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+
+    def losses(step: OptimizerStep) -> Iterator[torch.Tensor]:
+        for micro_batch in step.micro_batches:
+            batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
+            values_N = engine(batch, "tokens")
+            if not micro_batch:
+                yield 0.0 * values_N.sum()
+                continue
+            mask_ST = _mask(chosen, batch)
+            result = value_loss(
+                _rows(values_N, batch),
+                _stack([s.old_values for s in chosen], batch),
+                _stack([s.returns for s in chosen], batch),
+                mask_ST,
+                clip=ppo.value_clip if clip_values else None,
+                aggregation=ppo.loss_sum,
+                denominator=step.denominator,
+            )
+            sums["loss"] += result.loss.item()
+            sums["clipped"] += result.clip_fraction.item() * int(mask_ST.sum())
+            yield result.loss
+
+    for step in steps:
+        _count(sums, engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
+    return dict(sums)
+
+
+def _count(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -> None:
+    if math.isfinite(norm):
+        sums["grad_norm"] += norm
+    else:
+        sums["skipped"] += 1
+        sums["stumbled"] += engine.stumbled
+
+
+def _batch(
+    engine: TrainingEngine,
+    samples: Sequence[TrainSample],
+    micro_batch: list[int],
+    ppo: PPOConfig,
+    pad_id: int,
+) -> tuple[TokenBatch, list[TrainSample]]:
+    chosen = [samples[i] for i in micro_batch]
+    sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in chosen]
+    return collate(sequences, pad_id=pad_id, pack=ppo.packs).to(engine.rank.torch_device), chosen
+
+
+def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """(N,) -> (S, T), zeros beyond each response."""
+    return pad_sequence(batch.split(values_N), batch_first=True)
+
+
+def _stack(arrays: Sequence[Any], batch: TokenBatch) -> torch.Tensor:
+    tensors = [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays]
+    return pad_sequence(tensors, batch_first=True).to(batch.input_ids_BL.device)
+
+
+def _mask(chosen: Sequence[TrainSample], batch: TokenBatch) -> torch.Tensor:
+    return _stack([np.ones(len(s.response_ids)) for s in chosen], batch).bool()

@@ -1,0 +1,157 @@
+"""Checks of each PPO step before it is used for training.
+
+usable   returns False   metrics are not finite: the step is skipped; the third such step in a row ends the run
+check    raises          engines have other weights, the KL is above its limit for three steps, or nearly all
+                         responses are empty
+         warns           a gap to the engines, empty responses, equal scores, and the conditions of `alarms.py`,
+                         which end the run if `ppo.guards` is set to `stop`
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncError
+from rlhf_core.ppo.guards import Alarms, alarm
+
+log = logging.getLogger(__name__)
+
+WATCHED = (
+    "objective/kl",
+    "objective/rlhf_reward",
+    "policy/entropy",
+    "value/mean",
+    "rollout/logprob_gap_mean",
+)
+"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only
+masks its own.
+"""
+_PATIENCE = 3
+"""Bad steps in a row that end the run."""
+
+
+class StepGuards:
+    """What it counts goes into the checkpoint: a restart is no new beginning."""
+
+    def __init__(self, ppo: PPOConfig, best: Callable[[], str | None]) -> None:
+        """`best`: address of the best checkpoint, for the messages."""
+        self._ppo = ppo
+        self._best = best
+        self._high_kl = 0
+        self._unusable = 0
+        self._uniform = False
+        """Whether the step before had nothing to compare; only for saying it once."""
+        self._alarms = Alarms(ppo)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters of consecutive bad steps and the metrics of the first step."""
+        return {
+            "high_kl": self._high_kl,
+            "unusable": self._unusable,
+            "uniform": self._uniform,
+            "alarms": self._alarms.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
+        self._uniform = bool(state["uniform"])
+        self._alarms.load_state_dict(state["alarms"])
+
+    def usable(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
+        """False for a step that must be skipped. `metrics` of its experience, which has so many `responses`.
+        Raises NonFiniteError for the third in a row.
+        """
+        bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
+        if metrics["rollout/unscored"] == responses:
+            bad.append("every score")
+        self._unusable = self._unusable + 1 if bad else 0
+        if self._unusable >= _PATIENCE:
+            raise NonFiniteError(
+                f"ppo steps {step - _PATIENCE + 1} to {step} had to be skipped: {', '.join(bad)} not finite;"
+                " see the tables `skipped/` of the run for their samples"
+            )
+        if bad:
+            log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
+        return not bad
+
+    def check(self, metrics: dict[str, float], step: int) -> None:
+        """Warn, or raise an error before a failed policy or engines with other weights cause further damage.
+
+        Adds `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed.
+        """
+        self._check_gap(metrics, step)
+        self._check_text(metrics, step)
+        self._check_scores(metrics, step)
+        if grave := self._alarms.check(metrics, step):
+            raise GateFailed(
+                f"ppo step {step}: {'; '.join(grave)}; ppo.guards is set to stop, which ends the"
+                f" run{self._best_kept()}"
+            )
+        limit = self._ppo.kl_limit
+        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
+        if self._high_kl >= _PATIENCE:
+            raise GateFailed(
+                f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
+                f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
+                f"ppo.max_kl to continue from the last checkpoint{self._best_kept()}"
+            )
+
+    def _check_gap(self, metrics: dict[str, float], step: int) -> None:
+        gap, sync = metrics["rollout/logprob_gap_mean"], self._ppo.weight_sync
+        exact = self._ppo.engine.dtype == self._ppo.policy_deepspeed.dtype == "float32"
+        # Kernels in low precision differ by more than a stale weight would in float32.
+        limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
+        if sync.canary and gap > limit:
+            raise WeightSyncError(
+                f"ppo step {step}: engines and trainer differ by {gap:.2g} in mean log-probability for the"
+                f" same weights (ppo.weight_sync.canary_tolerance allows {limit:g}); the engines hold other"
+                " weights"
+            )
+        far = gap > (self._ppo.logprob_gap_limit or limit / 2)
+        metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
+        if far:
+            alarm(
+                "engine_gap",
+                f"step {step}: engine and trainer log-probabilities differ by {gap:.3g} on average",
+            )
+
+    def _check_text(self, metrics: dict[str, float], step: int) -> None:
+        empty = metrics["rollout/empty_rate"]
+        if empty >= 0.9:
+            raise GateFailed(
+                f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
+                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self._best_kept()}"
+            )
+        metrics["guards/empty"] = float(empty >= 0.2)
+        if empty >= 0.2:
+            alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
+
+    def _check_scores(self, metrics: dict[str, float], step: int) -> None:
+        uniform = (
+            metrics.get("rollout/zero_variance_groups", 0.0) >= 0.9 or metrics["objective/scores_std"] == 0.0
+        )
+        metrics["guards/uniform_scores"] = float(uniform)
+        if uniform and not self._uniform:
+            alarm(
+                "uniform_scores",
+                f"step {step}: nearly all scores that are compared with each other are equal, so nothing is"
+                " learned from them; check the reward, or raise ppo.samples_per_prompt or ppo.temperature",
+            )
+        self._uniform = uniform
+
+    def _best_kept(self) -> str:
+        best = None
+        with suppress(StoreError):  # it must not take the place of the verdict
+            best = self._best()
+        return (
+            "; the best checkpoint, by the reward of its own responses minus ppo.kl.coef x their KL, is"
+            f" kept: {best}"
+            if best
+            else ""
+        )

@@ -1,0 +1,85 @@
+"""Entry point of a stage's child process: `python -m rlhf_core.run SPEC.json`.
+
+    flow process                        guard (own session)       stage                     its processes
+    ------------                        -------------------       -----                     -------------
+    writes SPEC.json, opens a pipe ->   forks               ->    runs                 ->   Ray, vLLM, training ranks
+    reads JSON lines               <------------------------      progress ... result
+    SIGTERM, or dies               ->   SIGINT, SIGKILL     ->    ends its MLflow run  ->   none is left (guard.py)
+
+Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
+The flow sets the environment (threads, telemetry) before this interpreter starts: see `rlhf_core/run/environment.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rlhf_core.config.redact import ScrubbingFormatter
+from rlhf_core.errors import RLHFError
+from rlhf_core.run.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events, Warnings
+from rlhf_core.run.guard import go_on_under_guard
+from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
+from rlhf_core.tracking.mlflow_client import hurry
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def main() -> int:
+    """Run the stage of the spec named on the command line; the exit code."""
+    events = _settle()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ScrubbingFormatter(_LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("rlhf_core").addHandler(Warnings(events))
+    stop = StopRequest()
+
+    def on_signal(signum: int, frame: object) -> None:
+        hurry()  # a tracker that does not answer must not take the time that a checkpoint needs
+        stop.on_signal(signum, frame)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    log = logging.getLogger("rlhf_core.run")
+    try:
+        from rlhf_core.run.attempt import execute
+        from rlhf_core.run.spec import StageSpec
+
+        ref = execute(StageSpec.read(Path(sys.argv[1])), events, stop)
+    except RLHFError as error:
+        log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
+        events.error(error)
+        return error.exit_code
+    except Exception as error:
+        log.exception("the stage failed")
+        events.error(error)
+        return RLHFError.exit_code
+    except BaseException:
+        # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
+        log.info("stopped by a signal")
+        return EXIT_STOPPED
+    events.send("result", artifact=ref.to_json())
+    return 0
+
+
+def _settle() -> Events:
+    """Take what the flow left in the environment out of it, and go on under guard if there is a flow."""
+    flow, stop = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
+    halt = os.environ.pop(HALT_VARIABLE, "600")
+    if not flow.isdigit() or not sys.platform.startswith("linux"):
+        return Events.from_environment()
+    if os.getppid() != int(flow):
+        sys.exit(EXIT_STOPPED)
+    go_on_under_guard(int(flow), float(stop), float(halt))
+    return Events.from_environment()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m rlhf_core.run SPEC.json")
+    code = main()
+    logging.shutdown()
+    sys.exit(code)

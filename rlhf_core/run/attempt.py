@@ -1,0 +1,238 @@
+"""One attempt at one stage: inputs fetched and verified, the stage run, its artifact published.
+
+The artifact is published here and not by the flow: this process holds the fence and the numbers, so a flow
+that dies in between loses nothing, and one that was wrongly thought dead cannot publish.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.flat import flat
+from rlhf_core.config.keys import pipeline_name, roundings
+from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
+from rlhf_core.run.events import Events
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import Fence, await_holder, claim
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import Store
+from rlhf_core.storage.versions import versions
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.heartbeat import Watch, idle, leave_part, take_part
+from rlhf_core.system.stopping import StopRequest
+from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
+from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+
+log = logging.getLogger(__name__)
+
+StageFunction = Callable[[PipelineConfig, Services], StageResult]
+
+
+def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
+    """Run the stage of `spec` and return its published artifact.
+
+    Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told
+    to stop.
+    """
+    settings = spec.config.store
+    store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
+    waited = await_holder(store, spec.key, spec.stage)
+    fence = claim(store, spec.key)
+    if waited and (made := ArtifactStore(store, spec.home / "cache").find(spec.stage, spec.key)) is not None:
+        events.send("reused")
+        return made
+    for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
+        store.forget_uploads(folder)
+    work = _fresh_work_folder(spec, fence.attempt)
+    tracking = open_tracking(spec.config)
+    stage_run = tracking.stage_run(
+        spec.parent_run_id,
+        spec.stage,
+        spec.key,
+        params=_params(spec),
+        attempt=fence.attempt,
+        tags={
+            "rlhf.attempt": str(fence.attempt),
+            **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions().get("git", "")),
+        },
+        inputs={str(name): ref for name, ref in spec.inputs.items()},
+        pipeline=(
+            (spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None
+        ),
+    )
+    events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
+    log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
+    status = "KILLED"
+    failpoint("stage.started")
+    try:
+        stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
+        with Watch(stacks, fail=lambda error: _give_up(_advised(error, spec), watch, events)) as watch:
+            ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), watch).run()
+        status = "FINISHED"
+    except Exception as error:
+        status = "FAILED"
+        if not isinstance(error, Superseded):
+            # A successor clears this attempt's folder: what then fails here fails because of it.
+            with suppress(StoreError):
+                fence.check()
+        if isinstance(ours := classified(error), OutOfMemory):
+            raise _advised(ours, spec) from error
+        raise
+    finally:
+        stage_run.finish(status)
+        shutil.rmtree(work, ignore_errors=True)
+    return ref
+
+
+def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
+    """The error, with what to lower where memory did not suffice."""
+    return (
+        OutOfMemory(f"{error.message}; {_what_needs_less(spec)}") if isinstance(error, OutOfMemory) else error
+    )
+
+
+def _what_needs_less(spec: StageSpec) -> str:
+    config = spec.config
+    engine = {
+        "ppo.engine.max_num_seqs": config.ppo.engine.max_num_seqs,
+        "ppo.engine.gpu_memory_utilization (GPU)": config.ppo.engine.gpu_memory_utilization,
+        "ppo.engine.kv_cache_gib (CPU)": config.ppo.engine.kv_cache_gib,
+    }
+    scoring = {"ppo.micro_batch_tokens": config.ppo.micro_batch_tokens}
+    numbers: dict[str, dict[str, float]] = {
+        "sft": {"sft.micro_batch_tokens": config.sft.micro_batch_tokens},
+        "reward": {"reward.micro_batch_tokens": config.reward.micro_batch_tokens},
+        "ppo": scoring | engine,
+        "evaluate": scoring | engine,
+        "register": engine,
+    }
+    known = ", ".join(f"{name}={value:g}" for name, value in numbers.get(spec.stage, {}).items())
+    advice = f"lower {known}" if known else "give the machine more memory"
+    return f"{advice}; `rlhf plan CONFIG` shows what needs how much"
+
+
+def _give_up(error: RLHFError, watch: Watch, events: Events) -> NoReturn:
+    """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing
+    running.
+    """
+    log.critical("%s: %s", type(error).__name__, error.message)
+    events.error(error)
+    watch.kill()
+    logging.shutdown()
+    os._exit(error.exit_code)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What this attempt holds: its claim on the key, and where it writes and reports to."""
+
+    spec: StageSpec
+    store: Store
+    fence: Fence
+    work: Path
+    stage_run: StageRun
+    events: Events
+    stop: StopRequest
+    watch: Watch
+
+    def run(self) -> ArtifactRef:
+        """The artifact: finished by an earlier attempt and only to be delivered, or made now."""
+        spec = self.spec
+        settings = spec.config.store
+        outbox = None if self.store.is_local else Outbox(self.store, spec.home / "outbox")
+        artifacts = ArtifactStore(self.store, spec.home / "cache", outbox)
+        checkpoints = CheckpointStore(
+            self.store,
+            spec.key,
+            work=self.work / "checkpoints",
+            keep=settings.keep_checkpoints,
+            fence=self.fence,
+            keep_best=settings.keep_best,
+            outbox=outbox,
+            allow_fresh_start=settings.allow_fresh_start,
+            allow_other_code=settings.allow_other_code,
+            settings=roundings(spec.config, spec.stage),
+            tell=lambda event, step: self.events.send(event, step=step),
+        )
+        ref = artifacts.deliver(spec.stage, spec.key, self.fence)
+        if ref is None:
+            try:
+                ref = self._make(artifacts, checkpoints)
+            except BaseException:
+                checkpoints.finish()
+                raise
+        failpoint("stage.published")
+        checkpoints.clear()
+        shutil.rmtree(spec.journal, ignore_errors=True)
+        return ref
+
+    def _make(self, artifacts: ArtifactStore, checkpoints: CheckpointStore) -> ArtifactRef:
+        spec = self.spec
+        out, scratch = self.work / "out", self.work / "scratch"
+        out.mkdir()
+        scratch.mkdir()
+        services = Services(
+            inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
+            out=out,
+            work=scratch,
+            checkpoints=checkpoints,
+            metrics=self.stage_run,
+            progress=self.events.progress,
+            lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
+            stop=self.stop,
+            watch=self.watch,
+            journal=spec.journal,
+            sources=spec.sources,
+        )
+        failpoint("stage.fetched")
+        # Stages with ranks and actors name their own parts in its place.
+        take_part(self.watch.folder, spec.stage, spec.config.run.timeouts.stall)
+        idle()
+        result = _stage_function(spec.stage)(spec.config, services)
+        leave_part()
+        self.stage_run.flush()
+        failpoint("stage.made")
+        return artifacts.publish(
+            spec.stage,
+            spec.key,
+            out,
+            parents=spec.inputs,
+            metrics=result.metrics,
+            facts={
+                **{name: str(value) for name, value in result.facts.items()},
+                "seconds": f"{checkpoints.seconds:.1f}",
+            },
+            config=spec.config.model_dump(mode="json", by_alias=True),
+            mlflow_run_id=self.stage_run.run_id,
+            fence=self.fence,
+        )
+
+
+def _stage_function(stage: str) -> StageFunction:
+    # Imported here: the stages pull in torch, ray and vllm, which only their own process needs.
+    function: StageFunction = importlib.import_module(f"rlhf_core.stages.{stage}").run
+    return function
+
+
+def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
+    """An empty scratch folder for this attempt; what killed attempts at the same key left is removed."""
+    shutil.rmtree(spec.work, ignore_errors=True)
+    work = spec.work / f"attempt-{attempt:06d}"
+    work.mkdir(parents=True)
+    return work
+
+
+def _params(spec: StageSpec) -> dict[str, Any]:
+    """The configuration of the stage, flat, as MLflow shows it."""
+    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", spec.stage))}

@@ -1,0 +1,201 @@
+"""Runs one stage in a child process and never leaves anything of it behind.
+
+run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, output into a log file
+events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
+waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
+finally        SIGTERM to the child's guard (rlhf_core/run/guard.py), which stops the stage within 20 s and leaves
+               nothing of it; also when the flow is cancelled (Prefect's TerminationSignal) or interrupted
+               (Ctrl-C)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rlhf_core.config.redact import printable, scrubbed
+from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
+from rlhf_core.run.environment import python_module
+from rlhf_core.run.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.types import ArtifactRef
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+TERM_SECONDS = 20.0
+"""How long a stage may take to stop after SIGTERM."""
+EXIT_SECONDS = 30.0
+"""How long a stage may take to exit after it sent its result, which is committed by then."""
+_GUARD_SECONDS = 10.0
+"""What the guard may need beyond that."""
+_POLL_SECONDS = 0.25
+_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
+
+
+def run_child(
+    spec: StageSpec, log_file: Path, environment: Mapping[str, str], timeout: float, on_event: OnEvent
+) -> ArtifactRef:
+    """Run the stage of `spec` and return its artifact.
+
+    Raises the error that the child sent, with its class, `StageFailed` if it died, or `StageTimedOut` if it
+    took over `timeout` seconds.
+    """
+    spec_file = log_file.with_suffix(".json")
+    spec.write(spec_file)
+    started = time.monotonic()
+    halt = {HALT_VARIABLE: str(spec.config.run.timeouts.stall)}
+    child, reader = _start(spec_file, log_file, {**environment, **halt})
+    with reader:
+        try:
+            outcome = _follow(child, reader, timeout, on_event)
+        finally:
+            _end(child)
+    if isinstance(outcome, RLHFError):
+        raise outcome
+    if outcome is None:
+        words = telling_lines(log_file)
+        ends = f"; log: {log_file}" + (f"; its last words: {words}" if words else "")
+        if time.monotonic() - started >= timeout:
+            limit = f"run.stage_timeout={spec.config.run.stage_timeout:g}"
+            raise StageTimedOut(
+                f"stage {spec.stage} was stopped after {timeout:.0f} seconds, all that {limit} left it{ends}"
+            )
+        raise StageFailed(f"stage {spec.stage} {_cause(child.returncode)}{ends}")
+    return outcome
+
+
+def _start(
+    spec_file: Path, log_file: Path, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    reader = os.fdopen(read_fd, "rb", buffering=0)
+    try:
+        with log_file.open("ab") as log:
+            child = subprocess.Popen(
+                [*python_module("rlhf_core.run"), str(spec_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **environment,
+                    FD_VARIABLE: str(write_fd),
+                    PARENT_VARIABLE: str(os.getpid()),
+                    STOP_VARIABLE: str(TERM_SECONDS),
+                },
+                pass_fds=(write_fd,),
+                start_new_session=True,
+            )
+    except BaseException:
+        reader.close()
+        raise
+    finally:
+        os.close(write_fd)
+    return child, reader
+
+
+def _follow(
+    child: subprocess.Popen[bytes], reader: BinaryIO, timeout: float, on_event: OnEvent
+) -> ArtifactRef | RLHFError | None:
+    """The child's last word, or None if it died or ran out of time without one."""
+    deadline = time.monotonic() + timeout
+    outcome: ArtifactRef | RLHFError | None = None
+    lines = _Lines(reader)
+    while True:
+        # The order matters: what a child wrote before it exited is in the pipe by the time its exit is seen.
+        exited = _has_exited(child.pid)
+        for event in filter(None, map(parse, lines.wait(0.0 if exited else _POLL_SECONDS))):
+            if event["event"] == "result":
+                outcome = ArtifactRef(**event["artifact"])
+            elif event["event"] == "error":
+                outcome = from_record({"type": event["type"], "message": event["message"]})
+            else:
+                on_event(event)
+            if outcome is not None:
+                deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
+        if exited or time.monotonic() > deadline:
+            return outcome
+
+
+class _Lines:
+    """Whole lines out of a non-blocking pipe."""
+
+    def __init__(self, reader: BinaryIO) -> None:
+        self._reader = reader
+        self._rest = b""
+        self._open = True
+
+    def wait(self, seconds: float) -> list[bytes]:
+        """The lines that have come; waits at most `seconds` for the first."""
+        if not self._open:
+            time.sleep(seconds)
+            return []
+        if not select.select([self._reader], [], [], seconds)[0]:
+            return []
+        while (data := self._reader.read(65536)) is not None:
+            if not data:
+                self._open = False
+                break
+            self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        return lines
+
+
+def _has_exited(pid: int) -> bool:
+    """Looks without reaping: until it is reaped, no other process can get its pid or process group."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Have the guard stop the stage and all that it started, at once if this is interrupted; end both by
+    force if it does not.
+    """
+    try:
+        try:
+            _ask_to_end(child, TERM_SECONDS + _GUARD_SECONDS)
+        except BaseException:
+            _ask_to_end(child, _GUARD_SECONDS)
+            raise
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(timeout=EXIT_SECONDS)
+
+
+def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask the guard, which waits for the stage only the first time, and wait for both."""
+    if not _has_exited(child.pid):
+        child.terminate()
+    deadline = time.monotonic() + seconds
+    while not _has_exited(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _cause(code: int) -> str:
+    if (number := -code if code < 0 else code - 128) in set(signal.Signals):
+        hint = "; the kernel may have run out of memory" if number == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(number).name}{hint}"
+    return f"ended with exit code {code} and no result"
+
+
+def telling_lines(log_file: Path, count: int = 3) -> str:
+    """The end of a log as one line: from the last exception's message on, or the last lines."""
+    with contextlib.suppress(OSError), log_file.open("rb") as file:
+        file.seek(max(0, log_file.stat().st_size - 16384))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        lines = [printable(scrubbed(line))[:300] for line in lines if line]
+        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line)]
+        start = errors[-1] if errors else max(0, len(lines) - count)
+        return " | ".join(lines[start : start + count])
+    return ""

@@ -1,0 +1,166 @@
+"""What a terminal shows while the pipeline runs: bars where there is a terminal, quiet lines elsewhere."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhf_core.run.summary import duration, headline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from rlhf_core.run.pipeline import StageRecord
+
+log = logging.getLogger(__name__)
+
+LINE_SECONDS = 15.0
+"""Without a terminal, progress of one task is logged at most this often."""
+
+
+class Display(Protocol):
+    """Told by the tasks; must never fail or wait."""
+
+    def started(self, stage: str, log_file: str) -> None: ...
+
+    def event(self, stage: str, event: dict[str, Any]) -> None: ...
+
+    def finished(self, stage: str, record: StageRecord) -> None: ...
+
+
+class Lines:
+    """Log lines: one at the start and end of a stage, few in between."""
+
+    def __init__(self, seconds: float = LINE_SECONDS) -> None:
+        self._seconds = seconds
+        self._began: dict[str, tuple[float, int]] = {}
+        self._said: dict[str, float] = {}
+
+    def started(self, stage: str, log_file: str) -> None:
+        log.info("%s: running, log %s", stage, log_file)
+
+    def event(self, stage: str, event: dict[str, Any]) -> None:
+        if event["event"] == "resumed":
+            log.info("%s: continues after step %d", stage, event["step"])
+        if event["event"] == "warning":
+            log.warning("%s: %s", stage, event["message"])
+        if event["event"] != "progress":
+            return
+        now = time.monotonic()
+        task, done, total = event["task"], event["done"], event["total"]
+        began, first = self._began.setdefault(task, (now, done))
+        if done < total and task in self._said and now - self._said[task] < self._seconds:
+            return
+        self._said[task] = now
+        numbers = headline("", event.get("metrics") or {})
+        left = (
+            f", {duration((now - began) / (done - first) * (total - done))} left"
+            if first < done < total
+            else ""
+        )
+        log.info(
+            "%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else ""
+        )
+
+    def finished(self, stage: str, record: StageRecord) -> None:
+        how = "reused" if record.reused else f"done in {duration(record.seconds)}"
+        log.info("%s: %s  %s", stage, how, headline(stage, record.ref.metrics))
+
+
+class Bars:
+    """Progress bars with rates and time left; a finished stage leaves one line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def started(self, stage: str, log_file: str) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self.close()
+        self._progress = Progress(
+            SpinnerColumn("line"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[numbers]}"),
+            console=self._console,
+            refresh_per_second=4,
+            transient=True,
+        )
+        self._progress.start()
+        self._tasks = {stage: self._add(self._progress, stage, None, "starting")}
+
+    def event(self, stage: str, event: dict[str, Any]) -> None:
+        if event["event"] == "resumed":
+            self._console.print(
+                f"{stage:<9} continues after step {event['step']}", markup=False, highlight=False
+            )
+        if event["event"] == "warning":
+            self._console.print(f"{stage:<9} {event['message']}", markup=False, highlight=False)
+        if self._progress is None or event["event"] != "progress":
+            return
+        name, unit = event["task"], event["unit"]
+        if name not in self._tasks:
+            self._tasks[name] = self._add(self._progress, name, event["total"], "")
+        for other, number in self._tasks.items():  # one at a time: what came before is done
+            if other != name:
+                self._progress.update(number, visible=False)
+        task = self._progress.tasks[self._progress.task_ids.index(self._tasks[name])]
+        self._progress.update(
+            self._tasks[name],
+            visible=True,
+            total=event["total"],
+            completed=event["done"],
+            count=f"{event['done']}/{event['total']} {unit}",
+            rate=_rate(task.speed, unit),
+            left="" if not task.time_remaining else f"{duration(task.time_remaining)} left",
+            numbers=headline("", event.get("metrics") or {}, 3),
+        )
+
+    @staticmethod
+    def _add(progress: Progress, name: str, total: int | None, count: str) -> TaskID:
+        return progress.add_task(name, total=total, count=count, rate="", left="", numbers="")
+
+    def finished(self, stage: str, record: StageRecord) -> None:
+        self.close()
+        how = "reused" if record.reused else duration(record.seconds)
+        self._console.print(
+            f"{stage:<9} {how:>12}  {headline(stage, record.ref.metrics)}", markup=False, highlight=False
+        )
+
+    def close(self) -> None:
+        """Take the bars off the terminal."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _rate(speed: float | None, unit: str) -> str:
+    if not speed:
+        return ""
+    return f"{speed:.1f} {unit}/s" if speed >= 1 else f"{1 / speed:.1f} s/{unit.removesuffix('s')}"
+
+
+_DISPLAY: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
+
+
+def show_with(display: Display) -> None:
+    """Use `display` for what runs in this context from now on."""
+    _DISPLAY.set(display)
+
+
+def current_display() -> Display:
+    """The display chosen by the command line; log lines if there is none, as on a worker."""
+    display = _DISPLAY.get()
+    if display is None:
+        display = Lines()
+        _DISPLAY.set(display)
+    return display

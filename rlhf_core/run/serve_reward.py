@@ -1,0 +1,70 @@
+"""`rlhf serve-reward`: from an artifact's address, or a folder, to a running service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from rlhf_core.errors import InputError
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store
+
+Template = Literal["chat", "plain"]
+_ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/reward/(?P<key>[0-9a-f]{16})(/.*)?$")
+
+
+def serve_reward(
+    address: str,
+    *,
+    host: str,
+    port: int,
+    home: Path,
+    endpoint: str | None,
+    template: Template | None,
+    dtype: str,
+    device: str,
+    micro_batch_tokens: int,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve until a signal comes. `ready` is told the url. Raises InputError for a model or address that
+    cannot be used.
+    """
+    if micro_batch_tokens < 1:
+        raise InputError(f"--micro-batch-tokens must be at least 1; got {micro_batch_tokens}")
+    from rlhf_core.rewards.server import listen, make_server
+
+    socket, token = listen(host, port)
+    with socket:
+        folder, trained_as = locate(address, home, endpoint)
+        from rlhf_core.engines.ranks import resolve_device
+        from rlhf_core.rewards.scorer import Scorer
+
+        scorer = Scorer(
+            folder,
+            template=template or trained_as,
+            dtype=dtype,
+            device=resolve_device(device),
+            micro_batch_tokens=micro_batch_tokens,
+        )
+        name, number = socket.getsockname()[:2]
+        ready(f"http://{f'[{name}]' if ':' in name else name}:{number}/score")
+        make_server(scorer, token).run(sockets=[socket])
+
+
+def locate(address: str, home: Path, endpoint: str | None) -> tuple[Path, Template | None]:
+    """The verified model folder of an artifact and the template of its data; or a folder as it is, and None."""
+    found = _ARTIFACT.match(address.rstrip("/"))
+    if found is None:
+        folder = Path(address)
+        inner = folder / "model"
+        return (inner if (inner / "config.json").is_file() else folder), None
+    artifacts = ArtifactStore(Store(found["store"], endpoint), home / "cache")
+    ref = artifacts.find("reward", found["key"])
+    if ref is None:
+        raise InputError(
+            f"there is no reward artifact {found['key']} in {found['store']}; correct the address"
+        )
+    template = artifacts.config(ref)["data"]["template"]
+    return artifacts.fetch(ref) / "model", template

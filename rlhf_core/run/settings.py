@@ -1,0 +1,35 @@
+"""What is looked at before anything heavy starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import load_config
+from rlhf_core.config.preflight import check
+from rlhf_core.errors import checking
+from rlhf_core.planning.fit import check_memory
+from rlhf_core.run.home import make_home
+from rlhf_core.storage.store import Store
+
+
+def checked_config(
+    path: str, overrides: Sequence[str], *, patient: bool = False
+) -> tuple[PipelineConfig, list[str]]:
+    """The configuration and what the user should know of it; its home is made, its store answers.
+
+    `patient`: nobody waits for the answer, so an outage of the store is sat out for `store.retry_seconds`.
+    Raises InputError with everything that is wrong, StoreUnavailable if only the store does not answer.
+    """
+    with checking(path):
+        config = load_config(path, overrides)
+        warnings = check(config)
+        check_memory(config)
+    make_home(Path(config.run.home))
+    store = Store(config.store_url, config.store.endpoint)
+    if patient:
+        store.check(config.store.retry_seconds)
+    else:
+        store.check()
+    return config, warnings

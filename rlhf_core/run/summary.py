@@ -1,0 +1,254 @@
+"""The end of a run: `summary.json`, the table on the terminal and the Markdown for Prefect's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlhf_core.run.pipeline import StageRecord
+    from rlhf_core.types import ArtifactRef, StageName
+
+_INTERVAL = ("mean", "low", "high")
+_WHO = {"sft": "SFT", "ppo": "PPO", "difference": "difference by prompt"}
+
+
+def summarize(
+    records: Mapping[StageName, StageRecord], seconds: float, identity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of `summary.json`. Values that a stage did not measure are left out.
+
+    seconds                                     of the whole command, from the start of its process
+    stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
+    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null if unknown
+    reward.accuracy                             held-out accuracy of the reward model
+    reward.accuracy_exchanged                   the same with the prompts of the pairs exchanged
+    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}   if a true reward exists; the same for reward_model and
+                                                rules/<name>; difference: paired by prompt, policy minus SFT
+    evaluate.gold_reward_exchanged              the same, with each response judged against another prompt
+    evaluate.win_rate.{mean,low,high}           policy against SFT
+    evaluate.judge, evaluate.judge_trained_on   the judge of the wins, and whether the policy was trained with it
+    evaluate.kl                                 nats per response
+    weights_sha256                              of the final policy's safetensors
+    mlflow_run_id                               of the run that contains the stages' runs
+    run, pipeline_key, where                    name and key of the run, and paths to its results
+    """
+    summary: dict[str, Any] = {
+        "seconds": round(seconds, 2),
+        "stages": {
+            name: {
+                "seconds": round(record.seconds, 2),
+                "reused": record.reused,
+                "how": record.how,
+                "made_in_seconds": _made_in(record),
+                "artifact": record.ref.uri,
+                "metrics": dict(record.ref.metrics),
+            }
+            for name, record in records.items()
+        },
+        **identity,
+    }
+    if "reward" in records and "accuracy" in records["reward"].ref.metrics:
+        found = records["reward"].ref.metrics
+        summary["reward"] = {
+            name: found[name] for name in ("accuracy", "accuracy_exchanged") if name in found
+        }
+    if "evaluate" in records:
+        summary["evaluate"] = _evaluation(records["evaluate"].ref)
+    for name in ("ppo", "evaluate", "register"):
+        facts = records[name].ref.facts if name in records else {}
+        if "weights_sha256" in facts:
+            summary["weights_sha256"] = facts["weights_sha256"]
+            break
+    return summary
+
+
+def _made_in(record: StageRecord) -> float | None:
+    if record.how == "ran":
+        return round(record.seconds, 2)
+    return float(record.ref.facts["seconds"]) if "seconds" in record.ref.facts else None
+
+
+def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    metrics = {name: value for name, value in ref.metrics.items() if not name.startswith("by_source/")}
+    for name in sorted({key.rpartition("/")[0] for key in metrics if key.endswith("/mean")}):
+        measure, _, who = name.rpartition("/")
+        if who in _WHO and (interval := _interval(metrics, name)):
+            found.setdefault(measure, {})[who] = interval
+    if interval := _interval(metrics, "win_rate"):
+        found["win_rate"] = interval
+    if "judge" in ref.facts:
+        found["judge"] = ref.facts["judge"]
+        found["judge_trained_on"] = ref.facts.get("judge_trained_on") == "True"
+    if "kl" in metrics:
+        found["kl"] = metrics["kl"]
+    return found
+
+
+def _interval(metrics: Mapping[str, float], prefix: str) -> dict[str, float] | None:
+    if not all(f"{prefix}/{part}" in metrics for part in _INTERVAL):
+        return None
+    return {part: metrics[f"{prefix}/{part}"] for part in _INTERVAL}
+
+
+_TELLING: Mapping[str, tuple[str, ...]] = {
+    "data": ("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),
+    "sft": ("eval_loss", "perplexity", "tokens_per_s"),
+    "reward": ("accuracy", "margin", "eval_loss"),
+    "ppo": ("scores", "kl", "policy/entropy", "rollout/length"),
+    "evaluate": ("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
+}
+"""What a reader wants to know first of each stage."""
+
+
+def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
+    """A stage's most telling numbers on one line."""
+    telling = {name: metrics[name] for name in _TELLING.get(stage, ()) if name in metrics}
+    shown = list((telling or metrics).items())[:count]
+    return "  ".join(
+        f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+_LABELS = {"gold_reward_exchanged": "gold reward, prompts exchanged"}
+
+
+def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The findings of a run as (name, value) rows, in words."""
+    rows: list[tuple[str, str]] = []
+    if "reward" in summary:
+        rows.append(("reward model, held-out accuracy", f"{summary['reward']['accuracy']:.3f}"))
+        if "accuracy_exchanged" in summary["reward"]:
+            rows.append(("the same, prompts exchanged", f"{summary['reward']['accuracy_exchanged']:.3f}"))
+    evaluation = summary.get("evaluate", {})
+    for measure, values in evaluation.items():
+        if isinstance(values, dict) and "sft" in values:
+            label = _LABELS.get(measure, measure.removeprefix("rules/").replace("_", " "))
+            rows += [
+                (f"{label}, {name}", _with_interval(values[who]))
+                for who, name in _WHO.items()
+                if who in values
+            ]
+    if "win_rate" in evaluation:
+        rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))
+    if "kl" in evaluation:
+        rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
+    return rows
+
+
+def _judged(evaluation: Mapping[str, Any]) -> str:
+    """Return the judge as a suffix of the row's name."""
+    if "judge" not in evaluation:
+        return ""
+    trained = ", which PPO was trained on" if evaluation["judge_trained_on"] else ""
+    return f" (judge: {evaluation['judge'].replace('_', ' ')}{trained})"
+
+
+def _with_interval(interval: Mapping[str, float]) -> str:
+    return f"{interval['mean']:.3f}  [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def stage_table(summary: Mapping[str, Any]) -> Table:
+    """One line per stage: time, reused or not, its first numbers."""
+    from rich.table import Table
+
+    table = Table(show_footer=True)
+    table.add_column("stage", "total", no_wrap=True)
+    table.add_column("time", duration(summary["seconds"]), justify="right", no_wrap=True)
+    table.add_column("", "", no_wrap=True)
+    table.add_column("results", "", overflow="fold")
+    for name, entry in summary["stages"].items():
+        table.add_row(name, _time(entry), entry["how"], headline(name, entry["metrics"]))
+    return table
+
+
+def nothing_made(summary: Mapping[str, Any]) -> bool:
+    """Return whether every stage was reused."""
+    return all(entry["reused"] for entry in summary["stages"].values())
+
+
+def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
+    """Return a sentence about the last reuse of all stages, for the description of the run that produced
+    them.
+    """
+    count = len(summary["stages"])
+    what = f"all {count} stages" if count > 1 else "its one stage"
+    return f"last on {time:%Y-%m-%d %H:%M} UTC, {what}, in {duration(summary['seconds'])}."
+
+
+def _time(entry: Mapping[str, Any]) -> str:
+    """Of a reused or continued stage, what it took to make it, over all runs, in brackets."""
+    spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
+    if entry["how"] == "ran" or made is None:
+        return spent
+    return f"({duration(made)})" if entry["reused"] else f"{spent} ({duration(made)})"
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """What the run found, in words."""
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, value in results(summary):
+        table.add_row(name, value)
+    return table
+
+
+def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) -> str:
+    """A stage's page in Prefect."""
+    ref = record.ref
+    lines = [
+        f"# {stage}: {'reused' if record.reused else 'done'} in {duration(record.seconds)}",
+        "",
+        *_markdown_table(
+            ("metric", "value"), [(name, f"{value:.6g}") for name, value in ref.metrics.items()]
+        ),
+        "",
+        f"- artifact: `{ref.uri}`",
+        f"- key: `{ref.key}`, manifest sha256: `{ref.digest}`",
+        *(f"- {name}: {address}" for name, address in links.items()),
+    ]
+    return "\n".join(lines)
+
+
+def run_markdown(summary: Mapping[str, Any]) -> str:
+    """The whole run's page in Prefect."""
+    stages = [
+        (name, _time(entry), entry["how"], f"`{entry['artifact']}`")
+        for name, entry in summary["stages"].items()
+    ]
+    lines = [
+        f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
+        "",
+        *_markdown_table(("result", "value"), results(summary)),
+        "",
+        *_markdown_table(("stage", "time", "", "artifact"), stages),
+        "",
+        *(f"- {name}: {address}" for name, address in summary["where"].items()),
+    ]
+    return "\n".join(lines)
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def duration(seconds: float) -> str:
+    """`42.1 s`, `3 min 05 s` or `2 h 07 min`."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    if minutes < 100:
+        return f"{minutes} min {round(seconds) % 60:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

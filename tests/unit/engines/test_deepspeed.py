@@ -1,0 +1,93 @@
+"""The engine around DeepSpeed, which is scripted here.
+
+- parts of a loss on ranks whose gradients are averaged give the gradient of the whole, whatever the
+  micro-batches
+- matrices decay; norms and biases do not
+- the model that is saved has the weights, or their average where that is asked for
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_core.config.training import OptimizerConfig
+from rlhf_core.engines.deepspeed import TrainingEngine, _decay_groups
+from rlhf_core.engines.weight_copy import WeightAverage
+
+
+class Averaging:
+    """DeepSpeed on one of `ranks`, before its optimizer's step: whoever asks has losses divided by `gas`, the
+    accumulation steps, and gradients are averaged over ranks."""
+
+    def __init__(self, module: nn.Module, ranks: int = 1, gas: int = 1) -> None:
+        self.module, self.ranks, self.gas = module, ranks, gas
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    def backward(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> None:
+        (loss / self.ranks / (self.gas if scale_wrt_gas else 1)).backward()
+
+    def step(self) -> None:
+        pass
+
+    def was_step_applied(self) -> bool:
+        return True
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+
+def engine_of(lm: nn.Module, *, ranks: int = 1, gas: int = 1, average: WeightAverage | None = None) -> Any:
+    engine: Any = TrainingEngine.__new__(TrainingEngine)
+    engine.rank = SimpleNamespace(rank=0, world_size=ranks)
+    engine.engine = Averaging(nn.ModuleDict({"lm": lm}), ranks, gas)
+    engine.module.lm = lm
+    engine.optimizer, engine.optimizer_config = SimpleNamespace(param_groups=[]), OptimizerConfig()
+    engine.zero_stage, engine.lora = 0, None
+    engine.steps_done = engine.skipped_steps = engine._skipped_in_a_row = 0
+    engine._own_clipping, engine._average = False, average
+    return engine
+
+
+def test_parts_of_a_loss_on_averaging_ranks_give_the_gradient_of_the_whole() -> None:
+    lm = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(lm.weight)
+    for micro_batches in ([[1.0, 2.0], [3.0]], [[4.0], [5.0], [6.0, 7.0]]):  # of two ranks
+        engine = engine_of(lm, ranks=2, gas=len(micro_batches))
+        engine.train_step((sum(x * lm.weight.sum() for x in group) / 7 for group in micro_batches), 1)
+    # The mean of 1 to 7.
+    assert lm.weight.grad is not None and lm.weight.grad.item() == pytest.approx(4.0)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    groups = _decay_groups(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), 0.3)
+    found = sorted(
+        (parameter.ndim, group["weight_decay"]) for group in groups for parameter in group["params"]
+    )
+    assert found == [(1, 0.0), (1, 0.0), (1, 0.0), (2, 0.3)]
+
+
+@pytest.mark.parametrize(("average", "expected"), [(False, 2.0), (True, 1.1)])
+def test_the_model_that_is_saved_has_the_weights_or_their_average(
+    average: bool, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingEngine, "_gathered", lambda self, parameters: nullcontext())
+    lm = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(lm.weight, 1.0)
+    moving = WeightAverage(lm, 0.9, rank_device="cpu")
+    nn.init.constant_(lm.weight, 2.0)
+    moving.update()
+    saved: dict[str, torch.Tensor] = {}
+    engine_of(lm, average=moving).save_model(
+        tmp_path / "m", lambda folder, state: saved.update(state), average=average
+    )
+    # 0.9 * 1 + 0.1 * 2
+    assert saved["weight"].item() == pytest.approx(expected)

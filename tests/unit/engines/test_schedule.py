@@ -1,0 +1,51 @@
+"""Learning rates and batches as functions of the step.
+
+- linear warm-up, then cosine or linear decay from the peak to the floor over the steps that are left, or
+  constant
+- every epoch is a fresh permutation that holds every sample once
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core.config.training import OptimizerConfig
+from rlhf_core.engines.deepspeed import learning_rate
+from rlhf_core.seeds import epoch_batches
+
+
+def test_the_rate_rises_linearly_over_the_warm_up_to_the_peak() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_ratio=0.1, schedule="cosine", min_lr_ratio=0.0)
+    assert [learning_rate(config, step, 40) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_rate_is_halfway_down_in_the_middle_and_ends_at_the_floor(schedule: str) -> None:
+    config = OptimizerConfig.model_validate(
+        {"learning_rate": 1.0, "warmup_ratio": 0.0, "schedule": schedule, "min_lr_ratio": 0.2}
+    )
+    # 0.2 + 0.8 / 2
+    assert learning_rate(config, 50, 100) == pytest.approx(0.6)
+    assert learning_rate(config, 100, 100) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_after_the_warm_up_the_rate_falls_from_the_peak(schedule: str) -> None:
+    config = OptimizerConfig.model_validate(
+        {"learning_rate": 1.0, "warmup_ratio": 0.1, "schedule": schedule, "min_lr_ratio": 0.0}
+    )
+    # 4 steps of warm-up and 36 of decay, half of which are done at step 22.
+    assert [learning_rate(config, step, 40) for step in (4, 22, 40)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_constant_rate_stays() -> None:
+    config = OptimizerConfig(learning_rate=3.0, warmup_ratio=0.0, schedule="constant")
+    assert {learning_rate(config, step, 10) for step in range(10)} == {3.0}
+
+
+def test_every_epoch_is_a_fresh_permutation_of_all_samples() -> None:
+    first, second = epoch_batches(10, 4, 7, 0), epoch_batches(10, 4, 7, 1)
+    assert [len(batch) for batch in first] == [4, 4, 2]
+    assert sorted(i for batch in first for i in batch) == list(range(10))
+    assert first != second
+    assert first == epoch_batches(10, 4, 7, 0)

@@ -1,0 +1,105 @@
+"""What vLLM is asked for; vLLM is scripted here.
+
+- an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
+- on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded
+  request drew there
+- memory that is not there is told by who has it: others on the device, or a share too small; any other error
+  stays
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.engines.vllm import Engine
+from rlhf_core.errors import InfrastructureError, OutOfMemory
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of the last engine."""
+    found: dict[str, Any] = {}
+
+    def llm(**options: Any) -> Any:
+        found.update(options)
+        return SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: None))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setitem(
+        sys.modules, "vllm.config.weight_transfer", SimpleNamespace(WeightTransferConfig=dict)
+    )
+    for name in (
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_CPU_KVCACHE_SPACE",
+    ):
+        monkeypatch.setenv(name, "1")
+    return found
+
+
+@pytest.mark.parametrize(("devices", "backend"), [(1, "uni"), (2, "mp"), (8, "mp")])
+def test_an_engine_starts_its_own_processes(
+    asked: dict[str, Any], tmp_path: Path, devices: int, backend: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    config = EngineConfig(tensor_parallel=devices)
+    Engine(tmp_path, config, device="cuda", max_model_len=64, seed=0, weight_transfer="nccl")
+    assert asked["tensor_parallel_size"] == devices
+    assert asked["distributed_executor_backend"] == backend
+
+
+@pytest.mark.parametrize(
+    ("longest", "sequences", "budget"), [(64, 256, 4096), (5000, 256, 5000), (64, 6000, 6000)]
+)
+def test_on_the_cpu_no_sequence_is_computed_in_parts(
+    asked: dict[str, Any], tmp_path: Path, longest: int, sequences: int, budget: int
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(max_num_seqs=sequences), device="cpu", max_model_len=longest, seed=0)
+    assert asked["enable_chunked_prefill"] is False
+    assert asked["max_num_batched_tokens"] == budget
+
+
+@pytest.mark.parametrize(("head", "given"), [("model", None), ("float32", {"head_dtype": "float32"})])
+def test_a_head_in_float32_is_asked_for_by_name(
+    asked: dict[str, Any], tmp_path: Path, head: str, given: dict[str, str] | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0, head_dtype=head)
+    assert asked.get("hf_overrides") == given
+
+
+def test_on_a_gpu_vllm_schedules_as_it_likes(asked: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(), device="cuda", max_model_len=64, seed=0)
+    assert not {"enable_chunked_prefill", "max_num_batched_tokens"} & asked.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("Free memory on device is less than desired GPU memory utilization", OutOfMemory),
+        ("No available memory for the cache blocks", InfrastructureError),
+        ("unknown architecture", ValueError),
+    ],
+)
+def test_memory_that_is_not_there_is_told(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, error: type[Exception]
+) -> None:
+    def llm(**_options: Any) -> Any:
+        raise ValueError(words)
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", llm)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    with pytest.raises(error) as raised:
+        Engine(tmp_path, EngineConfig(), device="cpu", max_model_len=64, seed=0)
+    assert type(raised.value) is error
+    assert words in str(raised.value)

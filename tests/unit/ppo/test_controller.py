@@ -1,0 +1,224 @@
+"""The loop of PPO around its parts, which are scripted here.
+
+- the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
+- a step that is skipped is logged like any other, with its samples, and the run goes on
+- what the guards say is logged, but is not in the artifact: their settings are not in its key
+- bad steps in a row are counted across a restart
+- a checkpoint is kept by the score of the policy it holds: that of the next step's responses, less
+  ppo.kl.coef times their KL, wherever the KL is paid and however scores are normalised
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import GateFailed, NonFiniteError
+from rlhf_core.ppo.controller import PPOController
+from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
+from rlhf_core.types import Rollout, Services
+from tests.unit.ppo.test_step_checks import GOOD
+
+FLEET: Any = SimpleNamespace(packs=True)
+
+
+class _Experience:
+    scores_B = torch.zeros(4)
+
+    def __init__(self, **changed: float) -> None:
+        self.metrics = GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Any:
+    nothing: Any = None
+    config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+    return PPOController(
+        config,
+        FLEET,
+        [],
+        lambda ids: "",
+        nothing,
+        Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+    )
+
+
+def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
+    nothing: Any = None
+    kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
+    config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
+    controller: Any = PPOController(
+        config,
+        FLEET,
+        [],
+        lambda ids: "",
+        nothing,
+        Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+    )
+    controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
+    batch = SimpleNamespace(rollouts=[None] * 40)
+    coefs = []
+    for step in (1, 2, 3, 4):
+        controller._train(batch, _Experience(), step)
+        coefs.append(controller._kl.coef)
+    # KL 1 is far below the target: 1 - 0.2 x 40 / 400 with each step that trains the policy.
+    assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
+
+
+def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, float]] = []
+    logged: list[dict[str, float]] = []
+    kept: list[tuple[Any, ...]] = []
+    bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
+    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, sequences=[], kept=True)
+    monkeypatch.setattr(controller, "collect", lambda: batch)
+    monkeypatch.setattr(controller, "score", lambda batch: bad)
+    monkeypatch.setattr(controller, "sync", lambda: 1)
+    monkeypatch.setattr(controller, "_log_samples", lambda *arguments: kept.append(arguments[2:]))
+    tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
+    report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
+    monkeypatch.setattr(controller, "_services", report)
+    controller._log(controller.iterate())
+    assert shown == [{}]
+    assert logged[0]["ppo/skipped_steps"] == 1.0
+    assert "objective/kl" not in logged[0]
+    assert controller.done == 1
+    controller._log(controller.iterate())
+    with pytest.raises(NonFiniteError):
+        controller.iterate()
+    assert [entry for entry in kept if entry[0] == "skipped"] == [("skipped", step, 40) for step in (1, 2, 3)]
+
+
+def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tmp_path: Path) -> None:
+    logged: list[dict[str, float]] = []
+    written = []
+    settings: list[dict[str, Any]] = [
+        {},
+        {"guards": {"loops": "off", "patience": 1}},
+        {"logprob_gap_limit": 1e-6},
+    ]
+    for number, ppo in enumerate(settings):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))
+        nothing: Any = None
+        services = Services({}, folder, folder, nothing, tracker, lambda *_args, **_shown: None)
+        config = config_from_tree({"ppo": ppo}, "test")
+        controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, services)
+        found = dict(GOOD) | {"rollout/logprob_gap_mean": 1e-5}
+        controller._guards.check(found, 1)
+        controller._log(found)
+        written.append((folder / "metrics.jsonl").read_bytes())
+    assert set(written) == {written[0]}
+    assert len({tuple(sorted(found.items())) for found in logged}) == len(settings)
+    assert all("guards/empty" in found for found in logged)
+
+
+def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_restart(tmp_path: Path) -> None:
+    def started(attempt: str) -> Any:
+        work = tmp_path / attempt
+        work.mkdir()
+        (work / "metrics.jsonl").touch()
+        group = SimpleNamespace(submit=lambda *_: [0])
+        fleet: Any = SimpleNamespace(
+            packs=True, groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls
+        )
+        tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
+        nothing: Any = None
+        services = Services(
+            {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, 1), tracker, nothing
+        )
+        config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
+        return PPOController(config, fleet, [], lambda ids: "", nothing, services)
+
+    high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
+    first = started("first")
+    for first.done in (4, 5):
+        first._guards.check(high.metrics, first.done)
+        first._guards.usable(bad.metrics, 4, first.done)
+    first._checkpoint()
+    first._note_score({"objective/net_score": 0.5})
+    second = started("second")
+    second._restore()
+    assert second.done == 5
+    with pytest.raises(GateFailed, match=r"ppo step 6: KL 25\.0 .* for three steps"):
+        second._guards.check(high.metrics, 6)
+    with pytest.raises(NonFiniteError, match="ppo steps 4 to 6 had to be skipped"):
+        second._guards.usable(bad.metrics, 4, 6)
+
+
+def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken
+    one.
+    """
+    of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
+    known: dict[int, dict[int, float]] = {}
+    controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
+    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, kept=True, sequences=[])
+    monkeypatch.setattr(controller, "_restore", lambda: None)
+    monkeypatch.setattr(controller, "sync", lambda: controller.done)
+    monkeypatch.setattr(controller, "_log", lambda metrics: None)
+    monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
+    monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
+    monkeypatch.setattr(controller, "collect", lambda: batch)
+    monkeypatch.setattr(
+        controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.done])
+    )
+    controller._clocked["timing/sync"] = 0.0
+
+    def checkpoint() -> None:
+        known[controller.done] = dict(controller._scores)
+        controller._restorable = controller.done
+
+    monkeypatch.setattr(controller, "_checkpoint", checkpoint)
+    controller.run()
+    assert known == {3: {}, 6: {3: 1.0}}
+    assert controller._scores == {3: 1.0, 6: -5.0}
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+@pytest.mark.parametrize("normalize", ["none", "batch"])
+def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
+    tmp_path: Path, place: str, normalize: str
+) -> None:
+    nothing: Any = None
+    fleet: Any = SimpleNamespace(packs=True)
+    ppo = {
+        "kl": {"coef": 0.1, "place": place},
+        "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],
+    }
+    controller: Any = PPOController(
+        config_from_tree({"ppo": ppo}, "test"),
+        fleet, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+    )  # fmt: skip
+    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
+    batch = SimpleNamespace(rollouts=rollouts, replaced=0, scores_before=None)
+    metrics = controller._of_rewards(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
+    assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
+
+
+def test_metrics_before_and_after_filtering_and_the_clipped_share_are_told(tmp_path: Path) -> None:
+    nothing: Any = None
+    fleet: Any = SimpleNamespace(packs=True)
+    ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}
+    controller: Any = PPOController(
+        config_from_tree({"ppo": ppo}, "test"),
+        fleet, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+    )  # fmt: skip
+    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
+    batch = SimpleNamespace(rollouts=rollouts, replaced=3, scores_before=0.165)
+    metrics = controller._of_rewards(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
+    assert metrics["objective/scores_before_filtering"] == 0.165
+    assert metrics["objective/score_clipfrac"] == 0.5
+    assert metrics["objective/net_score"] == pytest.approx((1 + 5) / 2)

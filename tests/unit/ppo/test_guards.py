@@ -1,0 +1,141 @@
+"""The signs of a training that goes wrong: a planted failure for each, and what must raise none.
+
+- each failure, three steps in a row, is one warning with its name, `guards/<name>` = 1, and with `stop` the
+  end
+- two steps, a step in between, and what is short of the limit are none; `off` is not looked at
+- what was counted, and how the first step looked, outlive a restart
+- docs/guards.md has a row for each, with this failure
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import GateFailed
+from rlhf_core.ppo.guards import NAMES
+from rlhf_core.ppo.step_checks import StepGuards
+from tests.unit.ppo.test_step_checks import GOOD
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "guards.md"
+
+Change = dict[str, float]
+# Name, the failure that was planted, and what is just short of the limit. The first step is GOOD.
+FAILURES: list[tuple[str, Change, Change]] = [
+    ("eos_loss", {"rollout/eos_rate": 0.0}, {"rollout/eos_rate": 0.1}),
+    ("entropy_collapse", {"policy/entropy": 1e-4}, {"policy/entropy": 0.1}),
+    ("entropy_explosion", {"policy/entropy": 10.0}, {"policy/entropy": 3.0}),
+    ("negative_kl", {"objective/kl": -80.0}, {"objective/kl": -1.0}),
+    ("length_drift", {"rollout/length": 300.0}, {"rollout/length": 200.0}),
+    ("length_drift", {"rollout/length": 33.0}, {"rollout/length": 50.0}),
+    ("loops", {"rollout/repeating_rate": 0.3}, {"rollout/repeating_rate": 0.19}),
+    ("score_length", {"rollout/score_length_correlation": 0.95}, {"rollout/score_length_correlation": 0.89}),
+    ("blind_critic", {"value/explained_variance": -0.2}, {"value/explained_variance": 0.01}),
+    ("score_clip", {"objective/score_clipfrac": 0.05}, {"objective/score_clipfrac": 0.01}),
+]
+EACH = pytest.mark.parametrize(("name", "failure", "short"), FAILURES, ids=[f[0] for f in FAILURES])
+
+
+def guards_of(**options: Any) -> StepGuards:
+    guards = {"blind_critic_steps": 3, **options}
+    return StepGuards(config_from_tree({"ppo": {"guards": guards}}, "test").ppo, lambda: "step-4")
+
+
+def look(guards: StepGuards, step: int, change: Change) -> dict[str, float]:
+    metrics = GOOD | change
+    guards.check(metrics, step)
+    return {name: value for name, value in metrics.items() if name.startswith("guards/")}
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.guard, record.getMessage()) for record in caplog.records if hasattr(record, "guard")]
+
+
+@EACH
+def test_a_failure_three_steps_in_a_row_is_one_warning_with_its_name(
+    name: str, failure: Change, short: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    guards = guards_of()
+    seen = [look(guards, step, change) for step, change in enumerate([{}, *[failure] * 5, {}], start=1)]
+    assert [alarms[f"guards/{name}"] for alarms in seen] == [0, 0, 0, 1, 1, 1, 0]
+    assert [alarm for alarms in seen for alarm, value in alarms.items() if value] == [f"guards/{name}"] * 3
+    ((guard, message),) = said(caplog)
+    assert guard == name and message.startswith(f"step 4: guard {name}: ")
+
+
+@EACH
+def test_what_ends_in_time_or_falls_short_is_no_alarm(
+    name: str, failure: Change, short: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    guards = guards_of(**dict.fromkeys(NAMES, "stop"))
+    with caplog.at_level(logging.WARNING):
+        for step, change in enumerate([{}, failure, failure, {}, failure, failure, *[short] * 5], start=1):
+            assert not any(look(guards, step, change).values())
+    assert said(caplog) == []
+
+
+@EACH
+def test_with_stop_the_run_ends_and_names_guard_and_checkpoint(
+    name: str, failure: Change, short: Change
+) -> None:
+    guards = guards_of(**{name: "stop"})
+    for step, change in enumerate([{}, failure, failure], start=1):
+        look(guards, step, change)
+    with pytest.raises(
+        GateFailed, match=f"^ppo step 4: guard {name}: .* ends the run; the best checkpoint.*step-4$"
+    ):
+        look(guards, 4, failure)
+
+
+@EACH
+def test_with_off_it_is_not_looked_at(name: str, failure: Change, short: Change) -> None:
+    guards = guards_of(**{name: "off"})
+    assert all(f"guards/{name}" not in look(guards, step, failure) for step in range(1, 6))
+
+
+@EACH
+def test_what_was_counted_and_seen_at_first_outlives_a_restart(
+    name: str, failure: Change, short: Change
+) -> None:
+    before, after = guards_of(), guards_of()
+    for step, change in enumerate([{}, failure, failure], start=1):
+        look(before, step, change)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.state_dict() == before.state_dict()
+    assert look(after, 4, failure)[f"guards/{name}"] == 1.0
+
+
+def test_a_policy_that_never_ended_its_responses_has_not_lost_it() -> None:
+    guards = guards_of()
+    for step in range(1, 6):
+        assert not any(look(guards, step, {"rollout/eos_rate": 0.0}).values())
+
+
+@pytest.mark.parametrize("explained", [{}, {"value/explained_variance": -40.0}])
+def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
+    """With lambda below 1 or a KL in the reward, the returns of equal scores vary a little."""
+    guards = guards_of(blind_critic="stop")
+    usual = {name: value for name, value in GOOD.items() if name != "value/explained_variance"}
+    for step in range(1, 6):
+        metrics = usual | {"objective/scores_std": 0.0} | explained
+        guards.check(metrics, step)
+        assert metrics["guards/blind_critic"] == 0.0
+
+
+def test_every_guard_is_in_the_configuration_and_on_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    actions = [
+        name
+        for name, value in config_from_tree({}, "test").ppo.guards.model_dump().items()
+        if value == "warn"
+    ]
+    assert actions == list(NAMES) and set(NAMES) == {name for name, *_ in FAILURES}
+    for name, failure, _ in FAILURES:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        for metric, value in failure.items():
+            assert f"`{metric}` {value:g}" in row, (name, metric, value)

@@ -1,0 +1,175 @@
+"""The update of one rank, with a model of two tables, against losses written out token by token.
+
+- every knob of the policy's loss reaches it as itself: unequal clips, the dual clip, importance weights, the
+  entropy bonus, the KL and its coefficient, the aggregation
+- the new log-probabilities and the entropy have the sampling temperature
+- the critic's values are held near the old ones, or not, as configured
+- the schedule of each counts its own optimizer steps: the critic's those of its warm-up too
+- what is counted as clipped is what the clip held; cutting and packing change nothing
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.models.batching import TokenBatch
+from rlhf_core.models.policy import TokenOutputs
+from rlhf_core.ppo.loss_step import update_critic, update_policy
+from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+
+VOCABULARY = 11
+TEMPERATURE = 0.7
+PROMPT = (1, 2)
+RESPONSES = ((3, 4, 5), (6, 7), (8,))
+RATIOS = ((0.5, 1.5, 5.0), (0.5, 1.5), (0.98,))
+ADVANTAGES = ((-1.0, 2.0, -0.5), (0.75, -1.25), (1.5,))
+# Held: 0.5 with A < 0 at 1 - 0.1, 1.5 with A > 0 at 1 + 0.3, 5.0 with A < 0 at 2 (the dual clip); the others
+# are free.
+WEIGHTS = ((0.5, 1.25, 2.0), (1.75, 0.25), (0.8,))
+REFERENCE = ((-1.0, -2.0, -3.0), (-0.5, -1.5), (-2.5,))
+OFFSETS = ((0.05, 0.4, -0.4), (0.4, -0.4), (-0.1,))
+"""Of the new values from the old ones."""
+RETURNS = ((0.1, -1.0, 2.0), (1.5, -2.0), (0.3,))
+SEQUENCES = float(len(RESPONSES))
+CUTS = pytest.mark.parametrize("micro_batches", [[[0, 1, 2]], [[2, 0], [], [1]]])
+
+
+class Tables:
+    """A bigram model behind the engine's interface: the next token, and the value, depend on the last token
+    alone.
+    """
+
+    rank = SimpleNamespace(torch_device=torch.device("cpu"))
+    stumbled = False
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.logits_VV = torch.randn(VOCABULARY, VOCABULARY, generator=generator).requires_grad_()
+        self.values_V = torch.randn(VOCABULARY, generator=generator).requires_grad_()
+        self.loss = 0.0
+        self.total = 0
+
+    def __call__(self, batch: TokenBatch, how: float | str, with_entropy: bool = False) -> Any:
+        last_N = batch.input_ids_BL.flatten()[batch.select_N]
+        if how == "tokens":
+            return self.values_V[last_N]
+        assert isinstance(how, float)
+        logprobs_NV = torch.log_softmax(self.logits_VV[last_N] / how, dim=1)
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(1)
+        of_labels_N = logprobs_NV.gather(1, batch.labels_N.unsqueeze(1)).squeeze(1)
+        return TokenOutputs(of_labels_N, entropy_N if with_entropy else None)
+
+    def train_step(self, losses: Iterator[torch.Tensor], total: int) -> float:
+        self.total = total
+        for loss in losses:
+            self.loss += loss.item()
+            loss.backward()
+        return 1.0
+
+
+def config(**ppo: Any) -> PPOConfig:
+    tree = {
+        "temperature": TEMPERATURE,
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "dual_clip": 2.0,
+        "value_clip": 0.25,
+        "importance": "truncate",
+        "aggregation": "seq-mean-token-sum",
+        "entropy_coef": 0.05,
+        "kl": {"place": "loss", "estimator": "k2"},
+    }
+    return config_from_tree({"ppo": {**tree, **ppo}}, "test").ppo
+
+
+def tokens() -> Iterator[tuple[int, int, int, int]]:
+    """(response, place in it, last token, label)"""
+    for i, response in enumerate(RESPONSES):
+        for t, label in enumerate(response):
+            yield i, t, (*PROMPT, *response)[t + 1], label
+
+
+def samples(tables: Tables) -> list[TrainSample]:
+    old: list[list[float]] = [[] for _ in RESPONSES]
+    old_values: list[list[float]] = [[] for _ in RESPONSES]
+    for i, t, last, label in tokens():
+        new = torch.log_softmax(tables.logits_VV[last] / TEMPERATURE, dim=0)[label].item()
+        old[i].append(new - math.log(RATIOS[i][t]))
+        old_values[i].append(tables.values_V[last].item() - OFFSETS[i][t])
+    rows = zip(RESPONSES, old, ADVANTAGES, REFERENCE, RETURNS, old_values, WEIGHTS, strict=True)
+    return [TrainSample(PROMPT, ids, *(np.array(r, dtype=np.float32) for r in row)) for ids, *row in rows]
+
+
+@CUTS
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_policys_loss_is_the_one_written_out_here(micro_batches: list[list[int]], pack: bool) -> None:
+    ppo, tables, written = config(pack=pack), Tables(), Tables()
+    given = samples(tables)
+    sums = update_policy(tables, given, [OptimizerStep(micro_batches, SEQUENCES)], ppo, 0, kl_coef=0.2)  # type: ignore[arg-type]
+
+    loss = torch.zeros(())
+    for i, t, last, label in tokens():
+        logprobs_V = torch.log_softmax(written.logits_VV[last] / 0.7, dim=0)
+        advantage, old = ADVANTAGES[i][t], float(given[i].old_logprobs[t])
+        ratio = (logprobs_V[label] - old).exp()
+        surrogate = torch.min(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage)
+        if advantage < 0:
+            surrogate = surrogate.clamp(min=2.0 * advantage)
+        entropy = -(logprobs_V.exp() * logprobs_V).sum()
+        k2 = (logprobs_V[label] - REFERENCE[i][t]).square() / 2
+        loss = loss - WEIGHTS[i][t] * surrogate - 0.05 * entropy + 0.2 * k2
+    loss = loss / 3
+    loss.backward()
+
+    assert tables.loss == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(tables.logits_VV.grad, written.logits_VV.grad, rtol=1e-5, atol=1e-6)
+    assert sums["clipped"] == pytest.approx(2.0)
+
+
+@CUTS
+@pytest.mark.parametrize("clip", [0.25, None])
+@pytest.mark.parametrize("warming", [False, True])
+def test_the_critics_loss_is_the_one_written_out_here(
+    micro_batches: list[list[int]], clip: float | None, warming: bool
+) -> None:
+    tables, written = Tables(), Tables()
+    given = samples(tables)
+    steps = [OptimizerStep(micro_batches, SEQUENCES)]
+    sums = update_critic(tables, given, steps, config(value_clip=clip), 0, clip_values=not warming)  # type: ignore[arg-type]
+    clip = None if warming else clip
+
+    loss, held = torch.zeros(()), 0
+    for i, t, last, _ in tokens():
+        value, wanted = written.values_V[last], RETURNS[i][t]
+        old = float(given[i].old_values[t])
+        error = (value - wanted).square()
+        if clip is not None:
+            near = (old + (value - old).clamp(-0.25, 0.25) - wanted).square()
+            held += bool(near > error)
+            error = torch.max(error, near)
+        loss = loss + error / 2
+    loss = loss / 3
+    loss.backward()
+
+    assert tables.loss == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(tables.values_V.grad, written.values_V.grad, rtol=1e-5, atol=1e-6)
+    assert sums["clipped"] == pytest.approx(held)
+    assert (held > 0) == (clip is not None)
+
+
+def test_the_critics_schedule_has_the_steps_of_its_warm_up_too() -> None:
+    ppo = config(steps=5, critic_warmup_steps=2, epochs=3, minibatches=4)
+    steps = [OptimizerStep([[0, 1, 2]], SEQUENCES)]
+    policy, critic = Tables(), Tables()
+    update_policy(policy, samples(policy), steps, ppo, 0)  # type: ignore[arg-type]
+    update_critic(critic, samples(critic), steps, ppo, 0)  # type: ignore[arg-type]
+    assert (policy.total, critic.total) == ((5 - 2) * 3 * 4, 5 * 3 * 4)

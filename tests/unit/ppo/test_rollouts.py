@@ -1,0 +1,385 @@
+"""The rollouts of a step. Engines, reward ranks and rewards are scripted; `Fleet` shares out the prompts for
+real.
+
+- rollouts stand in the order of prompts, the samples of a prompt side by side, however many engines there are
+  and whichever of them is lost on the way; one of another policy version is a WeightSyncError
+- dynamic filtering replaces the groups that score alike, as often as `max_rounds` allows, each in its place
+  and with all that belongs to it, and touches no other; what counts is the score with its penalties
+- prompts and seeds of every round follow from seed, step and round alone; no two rounds, steps or places
+  share a seed
+- rewards see each rollout beside its own prompt, and the reward model's scores come in the order of the
+  rollouts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import Group, plan
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.ppo.dispatch import prompts_of_step
+from rlhf_core.ppo.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.rollouts import Collector
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
+from rlhf_core.types import PromptExample, RewardInput, Rollout
+
+SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
+PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]
+
+Asked = list[tuple[str, int]]
+"""(prompt id, seed) of one round, in the order of the places."""
+
+
+class _Engines:
+    """Answer at once, with tokens that follow from the sample's number and the seed."""
+
+    def __init__(self, serving: Sequence[int] = (0,)) -> None:
+        self.serving = list(serving)
+        self.calls: list[Mapping[int, Any]] = []
+        """What was asked, by engine."""
+        self.lost: set[int] = set()
+        """Do not answer the first time."""
+        self.stale: tuple[int, int] | None = None
+        """(call, engine) that holds the version before."""
+        self.cut: set[int] = set()
+        """Numbers of the samples that the length limit cuts."""
+
+    def ask(self, method: str, arguments: Mapping[int, Any], _what: str) -> dict[int, list[Rollout]]:
+        assert method == "generate" and set(arguments) <= set(self.serving)
+        lost, self.lost = self.lost, set()
+        self.calls.append(arguments)
+        return {
+            engine: self._answer(engine, *arguments[engine]) for engine in arguments if engine not in lost
+        }
+
+    def _answer(
+        self,
+        engine: int,
+        prompts: Sequence[PromptExample],
+        n: int,
+        limit: int,
+        temperature: float,
+        seeds: list[int],
+    ) -> list[Rollout]:
+        version = VERSION - (self.stale == (len(self.calls) - 1, engine))
+        return [
+            Rollout(p.prompt_id, k, p.input_ids, (k, seed % 9973), (-1.0, -1.0), k not in self.cut, version)
+            for p, seed in zip(prompts, seeds, strict=True)
+            for k in range(n)
+        ]
+
+    @property
+    def rounds(self) -> list[Asked]:
+        """Of a single engine, which is asked for all places in their order."""
+        return [
+            [(p.prompt_id, s) for p, s in zip(call[0][0], call[0][4], strict=True)] for call in self.calls
+        ]
+
+
+def mark(response_ids: Sequence[int]) -> float:
+    """A number of this response alone, which float32 holds."""
+    return response_ids[1] + response_ids[0] / 4
+
+
+class _Rewards:
+    """Three sources: the response's mark, its double, and what counts: the mark, but `values` by round, place
+    and sample.
+    """
+
+    def __init__(self, *values: Mapping[int, Sequence[float]]) -> None:
+        self._values = values
+        self.batches: list[list[RewardInput]] = []
+        self.model_scores: Sequence[float] | None = None
+
+    def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
+        values = self._values[len(self.batches)] if len(self.batches) < len(self._values) else {}
+        self.batches.append(list(batch))
+        self.model_scores = model_scores
+        marks = [mark(sample.response_ids) for sample in batch]
+        total = [
+            values[i // SAMPLES][i % SAMPLES] if i // SAMPLES in values else m for i, m in enumerate(marks)
+        ]
+        return RewardBatch(list(total), {"mark": marks, "double": [2 * m for m in marks], "value": total})
+
+    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
+        assert len(by_source["value"]) == count
+        return list(by_source["value"])
+
+
+def alike(*places: int) -> dict[int, Sequence[float]]:
+    return dict.fromkeys(places, (0.5,) * SAMPLES)
+
+
+def collector(
+    engines: _Engines, rewards: _Rewards | None = None, *, rounds: int = 0, seed: int = SEED, **changed: Any
+) -> Any:
+    """`rounds`: of dynamic filtering, 0 for none."""
+    prompts = changed.pop("prompts", PROMPTS)
+    composer: Any = rewards or _Rewards()
+    tree: dict[str, Any] = {"algorithm": "grpo", "prompts_per_step": PLACES, "samples_per_prompt": SAMPLES}
+    tree |= {
+        "minibatches": 1,
+        "score_clip": None,
+        "dynamic_filtering": {"max_rounds": rounds} if rounds else None,
+        **changed,
+    }
+    config = config_from_tree({"ppo": tree}, "test")
+    fleet: Any = Fleet(config, plan(config.ppo), "cpu", {}, 0)
+    fleet.engines = engines
+    return Collector(config.ppo, fleet, prompts, lambda ids: f"text {ids}", composer, seed)
+
+
+# -- sampling --
+
+
+@pytest.mark.parametrize("serving", [(0,), (0, 1, 2), (1, 3), range(12)])
+def test_rollouts_stand_in_the_order_of_prompts_whatever_the_engines_shares_were(
+    serving: Sequence[int],
+) -> None:
+    engines = _Engines(serving)
+    batch = collector(engines, prompts_per_step=8).collect(2, VERSION)
+    drawn = [PROMPTS[i] for i in prompts_of_step(len(PROMPTS), 8, SEED, 2)]
+    dealt = [p.prompt_id for asked in engines.calls[0].values() for p in asked[0]]
+    assert (dealt == [p.prompt_id for p in drawn]) == (len(serving) == 1), "several engines change the order"
+    assert [(r.prompt_id, r.sample_index) for r in batch.rollouts] == [
+        (p.prompt_id, k) for p in drawn for k in (0, 1)
+    ]
+    assert all(
+        prompt is p
+        for prompt, p in zip(batch.prompts, [p for p in drawn for _ in range(SAMPLES)], strict=True)
+    )
+    assert batch.rollouts == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
+    assert batch.rewards is None and batch.replaced == 0
+
+
+def test_an_engine_that_is_lost_on_the_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = _Engines((0, 1, 2))
+    engines.lost = {1}
+    made = collector(engines, prompts_per_step=8)
+    monkeypatch.setattr(made._fleet, "sync", lambda version: engines.serving.remove(1))
+    assert (
+        made.collect(2, VERSION).rollouts
+        == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
+    )
+    assert len(engines.calls) == 2 and engines.serving == [0, 2]
+
+
+def test_the_length_limit_and_the_temperature_of_the_configuration_sample() -> None:
+    engines = _Engines((0, 1))
+    collector(engines, max_new_tokens=33, temperature=0.75).collect(1, VERSION)
+    assert [asked[1:4] for asked in engines.calls[0].values()] == [(SAMPLES, 33, 0.75)] * 2
+
+
+@pytest.mark.parametrize(("call", "engine"), [(0, 1), (1, 0)])
+def test_a_rollout_of_another_policy_version_is_an_error_in_every_round(call: int, engine: int) -> None:
+    engines = _Engines((0, 1))
+    engines.stale = (call, engine)
+    with pytest.raises(WeightSyncError, match=r"step 3 was sampled from policy version \[4\], not 5"):
+        collector(engines, _Rewards(alike(2)), rounds=1).collect(3, VERSION)
+
+
+# -- dynamic filtering --
+
+
+def test_groups_that_score_alike_are_replaced_in_their_places_with_all_that_belongs_to_them() -> None:
+    engines = _Engines()
+    # The first round leaves places 1 and 3; of their replacements the first, which is place 1, is replaced
+    # again.
+    batch = collector(engines, _Rewards(alike(1, 3), alike(0)), rounds=3).collect(3, VERSION)
+    first, second, third = engines.rounds
+    assert [len(first), len(second), len(third)] == [4, 2, 1]
+    places = [first[0], third[0], first[2], second[1]]
+    expected = [(prompt, k, (k, seed % 9973)) for prompt, seed in places for k in range(SAMPLES)]
+    assert [(r.prompt_id, r.sample_index, r.response_ids) for r in batch.rollouts] == expected
+    assert [p.prompt_id for p in batch.prompts] == [prompt for prompt, *_ in expected]
+    assert [p.input_ids for p in batch.prompts] == [r.prompt_ids for r in batch.rollouts]
+    marks = [mark(r.response_ids) for r in batch.rollouts]
+    assert batch.rewards.total == marks
+    assert batch.rewards.by_source == {"mark": marks, "double": [2 * m for m in marks], "value": marks}
+    assert batch.replaced == 3
+
+
+def test_groups_that_differ_are_what_they_are_without_filtering() -> None:
+    plain = collector(_Engines()).collect(3, VERSION)
+    batch = collector(_Engines(), _Rewards(alike(1)), rounds=3).collect(3, VERSION)
+    kept = [0, 1, 4, 5, 6, 7]
+    assert [batch.rollouts[i] for i in kept] == [plain.rollouts[i] for i in kept]
+    assert [batch.prompts[i] for i in kept] == [plain.prompts[i] for i in kept]
+    assert all(batch.rollouts[i] != plain.rollouts[i] for i in (2, 3))
+
+
+def test_nothing_is_sampled_again_where_all_groups_differ() -> None:
+    engines, rewards = _Engines(), _Rewards()
+    batch = collector(engines, rewards, rounds=3).collect(3, VERSION)
+    assert (len(engines.calls), len(rewards.batches), batch.replaced) == (1, 1, 0)
+    assert batch.rollouts == collector(_Engines()).collect(3, VERSION).rollouts
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_rounds_are_bounded_and_groups_that_are_still_alike_then_stay(rounds: int) -> None:
+    engines = _Engines()
+    places = alike(*range(PLACES))
+    batch = collector(engines, _Rewards(*[places] * 9), rounds=rounds).collect(3, VERSION)
+    assert [len(asked) for asked in engines.rounds] == [PLACES] * (1 + rounds)
+    assert [r.prompt_id for r in batch.rollouts[::SAMPLES]] == [prompt for prompt, _ in engines.rounds[-1]]
+    assert batch.rewards.total == [0.5] * PLACES * SAMPLES
+    assert batch.replaced == rounds * PLACES
+
+
+# Sample 1 of each group is cut, and pays 1 for it; the other groups score by marks, which no penalty makes
+# equal.
+@pytest.mark.parametrize(
+    ("scores", "again"),
+    [((0.5, 0.5), False), ((0.5, 1.5), True), ((float("nan"),) * 2, True), ((float("nan"), 0.5), True)],
+)
+def test_the_score_after_its_penalty_decides_and_one_that_is_missing_does_not_count(
+    scores: tuple[float, float], again: bool
+) -> None:
+    engines = _Engines()
+    engines.cut = {1}
+    batch = collector(engines, _Rewards({2: scores}), rounds=3, missing_eos_penalty=1.0).collect(3, VERSION)
+    assert [len(asked) for asked in engines.rounds] == ([PLACES, 1] if again else [PLACES])
+    assert batch.replaced == again
+
+
+# -- prompts and seeds --
+
+
+def rounds_of(
+    *values: Mapping[int, Sequence[float]], step: int = 3, seed: int = SEED, **changed: Any
+) -> list[Asked]:
+    engines = _Engines()
+    collector(engines, _Rewards(*values), rounds=3, seed=seed, **changed).collect(step, VERSION)
+    return engines.rounds
+
+
+def test_the_first_rounds_of_steps_use_every_prompt_once_before_any_comes_again() -> None:
+    rounds = [rounds_of(alike(0), step=step, prompts=PROMPTS[:8])[0] for step in (1, 2)]
+    assert sorted(prompt for round_ in rounds for prompt, _ in round_) == sorted(
+        p.prompt_id for p in PROMPTS[:8]
+    )
+
+
+def test_a_round_does_not_depend_on_which_groups_it_replaces() -> None:
+    some, others = rounds_of(alike(0, 1), alike(0)), rounds_of(alike(1, 3), alike(1))
+    assert some == others
+    assert some[1] == rounds_of(alike(1, 2, 3), alike(2))[1][:2]
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_no_prompt_comes_twice_in_a_step(step: int) -> None:
+    rounds = rounds_of(*[alike(*range(PLACES))] * 3, step=step, prompts=PROMPTS[: 4 * PLACES])
+    asked = [prompt for round_ in rounds for prompt, _ in round_]
+    assert len(asked) == len(set(asked)) == 4 * PLACES
+
+
+def test_groups_stay_where_no_prompt_is_left_to_replace_them() -> None:
+    engines = _Engines()
+    script = _Rewards(*[alike(*range(PLACES))] * 3)
+    batch = collector(engines, script, rounds=3, prompts=PROMPTS[: PLACES + 1]).collect(1, VERSION)
+    assert [len(asked) for asked in engines.rounds] == [PLACES, 1]
+    assert batch.replaced == 1 and len(batch.rollouts) == PLACES * SAMPLES
+
+
+def test_the_mean_score_before_filtering_is_that_of_the_first_round() -> None:
+    values = {0: (0.0, 0.0), 1: (1.0, 0.0), 2: (1.0, 1.0), 3: (float("nan"), 3.0)}
+    batch = collector(_Engines(), _Rewards(values), rounds=1).collect(3, VERSION)
+    assert batch.scores_before == pytest.approx(6.0 / 7)
+    assert collector(_Engines()).collect(3, VERSION).scores_before is None
+
+
+def test_every_round_step_and_seed_has_prompts_and_seeds_of_its_own() -> None:
+    every = [alike(*range(PLACES))] * 3
+    rounds = [*rounds_of(*every), *rounds_of(*every, step=4), *rounds_of(*every, seed=SEED + 1)]
+    seeds = [seed for round_ in rounds for _, seed in round_]
+    assert len(rounds) == 12 and len(set(seeds)) == len(seeds) == 12 * PLACES
+    assert len({tuple(prompt for prompt, _ in round_) for round_ in rounds}) == len(rounds)
+
+
+def test_one_prompt_in_all_places_is_answered_anew_in_each() -> None:
+    every = [alike(*range(PLACES))] * 3
+    rounds = [*rounds_of(*every, prompts=PROMPTS[:1]), *rounds_of(*every, prompts=PROMPTS[:1], step=4)]
+    assert {prompt for round_ in rounds for prompt, _ in round_} == {"p0"}
+    assert len({seed for round_ in rounds for _, seed in round_}) == 2 * PLACES
+
+
+def test_a_step_collected_twice_is_the_same_whatever_came_before_and_on_any_engines() -> None:
+    script = (alike(1, 3), alike(0))
+    once = collector(_Engines(), _Rewards(*script), rounds=3).collect(3, VERSION)
+    later = collector(_Engines((0, 2)), _Rewards({}, {}, *script), rounds=3)
+    for step in (1, 2):
+        later.collect(step, VERSION)
+    assert later.collect(3, VERSION) == once
+
+
+# -- rewards --
+
+
+def test_rewards_see_each_rollout_beside_its_own_prompt_in_every_round() -> None:
+    engines, rewards = _Engines(), _Rewards(alike(1, 3))
+    engines.cut = {1}
+    collector(engines, rewards, rounds=1).collect(3, VERSION)
+    for round_, batch in zip(engines.rounds, rewards.batches, strict=True):
+        assert [sample.prompt_id for sample in batch] == [
+            prompt for prompt, _ in round_ for _ in range(SAMPLES)
+        ]
+        assert [sample.response_ids for sample in batch] == [
+            (k, s % 9973) for _, s in round_ for k in range(SAMPLES)
+        ]
+        assert [sample.finished for sample in batch] == [True, False] * len(round_)
+        for s, p in ((sample, PROMPTS[int(sample.prompt_id[1:])]) for sample in batch):
+            assert (s.prompt, s.prompt_ids, s.meta) == (p.prompt, p.input_ids, p.meta)
+            assert s.response == f"text {s.response_ids}"
+
+
+class _RewardRank:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.scores = SimpleNamespace(remote=self._score)
+
+    def _score(self, sequences: list[Any], micro_batches: list[list[int]]) -> list[float]:
+        self.calls += 1
+        assert [i for micro in micro_batches for i in micro] == list(range(len(sequences)))
+        return [mark(response) for _, response in sequences]
+
+
+def test_the_reward_models_scores_come_in_the_order_of_the_rollouts_and_are_asked_for_anew_after_a_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewards, ranks = _Rewards(), (_RewardRank(), _RewardRank())
+    made = collector(_Engines(), rewards)
+    made._fleet.groups["reward"] = WorkerGroup(Group(("reward",), 2), ranks)
+
+    monkeypatch.setattr(made._fleet, "wait", lambda references, what: references)
+    monkeypatch.setattr(made._fleet, "insist", lambda ask, what: [ask(), ask()][1])
+    batch = made.collect(3, VERSION)
+    made.rewards(batch)
+    assert rewards.model_scores == [mark(r.response_ids) for r in batch.rollouts]
+    assert [rank.calls for rank in ranks] == [2, 2]
+    made.rewards(batch, [0.0] * len(batch.rollouts))
+    assert rewards.model_scores == [0.0] * len(batch.rollouts)
+    assert [rank.calls for rank in ranks] == [2, 2], "scores that are given are not asked for"
+
+
+def test_scores_that_are_normalised_over_the_batch_are_so_after_a_replacement() -> None:
+    source = {"type": "token_share", "below": 50, "normalize": "batch"}
+    rewards: Any = RewardComposer(config_from_tree({"ppo": {"rewards": [source]}}, "test").ppo.rewards)
+    shares = [[0.0, 1.0, 0.5, 0.5, 0.2, 0.9, 0.1, 0.8], [0.50, 0.51]]
+
+    class Engines(_Engines):
+        def _answer(self, *asked: Any) -> list[Rollout]:
+            wanted = shares[len(self.calls) - 1]
+            return [
+                replace(r, response_ids=(10,) * round(100 * share) + (60,) * round(100 - 100 * share))
+                for r, share in zip(super()._answer(*asked), wanted, strict=True)
+            ]
+
+    batch = collector(Engines(), rewards, rounds=1, max_new_tokens=100).collect(1, VERSION)
+    assert batch.rewards.by_source["token_share"] == [0.0, 1.0, 0.50, 0.51, 0.2, 0.9, 0.1, 0.8]
+    assert batch.rewards.total == normalize(batch.rewards.by_source["token_share"])

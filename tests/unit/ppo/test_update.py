@@ -1,0 +1,354 @@
+"""What each rank is told to train on, and what its sums become; the ranks are scripted.
+
+- every scored response of every minibatch is trained on once per epoch, over all ranks, which have equally
+  many micro-batches; one without a score is left out, and no denominator counts it
+- epochs x minibatches make as many optimizer steps, in an order that follows from seed and step; during the
+  critic's warm-up the policy is not asked
+- with a pretraining loss every optimizer step has its own demonstrations, each once per pass over them
+- metrics are the ranks' sums over the tokens and steps of all of them
+- a row of a sample ends with its response
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_core.algo.losses import step_denominator
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.fleet import WorkerGroup
+from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+from rlhf_core.ppo.update import Updater, train_samples
+from rlhf_core.types import Rollout, SFTExample
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
+UNSCORED = (2, 5)  # 4 + 9 tokens
+# The first prompt token of each is its number.
+ROLLOUTS = [
+    Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(n)), (), True, 0) for i, n in enumerate(LENGTHS)
+]
+DEMONSTRATIONS = [
+    SFTExample((i,) * (3 + i % 5), (0,) * (i % 3) + (1,) * (3 + i % 5 - i % 3)) for i in range(14)
+]
+FIELDS = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "weights")
+
+PACKED: dict[str, Any] = {"pack": True, "micro_batch_tokens": 11}
+PADDED: dict[str, Any] = {"pack": False, "micro_batch_tokens": 11}
+WAYS = pytest.mark.parametrize(
+    ("ranks", "cut"), [(1, {}), (2, PACKED), (2, PADDED), (3, PACKED), (3, PADDED)]
+)
+
+
+def row(field: int, response: int, length: int) -> list[float]:
+    """Numbers that no other field, response or token has."""
+    return [1000.0 * field + 20 * response + t for t in range(length)]
+
+
+def experience(unscored: Sequence[int] = ()) -> Experience:
+    """NaN beyond each response."""
+    width = max(LENGTHS)
+    mask_BT = torch.tensor(
+        [[t < n and i not in unscored for t in range(width)] for i, n in enumerate(LENGTHS)]
+    )
+    rows = [
+        torch.tensor([row(field, i, n) + [float("nan")] * (width - n) for i, n in enumerate(LENGTHS)])
+        for field in range(len(FIELDS))
+    ]
+    none_B = torch.zeros(len(LENGTHS))
+    arguments: Any = (mask_BT, *rows, none_B, none_B, {})
+    return Experience(*arguments)
+
+
+class _Rank:
+    """Of a policy or a critic: keeps what it was asked last, and answers with `sums`."""
+
+    samples: list[TrainSample]
+    steps: list[OptimizerStep]
+    rest: tuple[Any, ...]
+    """A policy's KL coefficient and rows of demonstrations; whether a critic's values are clipped."""
+
+    def __init__(self, role: str) -> None:
+        self.sums: dict[str, float] = {}
+        self.asked = 0
+        setattr(self, f"update_{role}", SimpleNamespace(remote=self._update))
+
+    def _update(self, samples: list[TrainSample], steps: list[OptimizerStep], *rest: Any) -> dict[str, float]:
+        self.samples, self.steps, self.rest = samples, steps, rest
+        self.rows: list[Any] = rest[1] if len(rest) > 1 else []
+        self.asked += 1
+        return self.sums
+
+
+class _Made:
+    """An updater over scripted ranks of policy and critic."""
+
+    def __init__(self, ranks: int = 2, *, seed: int = 7, **ppo: Any) -> None:
+        tree = {"steps": 9, "prompts_per_step": 12, "minibatches": 3, "epochs": 2, **ppo}
+        self.policy, self.critic = ([_Rank(role) for _ in range(ranks)] for role in ("policy", "critic"))
+        group: Any = None
+        groups = {
+            "policy": WorkerGroup(group, tuple(self.policy)),
+            "critic": WorkerGroup(group, tuple(self.critic)),
+        }
+        fleet: Any = SimpleNamespace(groups=groups, wait=lambda references, what: references)
+        self._updater = Updater(config_from_tree({"ppo": tree}, "test").ppo, fleet, seed, DEMONSTRATIONS)
+
+    def update(self, step: int = 1, unscored: Sequence[int] = ()) -> dict[str, float]:
+        return self._updater.update(ROLLOUTS, experience(unscored), step, 0.125)
+
+
+def minibatches(ranks: Sequence[_Rank]) -> list[list[int]]:
+    """Numbers of the responses of each optimizer step, over all ranks."""
+    (count,) = {len(rank.steps) for rank in ranks}
+    return [
+        sorted(
+            rank.samples[k].prompt_ids[0] for rank in ranks for k in chain(*rank.steps[step].micro_batches)
+        )
+        for step in range(count)
+    ]
+
+
+# -- samples and steps --
+
+
+@WAYS
+def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(
+    ranks: int, cut: dict[str, Any]
+) -> None:
+    made, whole = _Made(ranks, **cut), _Made(1)
+    whole.update()
+    made.update(unscored=UNSCORED)
+    full = minibatches(whole.policy)
+    assert [len(batch) for batch in full] == [4] * 6
+    assert sorted(chain(*full[:3])) == sorted(chain(*full[3:])) == list(range(12))
+    for group in (made.policy, made.critic):
+        assert minibatches(group) == [[i for i in batch if i not in UNSCORED] for batch in full]
+
+
+@WAYS
+def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(
+    ranks: int, cut: dict[str, Any]
+) -> None:
+    made = _Made(ranks, **cut)
+    made.update(unscored=UNSCORED)
+    for group in (made.policy, made.critic):
+        for step in range(6):
+            assert len({len(rank.steps[step].micro_batches) for rank in group}) == 1
+        for rank in group:
+            indices = [k for step in rank.steps for k in chain(*step.micro_batches)]
+            assert sorted(indices) == list(range(len(rank.samples)))
+            for sample in rank.samples:
+                assert sample.advantages.tolist() == row(3, sample.prompt_ids[0], len(sample.response_ids))
+
+
+# 52 tokens of 12 responses, without those that have no score 39 of 10.
+@pytest.mark.parametrize(
+    ("aggregation", "whole", "scored"),
+    [
+        ("token-mean", 52, 39),
+        ("seq-mean-token-mean", 12, 10),
+        ("seq-mean-token-sum", 12, 10),
+        ("seq-mean-token-sum-norm", 12 * 64, 10 * 64),
+        ("token-sum", 1, 1),
+    ],
+)
+def test_the_denominator_counts_what_is_scored_in_the_whole_step(
+    aggregation: Any, whole: int, scored: int
+) -> None:
+    made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, **PACKED)
+    for unscored, expected in (((), whole), (UNSCORED, scored)):
+        made.update(unscored=unscored)
+        assert [rank.steps[0].denominator for rank in made.policy + made.critic] == [expected] * 4
+    parts = _Made(2, aggregation=aggregation)
+    parts.update(unscored=UNSCORED)
+    for step, batch in enumerate(minibatches(parts.policy)):
+        plain = aggregation.removesuffix("-norm")
+        of_batch = step_denominator(plain, sum(LENGTHS[i] for i in batch), len(batch))
+        of_batch *= 1 if plain == aggregation else 64  # ppo.max_new_tokens
+        assert [rank.steps[step].denominator for rank in parts.policy + parts.critic] == [of_batch] * 4
+
+
+@pytest.mark.parametrize("ptx", [None, {"coef": 1.0, "batch_size": 4}])
+def test_a_minibatch_without_any_score_is_no_optimizer_step(ptx: dict[str, Any] | None) -> None:
+    made = _Made(2, epochs=1, ptx=ptx)
+    made.update()
+    whole = minibatches(made.policy)
+    made.update(unscored=whole[1])
+    for group in (made.policy, made.critic):
+        assert minibatches(group) == [whole[0], whole[2]]
+        assert all(any(rank.steps[n].micro_batches != [[]] for rank in group) for n in range(2))
+
+
+@pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (1, 4), (3, 2)])
+def test_epochs_times_minibatches_are_the_optimizer_steps(epochs: int, parts: int) -> None:
+    made = _Made(2, epochs=epochs, minibatches=parts, **PACKED)
+    made.update(unscored=UNSCORED)
+    assert [len(rank.steps) for rank in made.policy + made.critic] == [epochs * parts] * 4
+
+
+def test_the_order_follows_from_seed_and_step_and_no_epoch_repeats_another() -> None:
+    def order(made: _Made, step: int) -> list[list[int]]:
+        made.update(step)
+        assert minibatches(made.policy) == minibatches(made.critic)
+        return minibatches(made.policy)
+
+    used = _Made()
+    first, second = order(used, 1), order(used, 2)
+    assert order(_Made(), 2) == second == order(used, 2)
+    orders = [first, second, order(_Made(seed=8), 2)]
+    epochs = [tuple(map(tuple, part)) for whole in orders for part in (whole[:3], whole[3:])]
+    assert len(set(epochs)) == len(epochs) == 6
+
+
+def test_during_the_critics_warm_up_only_the_critic_is_asked() -> None:
+    made = _Made(2, critic_warmup_steps=2)
+    for step, asked in ((1, 0), (2, 0), (3, 1)):
+        metrics = made.update(step)
+        assert [rank.asked for rank in made.policy] == [asked] * 2
+        assert [rank.asked for rank in made.critic] == [step] * 2
+        assert [rank.rest for rank in made.critic] == [(step > 2,)] * 2, "values move freely in the warm-up"
+        assert ("loss/policy" in metrics, "loss/value" in metrics) == (bool(asked), True)
+
+
+def test_without_a_critic_only_the_policy_is_asked() -> None:
+    made = _Made(2, algorithm="reinforce_pp")
+    metrics = made.update()
+    assert [rank.asked for rank in made.policy + made.critic] == [1, 1, 0, 0]
+    assert [rank.rest for rank in made.policy] == [(0.125, [])] * 2
+    assert "loss/value" not in metrics
+
+
+# -- pretraining loss --
+
+
+def drawn(made: _Made, step: int) -> list[list[int]]:
+    """Numbers of the demonstrations of each optimizer step, over all ranks."""
+    made.update(step)
+    return [
+        sorted(rank.rows[k][0][0] for rank in made.policy for k in chain(*rank.steps[n].ptx_micro_batches))
+        for n in range(6)
+    ]
+
+
+@WAYS
+@pytest.mark.parametrize(("size", "each", "per_pass"), [(7, 7, 2), (3, 3, 4), (50, 14, 1)])
+def test_each_pass_over_the_demonstrations_uses_each_once_as_far_as_they_fill_batches(
+    ranks: int, cut: dict[str, Any], size: int, each: int, per_pass: int
+) -> None:
+    made, alone = (
+        _Made(n, ptx={"coef": 1.0, "batch_size": size}, **how) for n, how in ((ranks, cut), (1, {}))
+    )
+    batches = drawn(made, 1) + drawn(made, 2)
+    assert [len(batch) for batch in batches] == [each] * 12
+    passes = [list(chain(*batches[i : i + per_pass])) for i in range(0, 12, per_pass)]
+    assert all(len(set(used)) == each * per_pass for used in passes)
+    assert batches == drawn(alone, 1) + drawn(alone, 2)
+    assert per_pass == 1 or batches[:per_pass] != batches[per_pass : 2 * per_pass], (
+        "every pass has an order of its own"
+    )
+
+
+@WAYS
+def test_the_demonstrations_of_a_step_join_its_samples(ranks: int, cut: dict[str, Any]) -> None:
+    made, plain = _Made(ranks, ptx={"coef": 1.0, "batch_size": 4}, **cut), _Made(ranks, **cut)
+    batches = drawn(made, 3)
+    plain.update(3)
+    for number, batch in enumerate(batches):
+        steps = [rank.steps[number] for rank in made.policy]
+        assert len({len(step.ptx_micro_batches) for step in steps}) == 1
+        # The masks count 2 + i % 5 - i % 2 targets.
+        assert [step.ptx_targets for step in steps] == [sum(3 + i % 5 - max(1, i % 3) for i in batch)] * ranks
+    assert [rank.steps for rank in made.critic] == [rank.steps for rank in plain.critic]
+    for rank, other in zip(made.policy, plain.policy, strict=True):
+        assert [replace(step, ptx_micro_batches=[], ptx_targets=0) for step in rank.steps] == other.steps
+        indices = [k for step in rank.steps for k in chain(*step.ptx_micro_batches)]
+        assert sorted(indices) == list(range(len(rank.rows)))
+        assert set(rank.rows) <= {(d.input_ids, d.loss_mask) for d in DEMONSTRATIONS}
+
+
+def test_the_demonstrations_follow_from_seed_and_step_and_are_none_without_a_pretraining_loss() -> None:
+    ptx = {"coef": 1.0, "batch_size": 4}
+    used = _Made(ptx=ptx)
+    first, later = drawn(used, 1), drawn(used, 2)
+    assert drawn(_Made(ptx=ptx), 2) == later == drawn(used, 2) != first
+    assert drawn(_Made(ptx=ptx, seed=8), 2) != later
+    without = _Made()
+    assert drawn(without, 2) == [[]] * 6
+    assert not any(rank.rows or rank.steps[n].ptx_targets for rank in without.policy for n in range(6))
+
+
+# -- metrics and rows --
+
+
+def test_metrics_are_the_sums_over_the_ranks_per_optimizer_step_or_token() -> None:
+    # 2 epochs of 2 minibatches: 4 optimizer steps, of which one is skipped, and 2 x 39 = 78 tokens with a
+    # score.
+    made = _Made(2, minibatches=2)
+    both = {"grad_norm": 6.0, "skipped": 1.0, "stumbled": 0.0}
+    made.policy[0].sums = {
+        "loss": 1.0,
+        "clipped": 5.8,
+        "approx_kl": 0.5,
+        "kl_loss": 0.4,
+        "ptx_loss": 2.0,
+        **both,
+    }
+    made.policy[1].sums = {"loss": 2.0, "clipped": 2.0, "approx_kl": 1.06, "kl_loss": 0.8, **both}
+    made.critic[0].sums = {"loss": 0.5, "clipped": 39.0, "grad_norm": 8.0}
+    made.critic[1].sums = {"loss": 0.5, "grad_norm": 8.0}
+    assert made.update(unscored=UNSCORED) == pytest.approx(
+        {
+            "loss/policy": 3.0 / 4,
+            "loss/kl": 1.2 / 4,
+            "loss/ptx": 2.0 / 4,
+            "policy/clipfrac": 7.8 / 78,
+            "policy/approxkl": 1.56 / 78,
+            "policy/grad_norm": 6.0 / 3,  # the norm is of all ranks' gradient
+            "policy/skipped_steps": 1.0,
+            "loss/value": 1.0 / 4,
+            "value/clipfrac": 39.0 / 78,
+            "value/grad_norm": 8.0 / 4,
+            "value/skipped_steps": 0.0,
+        }
+    )
+
+
+def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_stumbled() -> None:
+    for stumbling, calm in (("policy", "value"), ("value", "policy")):
+        made = _Made(2)
+        for rank in made.policy if stumbling == "policy" else made.critic:
+            rank.sums = {"skipped": 6.0, "stumbled": 2.0}
+        metrics = made.update()
+        assert metrics[f"{stumbling}/non_finite_steps"] == 2.0
+        assert metrics[f"{stumbling}/skipped_steps"] == 6.0
+        assert metrics[f"{stumbling}/grad_norm"] == 0.0
+        assert f"{calm}/non_finite_steps" not in metrics
+
+
+def test_each_row_of_a_sample_ends_with_its_response() -> None:
+    samples = train_samples(ROLLOUTS, experience(UNSCORED))
+    assert [(s.prompt_ids, s.response_ids) for s in samples] == [
+        (r.prompt_ids, r.response_ids) for r in ROLLOUTS
+    ]
+    for i, sample in enumerate(samples):
+        for number, name in enumerate(FIELDS):
+            assert getattr(sample, name).dtype == np.float32
+            assert getattr(sample, name).tolist() == row(number, i, LENGTHS[i]), name
+
+
+def test_the_loss_of_a_skipped_step_is_none() -> None:
+    made = _Made(2)
+    for rank in made.policy:
+        rank.sums = {"loss": math.nan, "skipped": 1.0, "stumbled": 1.0, "grad_norm": 5.0}
+    metrics = made.update()
+    assert "loss/policy" not in metrics and metrics["policy/non_finite_steps"] == 1.0
+    assert all(map(math.isfinite, metrics.values()))

@@ -1,0 +1,130 @@
+"""One attempt at one stage, with a real store and a stage of a few lines.
+
+- an attempt that was overtaken commits neither a checkpoint nor an artifact
+- the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
+  wrote or start anew where all are damaged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
+from rlhf_core.run import attempt as run
+from rlhf_core.run.events import Events
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage import checkpoints
+from rlhf_core.storage.fencing import claim
+from rlhf_core.storage.store import Store
+from rlhf_core.types import ArtifactRef, Services, StageResult
+
+KEY = "0" * 16
+
+
+class Attempt:
+    """At the stage `sft`, which is what `body` does, without a tracker."""
+
+    def __init__(self, home: Path, patch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.config = PipelineConfig.model_validate({"run": {"home": str(home)}, "store": settings})
+        self.store = Store(self.config.store_url)
+        self._patch = patch
+        untracked = SimpleNamespace(run_id=None, finish=lambda status: None, flush=lambda: None)
+        patch.setattr(
+            run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)
+        )
+
+    def __call__(self, body: Callable[[Services], object]) -> ArtifactRef:
+        def stage(_config: PipelineConfig, services: Services) -> StageResult:
+            body(services)
+            (services.out / "numbers.json").write_text("{}")
+            return StageResult({})
+
+        self._patch.setattr(run, "_stage_function", lambda _stage: stage)
+        return run.execute(StageSpec("sft", KEY, self.config), Events(None))
+
+    def saved(self) -> list[str]:
+        """Checkpoints of which there is any file."""
+        return sorted({key.split("/")[2] for key in self.store.list(f"checkpoints/{KEY}") if "/step-" in key})
+
+
+def save(services: Services, step: int, score: float | None = None) -> None:
+    folder = services.work / "state"
+    folder.mkdir()
+    (folder / "loop.json").write_text(str(step))
+    services.checkpoints.save(step, folder, score)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_attempt_that_was_overtaken_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    attempt = Attempt(tmp_path, monkeypatch)
+
+    def overtaken(services: Services) -> None:
+        claim(attempt.store, KEY)
+        if saves:
+            save(services, 1)
+
+    with pytest.raises(Superseded):
+        attempt(overtaken)
+    assert attempt.saved() == []
+    assert attempt.store.list("artifacts") == []
+
+
+def test_the_newest_and_the_best_are_kept_as_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = Attempt(tmp_path, monkeypatch, keep_checkpoints=3, keep_best=2)
+    kept = []
+
+    def body(services: Services) -> None:
+        for step, score in enumerate((0.1, 0.9, 0.2, 0.8, 0.3, 0.0, 0.0), start=1):
+            save(services, step, score)
+        kept.extend(attempt.saved())
+
+    attempt(body)
+    # The newest three, and of the others those with 0.9 and 0.8.
+    assert kept == [f"step-0000000{step}" for step in (2, 4, 5, 6, 7)]
+
+
+def _damaged(attempt: Attempt, _patch: pytest.MonkeyPatch) -> None:
+    attempt.store.put_bytes(f"checkpoints/{KEY}/step-00000001/manifest.json", b"")
+
+
+def _of_other_code(_attempt: Attempt, patch: pytest.MonkeyPatch) -> None:
+    made = checkpoints._made_with()
+    patch.setattr(checkpoints, "_made_with", lambda: {**made, "torch": "99.0"})
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "change", "error"),
+    [("allow_fresh_start", _damaged, CorruptArtifact), ("allow_other_code", _of_other_code, ConfigError)],
+)
+def test_a_checkpoint_that_is_damaged_or_of_other_code_stops_the_stage_unless_that_very_thing_is_allowed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    change: Any,
+    error: type[RLHFError],
+    allowed: bool,
+) -> None:
+    both = {"allow_fresh_start": not allowed, "allow_other_code": not allowed}
+    attempt = Attempt(tmp_path, monkeypatch, **(both | {setting: allowed}))
+
+    def body(services: Services) -> None:
+        save(services, 1)
+        change(attempt, monkeypatch)
+        services.checkpoints.latest()
+
+    if allowed:
+        attempt(body)
+    else:
+        with pytest.raises(error, match=rf"store\.{setting}"):
+            attempt(body)

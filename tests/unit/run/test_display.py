@@ -1,0 +1,55 @@
+"""What a terminal shows of a stage: always the bar of what is done now, and nothing that is over."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf_core.run.display import Bars, Lines
+
+
+def _progress(task: str, done: int, total: int) -> dict[str, Any]:
+    return {"event": "progress", "task": task, "done": done, "total": total, "unit": "steps", "metrics": {}}
+
+
+@pytest.fixture
+def shown() -> Any:
+    bars = Bars(Console(file=io.StringIO(), force_terminal=True, width=100))
+
+    def tell(*events: dict[str, Any]) -> list[tuple[str, float, float | None]]:
+        bars.started("ppo", "ppo-01.log")
+        for event in events:
+            bars.event("ppo", event)
+        assert bars._progress is not None
+        tasks = [(t.description, t.completed, t.total) for t in bars._progress.tasks if t.visible]
+        bars.close()
+        return tasks
+
+    return tell
+
+
+def test_at_first_the_stage_is_starting(shown: Any) -> None:
+    assert shown() == [("ppo", 0, None)]
+
+
+def test_the_bar_of_the_stage_comes_back_after_one_of_a_part(shown: Any) -> None:
+    assert shown(_progress("ppo start", 0, 3)) == [("ppo start", 0, 3)]
+    assert shown(_progress("ppo start", 3, 3), _progress("ppo", 12, 30)) == [("ppo", 12, 30)]
+    assert shown(_progress("ppo", 30, 30), _progress("samples", 1, 8)) == [("samples", 1, 8)]
+
+
+def test_a_checkpoint_that_it_continues_from_is_told() -> None:
+    file = io.StringIO()
+    Bars(Console(file=file)).event("ppo", {"event": "resumed", "step": 10})
+    assert file.getvalue().split() == ["ppo", "continues", "after", "step", "10"]
+
+
+@pytest.mark.parametrize("display", ["bars", "lines"])
+def test_what_a_stage_warns_of_is_shown(display: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = io.StringIO()
+    event = {"event": "warning", "message": "step 3: [20 %] of the responses are empty"}
+    (Bars(Console(file=file)) if display == "bars" else Lines()).event("ppo", event)
+    assert "[20 %] of the responses are empty" in file.getvalue() + caplog.text

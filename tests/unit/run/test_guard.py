@@ -1,0 +1,105 @@
+"""Temporary files of a stage lie in folders of its own, but what torch has compiled is for all stages of this
+user.
+
+- a folder whose path is too long for the sockets in it is passed over
+- compiled programs of a folder that somebody else made, or can write to, are not loaded
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.run import guard
+
+
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; the test's own is too long for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = dict(os.environ)
+    yield folder
+    os.environ.clear()
+    os.environ.update(before)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("ray_elsewhere", [False, True])
+def test_temporary_folders_are_private_and_torch_finds_what_it_compiled(
+    ray_elsewhere: bool, usual: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it is imported
+    ray = usual / "r" if ray_elsewhere else usual
+    monkeypatch.setenv("RAY_TMPDIR", str(ray)) if ray_elsewhere else None
+    folders = guard._take_scratch()
+    assert [Path(folder).parent for folder in folders] == [usual, ray]
+    assert (tempfile.gettempdir(), os.environ["TMPDIR"], os.environ["RAY_TMPDIR"]) == (folders[0], *folders)
+    assert all(os.stat(folder).st_mode & 0o077 == 0 for folder in folders)
+    compiled = Path(cache_dir())
+    assert compiled == usual / f"rlhf-compiled-{os.getuid()}" and compiled.stat().st_mode & 0o077 == 0
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    monkeypatch.setenv("TMPDIR", str(usual))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    guard._take_scratch()
+    assert Path(cache_dir()) == compiled, "the next stage finds it"
+
+
+def test_a_folder_with_a_long_path_holds_no_sockets(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = usual / ("x" * 60)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folders = guard._take_scratch()
+    try:
+        assert [os.path.dirname(folder) for folder in folders] == ["/tmp", "/tmp"]
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == deep
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
+
+
+def _link(folder: Path) -> None:
+    folder.symlink_to("/etc")
+
+
+def _foreign(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+
+
+def _open(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _file(folder: Path) -> None:
+    folder.touch()
+
+
+def _movable(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    folder.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize("plant", [_link, _open, _file, _movable, _foreign])
+def test_compiled_programs_that_another_user_could_have_planted_are_not_loaded(
+    plant: object, usual: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if plant is _foreign and os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    folder = usual / f"rlhf-compiled-{os.getuid()}"
+    plant(folder)  # type: ignore[operator]
+    own, _ = guard._take_scratch()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == os.path.join(own, "compiled")
+    assert "is not a folder of this user alone" in capfd.readouterr().err

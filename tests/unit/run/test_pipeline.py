@@ -1,0 +1,411 @@
+"""Behaviours of one execution of the pipeline:
+
+- which stages it has, and which artifacts each is given
+- keys: another learning rate of PPO changes PPO and what follows, another timeout changes nothing
+- `--from` an earlier stage without artifacts is an InputError that names it; an empty range is one too
+- the same configuration is the same run; a changed reward file is another
+- a run under new settings says which unfinished one it does not continue, and why
+- each attempt has a log file of its own
+- a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
+- the summary has the documented fields, and nothing that was not measured
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flows.retrain import finished_run
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import pipeline_key
+from rlhf_core.config.load import load_config
+from rlhf_core.data.sources import source_digests
+from rlhf_core.errors import InputError
+from rlhf_core.run.parameters import check_range, overrides_of
+from rlhf_core.run.pipeline import Pipeline, StageRecord, open_pipeline, outside_digests
+from rlhf_core.run.settings import checked_config
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.run.summary import duration, results, reuse_sentence, run_markdown, stage_markdown, summarize
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.store import Store
+from rlhf_core.tracking.mlflow_client import ModelVersion
+from rlhf_core.tracking.registry import WEIGHTS
+from rlhf_core.types import STAGES, ArtifactRef, StageName
+
+
+def config(home: Path, **sections: Any) -> PipelineConfig:
+    tree = {**sections, "run": {"home": str(home), **sections.get("run", {})}}
+    return PipelineConfig.model_validate_json(json.dumps(tree))
+
+
+def pipeline(
+    home: Path, start: StageName = "data", until: StageName = "register", **sections: Any
+) -> Pipeline:
+    return Pipeline(config(home, **sections), "demo.yaml", start, until)
+
+
+def ref(stage: StageName, **metrics: float) -> ArtifactRef:
+    return ArtifactRef(stage, "a" * 16, f"digest-{stage}", f"/store/{stage}", metrics)
+
+
+def keys(run: Pipeline) -> dict[StageName, str]:
+    inputs = {stage: ref(stage) for stage in STAGES}
+    return {stage: run.spec(stage, inputs).key for stage in STAGES}
+
+
+def test_a_changed_learning_rate_of_ppo_changes_its_own_key_and_that_of_its_evaluation(
+    tmp_path: Path,
+) -> None:
+    before, after = (
+        keys(pipeline(tmp_path)),
+        keys(pipeline(tmp_path, ppo={"policy": {"learning_rate": 3e-6}})),
+    )
+    # `register` follows through the digests of its inputs, which are equal here.
+    assert [stage for stage in STAGES if before[stage] != after[stage]] == ["ppo", "evaluate"]
+
+
+def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
+    run = {"retries": 7, "threads": 1, "timeouts": {"stall": 5.0}}
+    other = {"run": run, "ppo": {"engine": {"max_restarts": 0}, "checkpoint_every": 3}}
+    assert keys(pipeline(tmp_path)) == keys(pipeline(tmp_path, **other))
+    assert pipeline(tmp_path).key == pipeline(tmp_path / "elsewhere", **other).key
+
+
+def test_another_seed_or_name_is_another_run(tmp_path: Path) -> None:
+    names = {pipeline(tmp_path, run=section).key for section in ({}, {"seed": 1}, {"name": "other"})}
+    assert len(names) == 3
+
+
+def test_without_a_reward_model_no_stage_is_given_one(tmp_path: Path) -> None:
+    run = pipeline(
+        tmp_path,
+        reward={"enabled": False},
+        ppo={"rewards": [{"type": "length", "target": 9, "tolerance": 3}]},
+    )
+    assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "ppo", "evaluate", "register"]
+    inputs = {stage: ref(stage) for stage in STAGES}
+    assert set(run.spec("ppo", inputs).inputs) == {"data", "sft"}
+
+
+def test_until_ends_the_run_after_its_stage(tmp_path: Path) -> None:
+    run = pipeline(tmp_path, until="reward")
+    assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "reward"]
+
+
+def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: Path) -> None:
+    run = pipeline(tmp_path, start="sft")
+    spec = run.spec("data", {})
+    with pytest.raises(InputError, match=rf"--from sft needs the artifact of stage data \(key {spec.key}\)"):
+        run.find(spec)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "card.json").write_text("{}")
+    store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
+    made = store.publish("data", spec.key, tmp_path / "out", parents={}, metrics={"rows": 3.0}, config={})
+    assert run.find(spec) == made
+    assert run.find(run.spec("sft", {"data": made})) is None
+
+
+def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    spec = run.spec("data", {})
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "rank0").write_text("moments")
+    CheckpointStore(run.store, spec.key, tmp_path / "w", keep=1).save(3, tmp_path / "state")
+    left = [spec.journal, spec.work]
+    for folder in left:
+        folder.mkdir(parents=True)
+    assert run.store.list(f"checkpoints/{spec.key}")
+    run.tidy(spec)
+    assert not run.store.list(f"checkpoints/{spec.key}")
+    assert not any(folder.exists() for folder in left)
+
+
+def test_a_range_without_stages_is_refused() -> None:
+    check_range("ppo", "ppo")
+    with pytest.raises(InputError, match="--from ppo comes after --until sft"):
+        check_range("ppo", "sft")
+
+
+def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_path: Path) -> None:
+    assert pipeline(tmp_path).left_unfinished() == ""
+    first = pipeline(tmp_path)
+    first.started = 0.0  # of a process that is gone
+    first.making = {"stage": "ppo", "log": ""}
+    first.save_state("failed", "killed")
+    same = pipeline(tmp_path, run={"stage_timeout": 9.0}, tracking={"system_metrics": False})
+    assert same.left_unfinished() == "", "it continues that one"
+    other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
+    assert (
+        other.left_unfinished()
+        == "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0"
+        " and is 1, ppo.kl.coef was 0.02 and is 0.1. With settings, data and code of then it goes on where"
+        " it stopped"
+    )
+    moved = pipeline(tmp_path, run={"seed": 2})
+    moved.sources = {**moved.sources, "data.sft[0]": "abc"}
+    assert "because run.seed was 0 and is 2, sources.data.sft[0] was synthetic@" in moved.left_unfinished()
+    file = first.folder / "run.json"
+    known = json.loads(file.read_text())
+    for changed in ({"state": "running", "process": [1, 0.0, "another-host"]}, {"state": "finished"}):
+        file.write_text(json.dumps({**known, **changed}))
+        assert other.left_unfinished() == "", changed
+    file.write_text(json.dumps({name: value for name, value in known.items() if name != "decided_by"}))
+    assert other.left_unfinished() == "", "it does not say why"
+
+
+def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    first, second = run.log_file("ppo"), run.log_file("ppo")
+    assert (first.name, second.name) == ("ppo-01.log", "ppo-02.log")
+    assert first.exists()
+    assert second.exists()
+
+
+def test_parameters_of_the_form_become_overrides_and_the_explicit_ones_win() -> None:
+    given = {"seed": 3, "kl_coef": 0.0, "ppo_steps": None, "overrides": ("run.seed=4",)}
+    assert overrides_of(given) == ["run.seed=3", "ppo.kl.coef=0.0", "run.seed=4"]
+
+
+@pytest.mark.parametrize("name", ["2024", "1e3", "0.1", "true", "null", "demo"])
+def test_a_name_of_the_form_stays_a_name_whatever_yaml_would_make_of_it(name: str) -> None:
+    assert load_config("deployments/configs/demo.yaml", overrides_of({"name": name})).run.name == name
+
+
+EVALUATION = {
+    f"{name}/{part}": value
+    for name, values in (
+        ("gold_reward/sft", (0.1, 0.0, 0.2)),
+        ("gold_reward/ppo", (1.1, 1.0, 1.2)),
+        ("gold_reward/difference", (1.0, 0.9, 1.1)),
+        ("win_rate", (0.8, 0.7, 0.9)),
+    )
+    for part, value in zip(("mean", "low", "high"), values, strict=True)
+} | {"kl": 3.5}
+
+
+def records(*stages: StageName) -> dict[StageName, StageRecord]:
+    metrics: dict[str, dict[str, float]] = {
+        "reward": {"accuracy": 0.9, "accuracy_exchanged": 0.6, "margin": 1.0},
+        "evaluate": EVALUATION,
+    }
+    return {
+        stage: StageRecord(ref(stage, **metrics.get(stage, {})), 2.5, stage == "data") for stage in stages
+    }
+
+
+IDENTITY = {"mlflow_run_id": "m1", "run": "demo-seed0", "pipeline_key": "k", "where": {"logs": "/logs"}}
+
+
+def test_the_summary_has_the_documented_fields() -> None:
+    made = records(*STAGES)
+    made["ppo"] = StageRecord(
+        ArtifactRef("ppo", "b" * 16, "d", "/store/ppo", {}, None, {"weights_sha256": "abc"}), 60.0, False
+    )
+    summary = summarize(made, 123.456, IDENTITY)
+    assert summary["seconds"] == 123.46
+    assert summary["stages"]["data"]["reused"] is True
+    assert summary["stages"]["ppo"]["seconds"] == 60.0
+    assert summary["stages"]["ppo"]["artifact"] == "/store/ppo"
+    assert summary["reward"] == {"accuracy": 0.9, "accuracy_exchanged": 0.6}
+    assert ("the same, prompts exchanged", "0.600") in results(summary)
+    assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
+    assert summary["evaluate"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
+    assert summary["evaluate"]["kl"] == 3.5
+    assert summary["weights_sha256"] == "abc"
+    assert summary["mlflow_run_id"] == "m1"
+
+
+def test_the_table_of_results_says_who_judged_and_shows_the_paired_difference() -> None:
+    facts = {"judge": "reward_model", "judge_trained_on": "True"}
+    numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
+    made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
+    rows = dict(results(summarize({"evaluate": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)))
+    assert (
+        rows["win rate, PPO over SFT (judge: reward model, which PPO was trained on)"]
+        == "0.800  [0.700, 0.900]"
+    )
+    assert rows["gold reward, difference by prompt"] == "1.000  [0.900, 1.100]"
+    assert not any("a.jsonl" in name for name in rows)
+
+
+def test_a_summary_of_a_part_says_nothing_about_the_rest() -> None:
+    summary = summarize(records("data", "sft"), 3.0, IDENTITY)
+    assert set(summary["stages"]) == {"data", "sft"}
+    assert not {"reward", "evaluate", "weights_sha256"} & set(summary)
+    assert results(summary) == []
+
+
+def test_a_half_measured_interval_is_not_reported() -> None:
+    made = {"evaluate": StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)}
+    assert summarize(made, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}  # type: ignore[arg-type]
+
+
+def test_markdown_shows_every_stage_and_keeps_its_tables_whole() -> None:
+    made = records(*STAGES)
+    made["sft"] = StageRecord(ref("sft", **{"loss|x": 1.0}), 1.0, False)
+    assert "| loss\\|x | 1 |" in stage_markdown("sft", made["sft"], {"MLflow": "http://m"})
+    text = run_markdown(summarize(made, 100.0, IDENTITY))
+    assert all(f"| {stage} |" in text for stage in STAGES)
+    assert "| data | 2.5 s | reused |" in text
+    assert "win rate, PPO over SFT | 0.800  [0.700, 0.900]" in text
+
+
+def test_a_run_in_which_nothing_was_made_is_called_reused() -> None:
+    made = {stage: StageRecord(ref(stage), 0.5, True) for stage in STAGES}
+    summary = summarize(made, 8.8, IDENTITY)
+    assert run_markdown(summary).startswith("# Pipeline reused in 8.8 s\n")
+    sentence = reuse_sentence(summary, datetime(2026, 11, 22, 6, 30, tzinfo=UTC))
+    assert sentence == "last on 2026-11-22 06:30 UTC, all 6 stages, in 8.8 s."
+    made["ppo"] = StageRecord(ref("ppo"), 0.5, False)
+    assert run_markdown(summarize(made, 8.8, IDENTITY)).startswith("# Pipeline finished in 8.8 s\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (99.4, "99.4 s"), (99.6, "1 min 40 s"), (185.4, "3 min 05 s"), (7620.0, "2 h 07 min")],
+)
+def test_durations_are_said_as_people_do(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("by_file", [True, False], ids=["file", "module on the path"])
+def test_an_edited_reward_function_is_another_ppo_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "its_reward.py"
+    reward = {"type": "python", "function": "its_reward:score"} | ({"file": str(file)} if by_file else {})
+
+    def with_text(text: str) -> Pipeline:
+        file.write_text(text)
+        return pipeline(tmp_path, ppo={"rewards": [reward]})
+
+    before, after = (
+        with_text("def score(samples): return [0.0]"),
+        with_text("def score(samples): return [1.0]"),
+    )
+    assert [stage for stage in STAGES if keys(before)[stage] != keys(after)[stage]] == ["ppo"]
+    assert before.key != after.key
+
+
+def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of_is_not(
+    tmp_path: Path,
+) -> None:
+    run = pipeline(tmp_path)
+    spec = run.spec("register", {stage: ref(stage) for stage in STAGES})
+    store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "registration.json").write_text("{}")
+    facts = {"weights_sha256": "w" * 64}
+    made = store.publish(
+        "register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, facts=facts
+    )
+
+    registered: Any = {"versions": lambda name: [ModelVersion("1", {WEIGHTS: "w" * 64})]}
+    for answer, found in ((registered, made), ({}, made), ({"versions": lambda name: []}, None)):
+        run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)  # type: ignore[assignment]
+        assert run.find(spec) == found
+    assert list((tmp_path / "store").rglob("damaged-*.json"))
+
+
+def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    key = pipeline_key(settings, outside_digests(settings))
+    folder = tmp_path / "runs" / "demo-seed0-x"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"data": {}}}))
+    assert finished_run(tmp_path, key) is None  # stopped by --until
+    (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"register": {}}}))
+    assert (finished_run(tmp_path, key) or {})["pipeline_key"] == key
+    assert finished_run(tmp_path, "0" * 16) is None
+
+
+def test_only_where_nobody_waits_is_the_store_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(Store, "check", lambda self, patience=2.0: asked.append(patience))
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nstore: {{retry_seconds: 45}}\n")
+    checked_config(str(file), [])
+    with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}):
+        raise RuntimeError("asked enough")
+    assert asked == [2.0, 45.0]
+
+
+def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with_what_it_reads(
+    tmp_path: Path,
+) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    run = pipeline(tmp_path, data={"sft": [{"path": str(rows)}]})
+    run.spec("data", {}).write(tmp_path / "spec.json")
+    told = StageSpec.read(tmp_path / "spec.json").sources
+    assert told == source_digests(run.config) and set(told) >= {"data.sft[0]", "data.prompts[0]"}
+
+
+def test_doubtful_settings_are_in_the_log_and_a_tag_of_the_run_as_is_what_a_guard_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tags: dict[str, str] = {}
+
+    class Tracker:
+        parent_run = staticmethod(lambda key, name, given, params: tags.update(given) or "run-1")
+
+        def set_tags(self, run_id: str, given: dict[str, str]) -> None:
+            tags.update(given)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_args, **_named: None
+
+    monkeypatch.setattr("rlhf_core.run.pipeline.open_tracking", lambda config: Tracker())
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nppo: {{kl: {{estimator: k3}}}}\n")
+    with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}) as run:
+        run.note_guard("loops", "step 4: guard loops: 30 %")
+        raise RuntimeError("asked enough")
+    assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
+    assert "ppo.kl.estimator: k3 in the reward" in caplog.text
+    assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
+
+
+def test_a_rerun_removes_the_warnings_and_guards_that_it_does_not_have(tmp_path: Path) -> None:
+    removed: list[str] = []
+
+    class Tracker:
+        parent_run = staticmethod(lambda *_args: "run-1")
+
+        def remove_tags(self, run_id: str, prefix: str) -> None:
+            removed.append(prefix)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_args, **_named: None
+
+    run = pipeline(tmp_path)
+    tracker: Any = Tracker()
+    run.tracking = tracker
+    run.ensure_parent()
+    assert removed == ["rlhf.warnings"]
+    run.begin("sft", tmp_path / "log")
+    assert removed == ["rlhf.warnings"]
+    for _ in range(2):  # the second try of the same run
+        run.begin("ppo", tmp_path / "log")
+    assert removed == ["rlhf.warnings", "rlhf.guard."]
+    run.parent_run_id, run.tags = None, {"rlhf.warnings": "ppo.kl.estimator: k3"}
+    run.ensure_parent()
+    assert removed == ["rlhf.warnings", "rlhf.guard."]
+
+
+def test_stages_that_ask_rules_are_told_the_digests_of_their_code(tmp_path: Path) -> None:
+    file = tmp_path / "rule.py"
+    file.write_text("def f(samples):\n    return [1.0 for _ in samples]\n")
+    run = pipeline(tmp_path, ppo={"rewards": [{"type": "python", "function": "rule:f", "file": str(file)}]})
+    inputs: Any = {name: ref(name) for name in ("data", "sft", "reward", "ppo", "evaluate")}
+    for stage in ("ppo", "evaluate", "register"):
+        assert "ppo.rewards.0" in run.spec(stage, inputs).sources
