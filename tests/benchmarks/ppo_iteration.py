@@ -28,8 +28,8 @@ from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.worker import process_usage
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
-from tests.small_ppo import ROLES, services
-from tests.tiny_llama import save_tiny_llama
+from tests.support.small_ppo import ROLES, services
+from tests.support.tiny_llama import save_tiny_llama
 
 VOCABULARY, PROMPT, RESPONSE, PROMPTS = 2048, 64, 64, 64
 PHASES = ("rollout", "scoring", "training", "sync")

@@ -37,7 +37,7 @@ from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.loss_step import update_policy
 from rlhf_core.ppo.samples import OptimizerStep, TrainSample
 from rlhf_core.stages.sft_loop import train_step
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 SHAPE = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,

@@ -36,7 +36,7 @@ from rlhf_core.run.environment import DATABASE_VARIABLES
 from rlhf_core.run.home import read_json
 from rlhf_core.system.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
-from tests.postgres import postgres
+from tests.support.postgres import postgres
 
 KINDS = {
     "flow": ("flow",),

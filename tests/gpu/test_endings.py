@@ -20,7 +20,7 @@ from rlhf_core.engines.ranks import run_ranks
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import OutOfMemory, RLHFError
 from rlhf_core.system.heartbeat import Watch
-from tests.small_ppo import save_small_model, small_prompts
+from tests.support.small_ppo import save_small_model, small_prompts
 
 pytestmark = [
     pytest.mark.gpu,

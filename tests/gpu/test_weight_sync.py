@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlhf_core.errors import WeightSyncError
-from tests.small_ppo import TENSORS, save_small_model, small_config, small_ppo, small_prompts
+from tests.support.small_ppo import TENSORS, save_small_model, small_config, small_ppo, small_prompts
 
 pytestmark = [
     pytest.mark.gpu,

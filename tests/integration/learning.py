@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.types import PromptExample
-from tests.small_ppo import small_ppo
-from tests.tiny_llama import save_tiny_llama
+from tests.support.small_ppo import small_ppo
+from tests.support.tiny_llama import save_tiny_llama
 
 ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
 VOCABULARY = 100

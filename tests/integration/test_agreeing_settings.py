@@ -18,7 +18,7 @@ import torch
 
 from rlhf_core.config.placement import Role
 from rlhf_core.models.score import load_score_model
-from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
+from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
 pytestmark = pytest.mark.slow  # a start of a fleet for each
 

@@ -17,8 +17,8 @@ import torch
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
-from tests.small_ppo import VOCABULARY, small_config, small_ppo, small_prompts
-from tests.tiny_llama import save_tiny_llama
+from tests.support.small_ppo import VOCABULARY, small_config, small_ppo, small_prompts
+from tests.support.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow  # three starts of an engine
 

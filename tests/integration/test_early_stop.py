@@ -26,7 +26,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port
 from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
-from tests.small_ppo import services as nowhere
+from tests.support.small_ppo import services as nowhere
 
 CONFIG = RewardConfig.model_validate(
     {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}

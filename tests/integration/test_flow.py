@@ -31,8 +31,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.system.processes import ProcessId, carriers
-from tests import canary
-from tests.sockets import beyond_loopback, listeners
+from tests.support import secret_search
+from tests.support.listening_sockets import beyond_loopback, listeners
 
 STAGES = '''
 import importlib.abc, importlib.machinery, json, os, signal, sys, time
@@ -285,8 +285,8 @@ def test_ctrl_c_twice_waits_for_nobody(command: Command, tmp_path: Path) -> None
 def test_a_secret_in_the_words_of_a_failing_stage_is_found_nowhere(command: Command, home: Path) -> None:
     out, err = finish(command("data:2:secret", until="data"))
     assert "403: (hidden) may not read http://(hidden)@host/x; trying again" in err
-    assert canary.found(CANARY, [home], out, err) == []
-    assert canary.found("403: (hidden) may not read", [home]) != []
+    assert secret_search.find_secret(CANARY, [home], out, err) == []
+    assert secret_search.find_secret("403: (hidden) may not read", [home]) != []
 
 
 def test_prefect_keeps_no_pickle(command: Command, home: Path) -> None:

@@ -22,8 +22,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.types import PromptExample, Rollout
-from tests.small_ppo import TENSORS as WHOLE
-from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
+from tests.support.small_ppo import TENSORS as WHOLE
+from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
 RANK = 4
 TENSORS = {"merged": WHOLE, "adapter": 2 * 7 * 2}

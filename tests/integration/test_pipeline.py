@@ -24,7 +24,7 @@ import pytest
 from rlhf_core.config.load import load_config
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from tests import canary
+from tests.support import secret_search
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAJECTORY = ASSETS / "trajectory.json"
@@ -136,13 +136,13 @@ def test_no_secret_is_found_anywhere_after_a_whole_run(
         place.write_bytes(item.get()["Body"].read())
     places = [golden.home, tmp_path / "bucket"]
     # The search can find: the run's name is in the logs, in both databases and in the bucket.
-    seen = canary.found("tiny", places, golden.output)
+    seen = secret_search.find_secret("tiny", places, golden.output)
     for part in ("mlflow.db", "prefect.db", "rlhf.log", "manifest.json", "text 0"):
         assert any(part in place for place in seen), part
     left = [item.name for item in golden.temporary.iterdir() if not item.name.startswith("rlhf-compiled-")]
     assert not left, "Ray's, vLLM's and torch's temporary files are gone with their stage"
     for name, secret in CANARIES.items():
-        assert canary.found(secret, places, golden.output) == [], name
+        assert secret_search.find_secret(secret, places, golden.output) == [], name
     files = sum(path.is_file() for place in places for path in place.rglob("*"))
     summary_lines.append(f"{len(CANARIES)} canary secrets through a whole run: found in 0 of {files} files")
 

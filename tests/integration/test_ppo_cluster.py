@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import WeightSyncError
-from tests.small_ppo import TENSORS, save_small_model, small_config, small_ppo, small_prompts
-from tests.sockets import beyond_loopback, listeners
+from tests.support.listening_sockets import beyond_loopback, listeners
+from tests.support.small_ppo import TENSORS, save_small_model, small_config, small_ppo, small_prompts
 
 
 def connect_with_a_wrong_token() -> subprocess.Popen[str]:

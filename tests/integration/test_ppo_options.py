@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from rlhf_core.types import PromptExample
-from tests.small_ppo import VOCABULARY, save_small_model, small_config, small_ppo
-from tests.tiny_llama import save_tiny_llama
+from tests.support.small_ppo import VOCABULARY, save_small_model, small_config, small_ppo
+from tests.support.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow  # a start of a fleet for each
 

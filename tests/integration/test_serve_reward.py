@@ -21,7 +21,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.types import RewardInput
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 COMMAND = [sys.executable, "-m", "flows.cli", "serve-reward", "--port", "0", "--device", "cpu"]
 

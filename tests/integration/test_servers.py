@@ -26,7 +26,7 @@ from flows.supervisor import LOOK_SECONDS, MARK, flow_processes
 from rlhf_core.system.processes import carriers
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
-from tests.postgres import postgres, postgres_programs
+from tests.support.postgres import postgres, postgres_programs
 
 NEEDS_POSTGRES = pytest.mark.skipif(postgres_programs() is None, reason="needs PostgreSQL's programs")
 

@@ -24,7 +24,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef
-from tests import damage
+from tests.support import corruption
 
 
 @pytest.fixture
@@ -149,10 +149,10 @@ def test_a_published_artifact_is_fetched_verified_and_cached(store: Store, tmp_p
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)],
+    [(corruption.artifact, corruption.ARTIFACT_CASES), (corruption.checkpoint, corruption.CHECKPOINT_CASES)],
 )
-def test_every_mutation_of_every_file_is_noticed_and_said(
-    make: Callable[[Store, Path], damage.Bundle],
+def test_every_mutation_of_every_file_is_detected_and_logged(
+    make: Callable[[Store, Path], corruption.Bundle],
     expected: int,
     store: Store,
     tmp_path: Path,
@@ -161,17 +161,17 @@ def test_every_mutation_of_every_file_is_noticed_and_said(
 ) -> None:
     bundle = make(store, tmp_path)
     caplog.set_level(logging.WARNING)
-    counted, missed = damage.unnoticed(bundle, tmp_path / "look", caplog.records)
+    counted, missed = corruption.undetected(bundle, tmp_path / "open", caplog.records)
     assert missed == []
     assert counted.total() == expected
-    summary_lines.append(f"{make.__name__} on S3: {expected} mutations, {len(missed)} not noticed")
+    summary_lines.append(f"{make.__name__} on S3: {expected} mutations, {len(missed)} not detected")
 
 
 def test_a_damaged_artifact_is_set_aside_and_made_again(store: Store, tmp_path: Path) -> None:
     artifacts = ArtifactStore(store, tmp_path / "cache")
     ref = publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k"))
     key = "artifacts/ppo/k/000001/policy/model.safetensors"
-    store.put_bytes(key, damage.flipped(store.read_bytes(key) or b"", 0))
+    store.put_bytes(key, corruption.flip_bit(store.read_bytes(key) or b"", 0))
     with pytest.raises(CorruptArtifact, match=r"s3://.*policy/model\.safetensors"):
         artifacts.fetch(ref)
     assert artifacts.find("ppo", "k") is None

@@ -23,7 +23,7 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.system.heartbeat import Watch
 from tests.chaos.harness import processes
-from tests.small_ppo import save_small_model, small_config, small_ppo, small_prompts
+from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
 pytestmark = pytest.mark.slow  # several starts of a fleet, and halts that are waited for
 

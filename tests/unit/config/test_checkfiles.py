@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.checkfiles import check_model, tensors
 from rlhf_core.errors import InputError
-from tests.model_folder import model_folder
+from tests.support.model_folder import model_folder
 
 QUIET = settings(
     max_examples=150,

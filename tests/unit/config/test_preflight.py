@@ -22,7 +22,7 @@ from rlhf_core.config import PipelineConfig, checkfiles, checkplaces, devices, p
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.preflight import check
 from rlhf_core.errors import ConfigError, InputError
-from tests.model_folder import model_folder
+from tests.support.model_folder import model_folder
 
 ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 

@@ -25,7 +25,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import STAGES, PromptExample, Rollout, Services
-from tests.small_ppo import services as nowhere
+from tests.support.small_ppo import services as nowhere
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."

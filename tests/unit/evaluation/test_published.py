@@ -28,7 +28,7 @@ from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, m
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, whole_list
 from rlhf_core.stages.gates import check_gate
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 LORA = LoraConfig(r=16, alpha=32)
 SMALL = 3e-4

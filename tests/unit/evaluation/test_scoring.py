@@ -22,7 +22,7 @@ from rlhf_core.evaluation.generate import sample_responses
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.scoring import judge_digests, policy_kl, score
 from rlhf_core.types import PromptExample, RewardInput
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 CONFIG = PipelineConfig.model_validate(
     {

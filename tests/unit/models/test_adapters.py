@@ -23,7 +23,7 @@ from rlhf_core.models.adapters import WithoutAdapter, adapter_name, add_adapter,
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 LORA = LoraConfig(r=2, alpha=6)
 

@@ -19,7 +19,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.linear import Float32Head, use_float32_head
 from rlhf_core.models.policy import Policy, load_policy
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 BATCH = collate([TokenSequence.of((3, 4, 5), tuple(range(6, 40)))], pad_id=0)
 

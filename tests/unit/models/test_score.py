@@ -19,7 +19,7 @@ from rlhf_core.config.training import LoraConfig
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.models.scoring import sequence_logprobs, sequence_scores, whole_list
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

@@ -27,7 +27,7 @@ from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, s
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.models.weights import check_headers, model_errors
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 LOADING: dict[str, Any] = {"dtype": "float32", "attention": "sdpa", "device": "cpu"}
 Weights = dict[str, torch.Tensor]

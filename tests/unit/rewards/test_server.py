@@ -47,7 +47,7 @@ from rlhf_core.run.serve_reward import locate
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, Rollout
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 SECRET = "s3cret-s3cret-s3cret"
 HH_CHAT = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "hh-chat.jinja"

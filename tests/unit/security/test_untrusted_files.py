@@ -30,7 +30,7 @@ from rlhf_core.errors import CorruptArtifact, DataError, InputError, ModelError
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import checksum_of, digest_of, hash_folder
 from rlhf_core.storage.store import Store
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "it-ran"

@@ -22,7 +22,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.stages import reward
 from rlhf_core.types import PairExample
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 PAIRS = [PairExample(f"p{i}", "", (1, 2, 3), (5 + i, 7), (9, 11 + i)) for i in range(12)]
 

@@ -18,7 +18,7 @@ from rlhf_core.data.sources import model_state, source_digests
 from rlhf_core.errors import DataError
 from rlhf_core.models.policy import Policy
 from rlhf_core.stages import sft
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 
 def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(

@@ -1,8 +1,9 @@
-"""Damage is always noticed, in a folder.
+"""Corruption is always detected in a local store.
 
-Locks: every file of an artifact and of a checkpoint x every mutation, forged manifests included, is noticed
-and said, and never used; one bit changed anywhere in a manifest is noticed; one bad answer of a store
-condemns nothing.
+- every mutation of every file of an artifact and of a checkpoint, including forged manifests, is detected and
+  logged, and the file is never used
+- every changed bit of a manifest is detected
+- one incomplete response of a store does not discard an artifact
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from tests import damage
+from tests.support import corruption
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(damage.artifact, damage.ARTIFACT_CASES), (damage.checkpoint, damage.CHECKPOINT_CASES)],
+    [(corruption.artifact, corruption.ARTIFACT_CASES), (corruption.checkpoint, corruption.CHECKPOINT_CASES)],
 )
-def test_every_mutation_of_every_file_is_noticed_and_said(
-    make: Callable[[Store, Path], damage.Bundle],
+def test_every_mutation_of_every_file_is_detected_and_logged(
+    make: Callable[[Store, Path], corruption.Bundle],
     expected: int,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -33,15 +34,15 @@ def test_every_mutation_of_every_file_is_noticed_and_said(
 ) -> None:
     bundle = make(Store(tmp_path / "store"), tmp_path)
     caplog.set_level(logging.WARNING)
-    counted, missed = damage.unnoticed(bundle, tmp_path / "look", caplog.records)
+    counted, missed = corruption.undetected(bundle, tmp_path / "open", caplog.records)
     assert missed == []
     assert counted.total() == expected
-    summary_lines.append(f"{make.__name__} on a folder: {expected} mutations, {len(missed)} not noticed")
+    summary_lines.append(f"{make.__name__} on a folder: {expected} mutations, {len(missed)} not detected")
 
 
-def test_one_bit_changed_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_changed_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
-    bundle = damage.artifact(store, tmp_path)
+    bundle = corruption.artifact(store, tmp_path)
     raw = store.read_bytes(bundle.manifest) or b""
     for offset in range(len(raw)):
         changed = bytearray(raw)
@@ -51,11 +52,11 @@ def test_one_bit_changed_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> No
     assert len(raw) > 1000
 
 
-def test_one_bad_answer_for_a_manifest_condemns_nothing(
+def test_one_incomplete_read_of_a_manifest_discards_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path / "store")
-    bundle = damage.artifact(store, tmp_path)
+    bundle = corruption.artifact(store, tmp_path)
     plain = Store.read_bytes
 
     def cut_once(self: Store, key: str) -> bytes | None:
@@ -64,4 +65,4 @@ def test_one_bad_answer_for_a_manifest_condemns_nothing(
 
     monkeypatch.setattr(Store, "read_bytes", cut_once)
     assert ArtifactStore(store, tmp_path / "cache").find("ppo", "k") is not None
-    assert bundle.look(tmp_path / "look") == "used"
+    assert bundle.open(tmp_path / "open") == "used"

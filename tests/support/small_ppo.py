@@ -1,5 +1,6 @@
-"""PPO on a rule reward with models of a few thousand parameters: Ray, vLLM and DeepSpeed for real, and no
-stages, data, checkpoints or tracking around them.
+"""PPO on a rule reward with models of a few thousand parameters.
+
+It uses the real Ray, vLLM and DeepSpeed, without stages, data, checkpoints or tracking.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.heartbeat import Watch
 from rlhf_core.types import PromptExample, Services
-from tests.tiny_llama import save_tiny_llama
+from tests.support.tiny_llama import save_tiny_llama
 
 VOCABULARY = 101
 TENSORS = 2 * 9 + 2
-"""Of `save_small_model`: two decoder layers of nine, the tied embedding and the last norm."""
+"""Tensors of `save_small_model`: two decoder layers of nine each, the tied embedding and the last norm."""
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
 
 
@@ -54,7 +55,10 @@ def save_small_model(folder: Path, vocabulary: int = VOCABULARY) -> Path:
 
 
 def small_config(model: Path, ppo: dict[str, Any], **run: Any) -> PipelineConfig:
-    """Three steps, rewarded for the share of tokens below 50, but for what `ppo` and `run` say."""
+    """Return a configuration of three steps that rewards the share of tokens below 50.
+
+    `ppo` and `run` replace settings of these sections.
+    """
     defaults = {
         "steps": 3,
         "micro_batch_tokens": 128,
@@ -71,11 +75,11 @@ def small_config(model: Path, ppo: dict[str, Any], **run: Any) -> PipelineConfig
 
 
 def small_prompts() -> list[PromptExample]:
-    """Twenty, of five to eleven tokens."""
-    chance = random.Random(0)
+    """Return 20 prompts of 5 to 11 tokens."""
+    rng = random.Random(0)
     lengths = [4 + i % 7 for i in range(20)]
     return [
-        PromptExample(f"p{i}", "", (1, *(chance.randrange(3, VOCABULARY) for _ in range(length))))
+        PromptExample(f"p{i}", "", (1, *(rng.randrange(3, VOCABULARY) for _ in range(length))))
         for i, length in enumerate(lengths)
     ]
 
@@ -89,8 +93,15 @@ def small_ppo(
     watch: Watch | None = None,
     roles: Mapping[Role, Path] | None = None,
 ) -> Iterator[PPOController]:
-    """A controller whose fleet has started, every role from `model` but for `roles`, and whose engines have
-    the policy's weights.
+    """Yield a controller with a started fleet, after the first weight sync.
+
+    Args:
+        config: Configuration, usually from `small_config`.
+        model: Model folder of every role that is not in `roles`.
+        work: Scratch folder.
+        prompts: Training prompts.
+        watch: Process monitor, if the test needs one.
+        roles: Model folders of single roles.
     """
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
     with (

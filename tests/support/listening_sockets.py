@@ -1,4 +1,4 @@
-"""Which sockets a process and its children listen on: read from the kernel, as an outsider would find them."""
+"""Listening TCP sockets of a process and its children, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 class Listener(NamedTuple):
-    """One TCP socket that somebody can connect to."""
+    """One listening TCP socket."""
 
     program: str
     pid: int
@@ -20,20 +20,22 @@ class Listener(NamedTuple):
 
 
 def listeners(root: int) -> list[Listener]:
-    """Those of the process `root` and of all below it."""
-    found = []
+    """Return the listening sockets of the process `root` and all its descendants."""
+    result = []
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         try:
             name, sockets = _name(process), process.net_connections(kind="tcp")
         except psutil.Error:
             continue
-        found += [Listener(name, process.pid, *s.laddr) for s in sockets if s.status == psutil.CONN_LISTEN]
-    return found
+        result += [Listener(name, process.pid, *s.laddr) for s in sockets if s.status == psutil.CONN_LISTEN]
+    return result
 
 
-def beyond_loopback(found: Iterable[Listener]) -> list[Listener]:
-    """Those that another host could reach."""
-    return [entry for entry in found if not ipaddress.ip_address(entry.address.partition("%")[0]).is_loopback]
+def beyond_loopback(entries: Iterable[Listener]) -> list[Listener]:
+    """Return the listeners that another host can reach."""
+    return [
+        entry for entry in entries if not ipaddress.ip_address(entry.address.partition("%")[0]).is_loopback
+    ]
 
 
 def _name(process: psutil.Process) -> str:

@@ -1,4 +1,4 @@
-"""A folder in the layout of a Hugging Face model, small enough to make for every test."""
+"""A minimal folder in the layout of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 
 def safetensors(**tensors: list[int]) -> bytes:
+    """Return a safetensors file of float32 zeros with these shapes. `__` in a name stands for a dot."""
     header, end = {}, 0
     for name, shape in tensors.items():
         size = 4
@@ -21,7 +22,11 @@ def safetensors(**tensors: list[int]) -> bytes:
 
 
 def model_folder(folder: Path, **changes: Any) -> Path:
-    """A folder that passes; `changes` replaces files by name (bytes, a JSON value, or None to leave it out)."""
+    """Write a valid model folder.
+
+    `changes` replaces files by name with bytes, a JSON value, or None to omit the file. `__` in a name stands
+    for a dot.
+    """
     files: dict[str, Any] = {
         "config.json": {
             "max_position_embeddings": 256,

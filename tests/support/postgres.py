@@ -1,4 +1,4 @@
-"""A PostgreSQL server of one's own, from the system's packages (`apt-get install postgresql`)."""
+"""A temporary PostgreSQL server from the system's packages (`apt-get install postgresql`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from rlhf_core.system.processes import free_port
 
 
 def postgres_programs() -> Path | None:
-    """The folder with `initdb` and `pg_ctl`; None where PostgreSQL is not installed."""
+    """Return the folder with `initdb` and `pg_ctl`, or None if PostgreSQL is not installed."""
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    found = shutil.which("initdb")
-    return debian[-1] if debian else Path(found).parent if found else None
+    if debian:
+        return debian[-1]
+    initdb = shutil.which("initdb")
+    return Path(initdb).parent if initdb else None
 
 
 @contextmanager
 def postgres(folder: Path) -> Iterator[str]:
-    """Its address for Prefect, on loopback, while it runs with its data in `folder`."""
+    """Run a server on loopback with its data in `folder`. Yield its URL for Prefect."""
     programs = postgres_programs()
     assert programs is not None, "PostgreSQL is not installed"
     folder.mkdir(parents=True)
-    # The server refuses to run as root; the packages bring a user for it.
+    # The server refuses to run as root. Debian's package creates a user for it.
     user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
     if user:
         shutil.chown(folder, "postgres")
@@ -34,7 +36,7 @@ def postgres(folder: Path) -> Iterator[str]:
     port = free_port(5432)
 
     def call(program: str, *arguments: str) -> None:
-        # Its log is a file: an inherited pipe would be held open by the server.
+        # Output goes to a file, because the server would keep an inherited pipe open.
         command = [*user, str(programs / program), "-D", str(folder / "data"), *arguments]
         subprocess.run(command, check=True, timeout=60, cwd=folder, stdout=subprocess.DEVNULL)
 

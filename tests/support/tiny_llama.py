@@ -1,4 +1,4 @@
-"""Random Llamas of a few thousand parameters, for tests of what does not depend on what a model knows."""
+"""Llama models with a few thousand random parameters, for tests that do not need a trained model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def save_tiny_llama(folder: Path, seed: int = 0, **shape: Any) -> Path:
-    """Write one in Hugging Face layout, the same for the same `seed` and `shape` (LlamaConfig's names);
-    returns `folder`.
+    """Write a model in Hugging Face layout and return `folder`.
 
-    With `eos_token_id=None` nothing ends a response before its full length.
+    The weights depend only on `seed` and `shape` (fields of LlamaConfig). With `eos_token_id=None` a response
+    always has the maximum length.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,7 +28,7 @@ def save_tiny_llama(folder: Path, seed: int = 0, **shape: Any) -> Path:
     }
     LlamaForCausalLM(LlamaConfig(**{**defaults, **shape})).save_pretrained(folder)
     if shape.get("eos_token_id", 0) is None:
-        # Left out of the file, it would be LlamaConfig's default again.
-        written = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(written | {"eos_token_id": []}))
+        # save_pretrained omits None, and loading would then use the default of LlamaConfig.
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
     return folder

@@ -1,7 +1,6 @@
-"""Every file of a bundle x every mutation, on any store: what the tests of the folder and of the bucket
-share.
+"""Corruption of stored bundles: every mutation of every file, for tests of local folders and S3 buckets.
 
-`Case` says what is changed; `unnoticed` changes it, looks with fresh eyes, and puts everything back.
+`cases` lists the mutations. `undetected` applies each one, opens the bundle with an empty cache and restores it.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 20
 HTML = b"<html><body><h1>503 Slow Down</h1></body></html>"
 
 
-def flipped(data: bytes, at: int) -> bytes:
+def flip_bit(data: bytes, index: int) -> bytes:
+    """Return `data` with the lowest bit of one byte flipped."""
     changed = bytearray(data)
-    changed[at] ^= 1
+    changed[index] ^= 1
     return bytes(changed)
 
 
 Mutation = Callable[[bytes], bytes | None]
-"""New content; None: the object is deleted."""
+"""Returns the new content, or None to delete the object."""
 
 ANY_FILE: dict[str, Mutation] = {
-    "first byte flipped": lambda data: flipped(data, 0) if data else data,
-    "middle byte flipped": lambda data: flipped(data, len(data) // 2) if data else data,
-    "last byte flipped": lambda data: flipped(data, -1) if data else data,
+    "first byte flipped": lambda data: flip_bit(data, 0) if data else data,
+    "middle byte flipped": lambda data: flip_bit(data, len(data) // 2) if data else data,
+    "last byte flipped": lambda data: flip_bit(data, -1) if data else data,
     "one byte short": lambda data: data[:-1],
     "half": lambda data: data[: len(data) // 2],
     "emptied": lambda data: b"",
@@ -56,7 +56,7 @@ MANIFEST: dict[str, Mutation] = {
 
 
 def forged(change: Callable[[dict[str, Any]], object]) -> Mutation:
-    """A manifest changed by somebody who also corrects its digest and its checksum."""
+    """Return a mutation of a manifest that also corrects its digest and its checksum."""
 
     def mutate(data: bytes) -> bytes:
         content = json.loads(data)
@@ -91,24 +91,26 @@ FORGERIES: dict[str, Mutation] = {
 }
 
 
-# A full file: 11 of ANY_FILE + swap + file beside it = 13; an empty one: 4 of ANY_FILE change it + 2 = 6. A
-# manifest: 15 + 14 forgeries = 29; newest.json: 11 + 2 = 13.
+# A file with content: 11 of ANY_FILE + swap + additional file = 13. An empty file: 4 of ANY_FILE change it + 2 = 6.
+# A manifest: 15 + 14 forgeries = 29. newest.json: 11 + 2 = 13.
 ARTIFACT_CASES = 3 * 13 + 6 + 29
 CHECKPOINT_CASES = 5 * 13 + 29 + 13
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A committed artifact or checkpoint, and how it is looked for."""
+    """A committed artifact or checkpoint."""
 
     store: Store
     prefix: str
-    """Everything below it may be changed."""
+    """All objects with this prefix may be changed."""
     manifest: str
     data: str
     """Key of the folder with the files."""
-    look: Callable[[Path], str]
-    """With a fresh cache at this path: `damaged` (refused, or the one before is used), or `used`."""
+    open: Callable[[Path], str]
+    """Opens the bundle with an empty cache folder. Returns `damaged` if it is refused or an earlier bundle is
+    used instead, otherwise `used`.
+    """
 
     def names(self) -> list[str]:
         return [key for key in self.store.list(self.prefix) if "/attempts/" not in key]
@@ -119,63 +121,64 @@ class Case:
     name: str
     key: str
     changes: dict[str, bytes | None]
-    """Key -> new content, None for none."""
+    """New content by key, or None to delete the object."""
     harmless: bool = False
-    """Said, but the bundle is whole and is used."""
+    """Must be logged, but the bundle is intact and is used."""
 
 
 def cases(bundle: Bundle) -> Iterator[Case]:
-    """All that change anything."""
+    """Yield every mutation of every object of the bundle."""
     files = [key for key in bundle.names() if key.startswith(f"{bundle.data}/")]
     content = {key: bundle.store.read_bytes(key) or b"" for key in bundle.names()}
     for key, sibling in zip(files, [*files[1:], files[0]], strict=True):
         yield from (Case(name, key, {key: mutate(content[key])}) for name, mutate in ANY_FILE.items())
         yield Case("swapped with its sibling", key, {key: content[sibling], sibling: content[key]})
-        yield Case("file beside it", key, {f"{key}.json": b"{}"})
+        yield Case("additional file", key, {f"{key}.json": b"{}"})
     for name, mutate in (MANIFEST | FORGERIES).items():
         yield Case(f"manifest: {name}", bundle.manifest, {bundle.manifest: mutate(content[bundle.manifest])})
     for key in content:
         if key.endswith("newest.json"):
             for name, mutate in ANY_FILE.items():
                 yield Case(f"newest.json: {name}", key, {key: mutate(content[key])}, harmless=True)
-            yield Case("newest.json: a step that is not there", key, {key: newest(9)}, harmless=True)
+            yield Case("newest.json: a missing step", key, {key: newest_json(9)}, harmless=True)
             yield Case("newest.json: edited", key, {key: content[key].replace(b"2", b"1", 1)}, harmless=True)
 
 
-def newest(step: int) -> bytes:
+def newest_json(step: int) -> bytes:
     return json.dumps({"step": step, "checksum": checksum_of({"step": step})}).encode()
 
 
-def unnoticed(
+def undetected(
     bundle: Bundle, tmp_path: Path, records: list[logging.LogRecord]
 ) -> tuple[Counter[str], list[str]]:
-    """(cases by name, those that were not noticed or not said)."""
+    """Apply every case. Return the number of cases by name and those that were not detected or not logged."""
     before = {key: bundle.store.read_bytes(key) or b"" for key in bundle.names()}
     counted: Counter[str] = Counter()
     missed = []
     for number, case in enumerate(cases(bundle)):
         if all(before.get(key) == data for key, data in case.changes.items()):
-            continue  # half of an empty file is an empty file
+            continue  # The mutation does not change this file: half of an empty file is empty.
         for key, data in case.changes.items():
             if data is None:
                 bundle.store.delete([key])
             else:
                 bundle.store.put_bytes(key, data)
         records.clear()
-        seen = bundle.look(tmp_path / str(number))
-        said = any(record.levelno >= logging.WARNING for record in records)
+        outcome = bundle.open(tmp_path / str(number))
+        logged = any(record.levelno >= logging.WARNING for record in records)
         counted[case.name] += 1
-        if not said or seen != ("used" if case.harmless else "damaged"):
-            missed.append(f"{case.name}: {case.key}: {seen}, {'said' if said else 'silent'}")
+        expected = "used" if case.harmless else "damaged"
+        if not logged or outcome != expected:
+            missed.append(f"{case.name}: {case.key}: {outcome}, {'logged' if logged else 'not logged'}")
         bundle.store.delete([key for key in bundle.names() if key not in before])
         for key in {*case.changes, bundle.manifest} & before.keys():
             bundle.store.put_bytes(key, before[key])
-    assert bundle.look(tmp_path / "whole") == "used", "everything was put back"
+    assert bundle.open(tmp_path / "intact") == "used", "everything was restored"
     return counted, missed
 
 
 def artifact(store: Store, tmp_path: Path) -> Bundle:
-    """A published artifact of four files, one of them empty."""
+    """Publish an artifact of four files, one of them empty."""
     folder = tmp_path / "out"
     (folder / "policy").mkdir(parents=True)
     (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 8)
@@ -188,21 +191,21 @@ def artifact(store: Store, tmp_path: Path) -> Bundle:
     prefix = "artifacts/ppo/k"
     data = f"{prefix}/{ref.uri.rsplit('/', 1)[-1]}"
 
-    def look(cache: Path) -> str:
+    def open_with(cache: Path) -> str:
         found = ArtifactStore(store, cache).find("ppo", "k")
         try:
-            # A run that found it before the damage goes straight to the files.
+            # A run that found the artifact before the damage reads the files directly.
             ArtifactStore(store, cache).fetch(found or ref)
         except CorruptArtifact as error:
             logging.getLogger("tests").warning("%s", error)
             return "damaged"
         return "used"
 
-    return Bundle(store, prefix, f"{prefix}/manifest.json", data, look)
+    return Bundle(store, prefix, f"{prefix}/manifest.json", data, open_with)
 
 
 def checkpoint(store: Store, tmp_path: Path) -> Bundle:
-    """The second of two checkpoints, of five files as DeepSpeed and the controller leave them."""
+    """Save two checkpoints of five files, as DeepSpeed and the controller write them. Return the second."""
     saver = CheckpointStore(store, "k", tmp_path / "work", 2)
     for step in (1, 2):
         folder = tmp_path / f"state{step}"
@@ -218,11 +221,11 @@ def checkpoint(store: Store, tmp_path: Path) -> Bundle:
     root, prefix = "checkpoints/k", "checkpoints/k/step-00000002"
     [data] = {"/".join(key.split("/")[:4]) for key in store.list(prefix) if not key.endswith("manifest.json")}
 
-    def look(work: Path) -> str:
+    def open_with(work: Path) -> str:
         found = CheckpointStore(store, "k", work, 2).latest()
         assert found is not None and json.loads((found[1] / "controller.json").read_text()) == {
             "done": found[0]
         }
         return {1: "damaged", 2: "used"}[found[0]]
 
-    return Bundle(store, root, f"{prefix}/manifest.json", data, look)
+    return Bundle(store, root, f"{prefix}/manifest.json", data, open_with)
