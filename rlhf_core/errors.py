@@ -104,7 +104,7 @@ class WorkerDied(InfrastructureError):
 
 
 class WorkerStuck(InfrastructureError):
-    """A worker, engine or training rank did not move within its timeout: halted, or waiting for what does not
+    """A worker, engine or training rank did not move within its timeout: suspended, or waiting for what does not
     come.
     """
 

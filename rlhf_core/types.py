@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rlhf_core.system.heartbeat import Watch
+from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.stopping import StopRequest
 
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
@@ -204,7 +204,7 @@ class Services:
     """None where a stage runs outside a pipeline (unit tests)."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Whether this process was asked to stop."""
-    watch: Watch | None = None
+    monitor: Monitor | None = None
     """Looks after the processes of this attempt; None outside a pipeline."""
     journal: Path | None = None
     """Local folder of this stage key that outlives an attempt; None outside a pipeline."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.heartbeat import doing
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.types import Services
 
@@ -42,13 +42,13 @@ def save(
     folder = work / f"checkpoint-{step:08d}"
     if services is not None:
         services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
-    doing("checkpoint")
+    heartbeat("checkpoint")
     dist.barrier()
     engine.save_checkpoint(folder)
     failpoint("checkpoint.written")
     dist.barrier()
     if services is not None:
-        doing("commit", limit=math.inf)  # an upload's every call has its own bound
+        heartbeat("commit", stall_after=math.inf)  # an upload's every call has its own bound
         (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
         services.metrics.flush()
         services.checkpoints.save(step, folder, score)
@@ -89,7 +89,7 @@ def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any]
     start.
     """
     found: list[Any] = [None]
-    doing("restore", limit=math.inf)  # rank 0 fetches, the others wait for it in a collective
+    heartbeat("restore", stall_after=math.inf)  # rank 0 fetches, the others wait for it in a collective
     if services is not None:
         latest = services.checkpoints.latest()
         found = [None if latest is None else (latest[1], services.work / "converted")]
@@ -97,7 +97,7 @@ def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any]
     if found[0] is None:
         return None
     folder, scratch = found[0]
-    doing("load checkpoint")
+    heartbeat("load checkpoint")
     engine.load_checkpoint(folder, scratch)
     state: dict[str, Any] = json.loads((folder / _LOOP).read_text())
     return state

@@ -28,7 +28,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
 from rlhf_core.models.quantized import shape, whole
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.heartbeat import doing
+from rlhf_core.system.heartbeat import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class TrainingEngine:
         self._stumbled = False
         count = 0
         for loss in micro_losses:
-            doing(f"optimizer step {self.steps_done + 1}")
+            heartbeat(f"optimizer step {self.steps_done + 1}")
             count += 1
             if failpoint("train.backward", "nan") == "nan":
                 loss = loss * math.nan

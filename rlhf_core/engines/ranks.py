@@ -27,7 +27,7 @@ from rlhf_core.config.devices import leads_to_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
-from rlhf_core.system.heartbeat import Watch, doing, idle, leave_part, take_part, working_on
+from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
 from rlhf_core.system.stopping import EXIT_STOPPED
 
 _LOOK_SECONDS = 0.5
@@ -60,24 +60,24 @@ def run_ranks(
     *args: Any,
     rank_zero: Any,
     timeouts: TimeoutsConfig | None = None,
-    watch: Watch | None = None,
+    monitor: Monitor | None = None,
 ) -> Any:
     """Call `work(rank, *args, context)` on every rank and return what rank 0 returned.
 
     `context` is `rank_zero` on rank 0 and None elsewhere: only rank 0 tracks, commits and reports. `work` and
     `args` must be picklable. An error of another rank is raised here with its class and the rank's number; a
-    rank that dies without a word is a WorkerDied, one that does not move a WorkerStuck. `watch`: the stage's,
+    rank that dies without a word is a WorkerDied, one that does not move a WorkerStuck. `monitor`: the stage's,
     entered; None: one's own.
     """
     limits = timeouts or TimeoutsConfig()
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        nullcontext(watch) if watch is not None else Watch() as seen,
+        nullcontext(monitor) if monitor is not None else Monitor() as seen,
     ):
         address, port = listener.getsockname()
         own = Rank(0, ranks, 0, address, port, device, limits.start, limits.stall, listener)
-        take_part(seen.folder, _name(own), limits.stall)
-        doing("start", limits.start)
+        register(seen.folder, _name(own), limits.stall)
+        heartbeat("start", limits.start)
         others = [
             _Other.start(work, replace(own, rank=r, local_rank=r, listener=None), args, seen.folder, limits)
             for r in range(1, ranks)
@@ -99,7 +99,7 @@ def run_ranks(
                 other.process.join()
             if device == "cpu":  # after an error NCCL would wait for ranks that are gone
                 leave()
-            leave_part()
+            unregister()
 
 
 def _name(rank: Rank) -> str:
@@ -165,7 +165,7 @@ def _await_start(others: list[_Other], seconds: float) -> None:
 
 
 @contextmanager
-def _told_of_failures(others: list[_Other], watch: Watch) -> Iterator[None]:
+def _told_of_failures(others: list[_Other], monitor: Monitor) -> Iterator[None]:
     """While it lasts, the stage fails with the error of a rank that ends with one, if rank 0 does not notice:
     a collective of gloo breaks when a peer is gone, one of NCCL waits for it.
     """
@@ -176,10 +176,10 @@ def _told_of_failures(others: list[_Other], watch: Watch) -> Iterator[None]:
         while not over.wait(_LOOK_SECONDS):
             failed = next((other for other in others if other.has_failed), None)
             # What rank 0 commits is worth having, and it waits for nobody there.
-            if failed is not None and working_on() != "commit":
+            if failed is not None and current_activity() != "commit":
                 patience -= _LOOK_SECONDS
             if failed is not None and patience <= 0:
-                watch.give_up(failed.error)
+                monitor.abort(failed.error)
                 return
 
     thread = threading.Thread(target=look, name="other-ranks", daemon=True)
@@ -202,15 +202,19 @@ def _await_end(others: list[_Other], seconds: float) -> None:
             raise other.error
 
 
-def _explained(error: RuntimeError, others: list[_Other], watch: Watch, limits: TimeoutsConfig) -> Exception:
+def _explained(
+    error: RuntimeError, others: list[_Other], monitor: Monitor, limits: TimeoutsConfig
+) -> Exception:
     """The error of the rank that made rank 0 raise `error`, which is its own if no other rank is to blame."""
     idle()  # rank 0 has moved: it raised
-    stuck = any(part.state == "halted" or part.late for part in watch.lost())
+    stuck = any(
+        participant.state == "suspended" or participant.stalled for participant in monitor.unhealthy()
+    )
     culprit = None if stuck else _first_dead(others, _LAST_WORD_SECONDS)
     if culprit is not None:
         return culprit.error
     if stuck or (others and "timed out" in str(error).lower()):
-        return watch.blame("the other training ranks", f"run.timeouts.stall={limits.stall:g}")
+        return monitor.diagnose("the other training ranks", f"run.timeouts.stall={limits.stall:g}")
     return error
 
 
@@ -239,8 +243,8 @@ def _other_rank(
     folder: Path,
     limits: TimeoutsConfig,
 ) -> None:
-    take_part(folder, _name(rank), limits.stall)
-    doing("start", limits.start)
+    register(folder, _name(rank), limits.stall)
+    heartbeat("start", limits.start)
     try:
         pipe.send("up")
         join(rank)
@@ -252,7 +256,7 @@ def _other_rank(
         pipe.send(to_record(error))
         code = 1
     finally:
-        leave_part()
+        unregister()
     # Where Python takes itself apart while torch's threads still run, it aborts now and then, or waits for
     # other ranks.
     sys.stdout.flush()

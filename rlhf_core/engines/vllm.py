@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError
-from rlhf_core.system.heartbeat import doing
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout
 
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -205,7 +205,7 @@ def _moving(step: Callable[[], Any]) -> Callable[[], Any]:
     """vLLM's `step`, as a sign of life: a long batch is no stuck engine."""
 
     def run() -> Any:
-        doing("decode")
+        heartbeat("decode")
         return step()
 
     return run

@@ -9,7 +9,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.heartbeat import doing, idle
+from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
 
 _ADAPTER = 1
@@ -56,7 +56,7 @@ def sample_responses(
     from rlhf_core.engines.vllm import Engine
 
     seed = derive_seed(config.run.seed, "evaluate")
-    doing("start an engine", config.run.timeouts.start)
+    heartbeat("start an engine", config.run.timeouts.start)
     try:
         engine = Engine(
             files.model,
@@ -87,7 +87,7 @@ def sample_responses(
             )
             done(len(rollouts))
     finally:
-        doing("end the engine")
+        heartbeat("end the engine")
         engine.shutdown()
         idle()
     return rollouts

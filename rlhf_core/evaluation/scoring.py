@@ -19,7 +19,7 @@ from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
-from rlhf_core.system.heartbeat import doing, idle
+from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def score_reward_model(
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, whole_list
 
-    doing("load the reward model", config.run.timeouts.start)
+    heartbeat("load the reward model", config.run.timeouts.start)
     model = load_score_model(
         folder,
         dtype=config.reward.deepspeed.dtype,
@@ -213,7 +213,7 @@ def logprobs(
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scoring import sequence_logprobs, whole_list
 
-    doing("load a policy", config.run.timeouts.start)
+    heartbeat("load a policy", config.run.timeouts.start)
     model = load_policy(
         files.model,
         dtype=dtype or config.ppo.policy_deepspeed.dtype,

@@ -17,7 +17,7 @@ from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel, ScoreStatistics
-from rlhf_core.system.heartbeat import doing
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptAndResponse
 
 
@@ -41,7 +41,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], TokenBatch]]:
         for number, micro_batch in enumerate(self._micro_batches, start=1):
-            doing(f"pass {number} of {len(self._micro_batches)}")
+            heartbeat(f"pass {number} of {len(self._micro_batches)}")
             chosen = [TokenSequence.of(*self._sequences[i]) for i in micro_batch]
             yield micro_batch, collate(chosen, pad_id=self._pad_id, pack=self._pack).to(self._device)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.errors import WorkerStuck
-from rlhf_core.ppo.records import PartSpec, Usage
+from rlhf_core.ppo.records import ParticipantSpec, Usage
 from rlhf_core.ppo.rpc import Actor, called, fetch
 from rlhf_core.ppo.worker import process_usage
 from rlhf_core.system.failpoints import failpoint
@@ -23,7 +23,7 @@ class EngineActor(Actor):
 
     def __init__(
         self,
-        part: PartSpec,
+        participant: ParticipantSpec,
         index: int,
         model: str,
         engine_json: str,
@@ -34,7 +34,7 @@ class EngineActor(Actor):
         adapter_rank: int | None,
         head_dtype: str,
     ) -> None:
-        super().__init__(part)
+        super().__init__(participant)
         self._index = index
         self._config = EngineConfig.model_validate_json(engine_json)
         self._model = Path(model)

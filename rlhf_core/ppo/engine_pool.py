@@ -70,7 +70,7 @@ class Engines:
                     self.health.note(self._names[index], "answered")
                 except (WorkerDied, OutOfMemory) as error:
                     self._bury(index, f"while {what} was waited for: {error.message}")
-            if ready or self._calls.watch.busy():
+            if ready or self._calls.monitor.busy():
                 moved = time.monotonic()
             # One that does not even begin has no part that could be late: its call was lost.
             lost = time.monotonic() - moved > max(limits.start, limits.stall)
@@ -82,7 +82,7 @@ class Engines:
         return answers
 
     def bury(self, reason: str, *, failed: bool) -> list[int]:
-        """Those that are gone or stuck. `failed`: something did, so that those also count that are halted, or
+        """Those that are gone or stuck. `failed`: something did, so that those also count that are suspended, or
         that only Ray knows to be gone.
         """
         lost = [
@@ -141,23 +141,32 @@ class Engines:
         return self.health[self._names[index]] != "dead"
 
     def _stuck(self, index: int, what: str) -> bool:
-        """Whether an engine that was asked has to be buried; a halted one is suspect until its limit has
+        """Whether an engine that was asked has to be buried; a suspended one is suspect until its limit has
         passed.
         """
-        part = self._calls.watch.part(self._names[index])
-        if part is not None and part.late:
+        participant = self._calls.monitor.participant(self._names[index])
+        if participant is not None and participant.stalled:
             self._bury(
-                index, f"{part.describe()}, while {what} was waited for; stacks: {self._calls.watch.folder}"
+                index,
+                f"{participant.describe()}, while {what} was waited for; stacks: {self._calls.monitor.folder}",
             )
             return True
-        if part is not None and part.state == "halted" and self.health[self._names[index]] == "healthy":
+        if (
+            participant is not None
+            and participant.state == "suspended"
+            and self.health[self._names[index]] == "healthy"
+        ):
             self.health.note(self._names[index], "silent")
-            log.warning("%s; it is waited for until %g s", part.describe(), part.limit)
+            log.warning("%s; it is waited for until %g s", participant.describe(), participant.stall_after)
         return False
 
     def _is_lost(self, index: int, *, failed: bool) -> bool:
-        part = self._calls.watch.part(self._names[index])
-        if part is not None and (part.state == "gone" or part.late or (failed and part.state == "halted")):
+        participant = self._calls.monitor.participant(self._names[index])
+        if participant is not None and (
+            participant.state == "dead"
+            or participant.stalled
+            or (failed and participant.state == "suspended")
+        ):
             return True
         return failed and bool(gone([self._handles[index]]))
 
@@ -167,7 +176,7 @@ class Engines:
         name = self._names[index]
         log.warning("%s is lost: %s", name, reason)
         ray.kill(self._handles[index])
-        self._calls.watch.kill([name])
+        self._calls.monitor.kill([name])
         try:
             self.health.note(name, "died")
         except WorkerDied as error:

@@ -24,10 +24,10 @@ from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.dispatch import reassign
 from rlhf_core.ppo.engine_pool import Engines
 from rlhf_core.ppo.placement_groups import reserve
-from rlhf_core.ppo.records import PartSpec, Usage
+from rlhf_core.ppo.records import ParticipantSpec, Usage
 from rlhf_core.ppo.rpc import Calls, gone
 from rlhf_core.seeds import derive_seed
-from rlhf_core.system.heartbeat import Watch, doing, leave_part, take_part
+from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.weight_sync.sender import SyncReport
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class Fleet:
         device: str,
         folders: dict[Role, Path],
         pad_id: int,
-        watch: Watch | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
-        """`folders`: the model each role starts from; the policy's is also the engines'. `watch`: the
+        """`folders`: the model each role starts from; the policy's is also the engines'. `monitor`: the
         stage's, entered; None: one's own.
         """
         self._config = config
@@ -83,7 +83,7 @@ class Fleet:
         self._pad_id = pad_id
         self._timeouts = config.run.timeouts
         self._local = not os.environ.get("RAY_ADDRESS")
-        self._given_watch = watch
+        self._given_monitor = monitor
         self._connected: list[Any] = []
         self._started: Counter[str] = Counter()
         """How often each group was started."""
@@ -93,12 +93,12 @@ class Fleet:
         """Whether rows are packed: every loaded model supports it and the configuration allows it."""
 
     def __enter__(self) -> Fleet:
-        self._watch = self._given_watch or Watch().__enter__()
+        self._monitor = self._given_monitor or Monitor().__enter__()
         # This process moves as long as Ray answers it; what it does between calls has bounds of its own.
-        take_part(self._watch.folder, "controller", math.inf)
-        self._calls = Calls(self._watch, self._timeouts)
+        register(self._monitor.folder, "controller", math.inf)
+        self._calls = Calls(self._monitor, self._timeouts)
         try:
-            doing("start Ray", self._timeouts.start)
+            heartbeat("start Ray", self._timeouts.start)
             self._start_ray()
             self._start_actors()
         except BaseException as error:
@@ -109,15 +109,15 @@ class Fleet:
     def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
         import ray
 
-        doing("end", self._timeouts.start)
+        heartbeat("end", self._timeouts.start)
         if error is not None:
-            # Some may be halted, and Ray's daemons wait for nobody whom they cannot ask.
-            self._watch.kill()
+            # Some may be suspended, and Ray's daemons wait for nobody whom they cannot ask.
+            self._monitor.kill()
         ray.shutdown()
-        self._watch.kill()
-        leave_part()
-        if self._given_watch is None:
-            self._watch.__exit__()
+        self._monitor.kill()
+        unregister()
+        if self._given_monitor is None:
+            self._monitor.__exit__()
 
     # -- start --
 
@@ -180,7 +180,9 @@ class Fleet:
                 runtime_env={"env_vars": self._environment()["worker"]},
                 **self._slots.rank(group, rank),
             )
-            .remote(self._part(_rank_name(group, rank)), config_json, group.roles, folders, self._pad_id)
+            .remote(
+                self._participant(_rank_name(group, rank)), config_json, group.roles, folders, self._pad_id
+            )
             for rank in range(group.ranks)
         ]
         started = WorkerGroup(group, tuple(actors))
@@ -202,7 +204,7 @@ class Fleet:
                 **self._slots.engine(index),
             )
             .remote(
-                self._part(f"engine {index}"),
+                self._participant(f"engine {index}"),
                 index,
                 self._folders["policy"],
                 self._config.ppo.engine.model_dump_json(),
@@ -215,8 +217,8 @@ class Fleet:
             )
         )
 
-    def _part(self, name: str) -> PartSpec:
-        return PartSpec(name, self._watch.folder.resolve(), self._timeouts)
+    def _participant(self, name: str) -> ParticipantSpec:
+        return ParticipantSpec(name, self._monitor.folder.resolve(), self._timeouts)
 
     def _load(self, groups: Sequence[WorkerGroup] = (), engines: Sequence[Any] = ()) -> None:
         loading: list[Any] = []
@@ -300,8 +302,8 @@ class Fleet:
         raise AssertionError("the last round raises or returns")
 
     def _lost_groups(self) -> list[Group]:
-        """Those with a rank that is gone, halted or late; after a call has failed."""
-        lost = {part.name for part in self._watch.lost()}
+        """Those with a rank that is gone, suspended or late; after a call has failed."""
+        lost = {participant.name for participant in self._monitor.unhealthy()}
         dead = [] if lost else gone([actor for workers in self.distinct_groups for actor in workers.actors])
         return [
             workers.group
@@ -316,7 +318,7 @@ class Fleet:
 
         for actor in workers.actors:
             ray.kill(actor)
-        self._watch.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
+        self._monitor.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
 
     # -- engines --
 

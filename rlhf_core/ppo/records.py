@@ -24,8 +24,8 @@ class LogprobResult:
 
 
 @dataclass(frozen=True)
-class PartSpec:
-    """Who an actor is for those who watch it."""
+class ParticipantSpec:
+    """How an actor registers with the heartbeat monitor."""
 
     name: str
     """`critic+reward rank 0`, `engine 1`."""

@@ -18,8 +18,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied, classified
-from rlhf_core.ppo.records import PartSpec
-from rlhf_core.system.heartbeat import Watch, doing, idle, take_part
+from rlhf_core.ppo.records import ParticipantSpec
+from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
 LOOK_SECONDS = 1.0
 
@@ -30,10 +30,10 @@ R = TypeVar("R")
 class Actor:
     """Base of our actors: a part of the stage, whose methods are marked with `called`."""
 
-    def __init__(self, part: PartSpec) -> None:
-        self.part = part
-        take_part(part.folder, part.name, part.timeouts.stall)
-        doing("start", part.timeouts.start)
+    def __init__(self, participant: ParticipantSpec) -> None:
+        self.participant = participant
+        register(participant.folder, participant.name, participant.timeouts.stall)
+        heartbeat("start", participant.timeouts.start)
 
 
 def called(limit: Literal["start", "stall", "sync"] = "stall") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -43,12 +43,12 @@ def called(limit: Literal["start", "stall", "sync"] = "stall") -> Callable[[Call
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             actor: Any = args[0]
-            part: PartSpec = actor.part
-            doing(method.__name__, getattr(part.timeouts, limit))
+            participant: ParticipantSpec = actor.participant
+            heartbeat(method.__name__, getattr(participant.timeouts, limit))
             try:
                 return method(*args, **kwargs)
             except Exception as error:
-                raise classified(error, f"{part.name}, {method.__name__}") from error
+                raise classified(error, f"{participant.name}, {method.__name__}") from error
             finally:
                 idle()
 
@@ -80,7 +80,7 @@ def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
 
 
 def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
-    """Those of `actors` that Ray knows to be gone, which no watch can see on another host. Busy ones are not
+    """Those of `actors` that Ray knows to be gone, which no monitor can see on another host. Busy ones are not
     among them.
     """
     import ray
@@ -100,8 +100,8 @@ def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
 class Calls:
     """Waits of the driver."""
 
-    def __init__(self, watch: Watch, timeouts: TimeoutsConfig) -> None:
-        self.watch = watch
+    def __init__(self, monitor: Monitor, timeouts: TimeoutsConfig) -> None:
+        self.monitor = monitor
         self.timeouts = timeouts
 
     def wait(self, references: Sequence[Any], what: str) -> list[Any]:
@@ -111,23 +111,23 @@ class Calls:
         began = time.monotonic()
         try:
             while True:
-                doing(f"wait for {what}", self.timeouts.stall)
+                heartbeat(f"wait for {what}", self.timeouts.stall)
                 try:
                     return fetch(references, LOOK_SECONDS)
                 except TimeoutError:
-                    if self.watch.busy():
+                    if self.monitor.busy():
                         began = time.monotonic()
                     # An actor that does not even begin is starting, or its call was lost.
                     patience = max(self.timeouts.start, self.timeouts.stall)
-                    if self.watch.late() or time.monotonic() - began > patience:
-                        raise self.watch.blame(what, self._limits()) from None
+                    if self.monitor.stalled() or time.monotonic() - began > patience:
+                        raise self.monitor.diagnose(what, self._limits()) from None
                 except OutOfMemory:
                     raise  # it says more than who is gone
                 except InfrastructureError as error:
-                    # A broken connection is what others see of a process that died or is halted.
-                    if not self.watch.lost():
+                    # A broken connection is what others see of a process that died or is suspended.
+                    if not self.monitor.unhealthy():
                         raise
-                    raise self.watch.blame(what, self._limits()) from error
+                    raise self.monitor.diagnose(what, self._limits()) from error
         finally:
             idle()
 

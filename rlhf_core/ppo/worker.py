@@ -20,7 +20,7 @@ import numpy as np
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.engines.distributed import Rank, join
-from rlhf_core.ppo.records import LogprobResult, PartSpec, Usage
+from rlhf_core.ppo.records import LogprobResult, ParticipantSpec, Usage
 from rlhf_core.ppo.rpc import Actor, called
 from rlhf_core.ppo.samples import FloatArray, OptimizerStep, TrainSample
 from rlhf_core.seeds import derive_seed
@@ -32,9 +32,14 @@ class ModelWorker(Actor):
     """Methods are called by the controller on every rank of the group at once."""
 
     def __init__(
-        self, part: PartSpec, config_json: str, roles: tuple[Role, ...], folders: dict[Role, str], pad_id: int
+        self,
+        participant: ParticipantSpec,
+        config_json: str,
+        roles: tuple[Role, ...],
+        folders: dict[Role, str],
+        pad_id: int,
     ) -> None:
-        super().__init__(part)
+        super().__init__(participant)
         self._config = PipelineConfig.model_validate_json(config_json)
         self._roles = roles
         self._folders = folders
@@ -61,7 +66,7 @@ class ModelWorker(Actor):
         import torch
 
         # Ray shows each actor its own GPU only, as number 0.
-        limits = self.part.timeouts
+        limits = self.participant.timeouts
         self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
         join(replace(self._rank, listener=self._listener))
         for role in self._roles:
@@ -214,7 +219,7 @@ class ModelWorker(Actor):
         policy = self._models["policy"]
         dtype = DTYPES[self._config.ppo.engine.dtype]
         adapter = self._config.ppo.syncs_adapter
-        seconds = self.part.timeouts.sync
+        seconds = self.participant.timeouts.sync
         client = RayEngineClient(engines, seconds) if self._rank.rank == 0 else None
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))

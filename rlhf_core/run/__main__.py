@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError
-from rlhf_core.run.events import HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, Events, Warnings
+from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, Events, Warnings
 from rlhf_core.run.guard import go_on_under_guard
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import hurry
@@ -68,12 +68,12 @@ def main() -> int:
 def _settle() -> Events:
     """Take what the flow left in the environment out of it, and go on under guard if there is a flow."""
     flow, stop = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
-    halt = os.environ.pop(HALT_VARIABLE, "600")
+    suspend = os.environ.pop(SUSPEND_VARIABLE, "600")
     if not flow.isdigit() or not sys.platform.startswith("linux"):
         return Events.from_environment()
     if os.getppid() != int(flow):
         sys.exit(EXIT_STOPPED)
-    go_on_under_guard(int(flow), float(stop), float(halt))
+    go_on_under_guard(int(flow), float(stop), float(suspend))
     return Events.from_environment()
 
 

@@ -29,7 +29,7 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.heartbeat import Watch, idle, leave_part, take_part
+from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
@@ -77,8 +77,8 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     failpoint("stage.started")
     try:
         stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
-        with Watch(stacks, fail=lambda error: _give_up(_advised(error, spec), watch, events)) as watch:
-            ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), watch).run()
+        with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
+            ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), monitor).run()
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -122,13 +122,13 @@ def _what_needs_less(spec: StageSpec) -> str:
     return f"{advice}; `rlhf plan CONFIG` shows what needs how much"
 
 
-def _give_up(error: RLHFError, watch: Watch, events: Events) -> NoReturn:
+def _abort(error: RLHFError, monitor: Monitor, events: Events) -> NoReturn:
     """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing
     running.
     """
     log.critical("%s: %s", type(error).__name__, error.message)
     events.error(error)
-    watch.kill()
+    monitor.kill()
     logging.shutdown()
     os._exit(error.exit_code)
 
@@ -144,7 +144,7 @@ class _Attempt:
     stage_run: StageRun
     events: Events
     stop: StopRequest
-    watch: Watch
+    monitor: Monitor
 
     def run(self) -> ArtifactRef:
         """The artifact: finished by an earlier attempt and only to be delivered, or made now."""
@@ -191,16 +191,16 @@ class _Attempt:
             progress=self.events.progress,
             lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
             stop=self.stop,
-            watch=self.watch,
+            monitor=self.monitor,
             journal=spec.journal,
             sources=spec.sources,
         )
         failpoint("stage.fetched")
         # Stages with ranks and actors name their own parts in its place.
-        take_part(self.watch.folder, spec.stage, spec.config.run.timeouts.stall)
+        register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
         result = _stage_function(spec.stage)(spec.config, services)
-        leave_part()
+        unregister()
         self.stage_run.flush()
         failpoint("stage.made")
         return artifacts.publish(

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
 from rlhf_core.run.environment import python_module
-from rlhf_core.run.events import FD_VARIABLE, HALT_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, parse
+from rlhf_core.run.events import FD_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, parse
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.types import ArtifactRef
 
@@ -51,8 +51,8 @@ def run_child(
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)
     started = time.monotonic()
-    halt = {HALT_VARIABLE: str(spec.config.run.timeouts.stall)}
-    child, reader = _start(spec_file, log_file, {**environment, **halt})
+    suspend = {SUSPEND_VARIABLE: str(spec.config.run.timeouts.stall)}
+    child, reader = _start(spec_file, log_file, {**environment, **suspend})
     with reader:
         try:
             outcome = _follow(child, reader, timeout, on_event)

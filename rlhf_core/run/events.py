@@ -31,7 +31,7 @@ from rlhf_core.errors import to_record
 FD_VARIABLE = "RLHF_EVENTS_FD"
 PARENT_VARIABLE = "RLHF_PARENT_PID"
 STOP_VARIABLE = "RLHF_STOP_SECONDS"
-HALT_VARIABLE = "RLHF_HALT_SECONDS"
+SUSPEND_VARIABLE = "RLHF_SUSPEND_SECONDS"
 MIN_SECONDS = 0.2
 """Progress of one task is sent at most this often; first and last reports always are."""
 

@@ -11,7 +11,7 @@ private folders, which the guard clears as well; what actors say is in the stage
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
     a second one         SIGKILL of all at once
     flow dies            SIGKILL of all at once: there is nobody left to continue for
-    stage is halted      by a SIGSTOP, for `halt_seconds`: SIGKILL; nobody else could tell, for all its threads are
+    stage is suspended   by a SIGSTOP, for `suspend_seconds`: SIGKILL; nobody else could tell, for all its threads are
     guard dies           the kernel kills the stage
 
 SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the
@@ -40,7 +40,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
-def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> None:
+def go_on_under_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     """Fork: the child returns and is the stage, the original process stays behind as its guard and never
     returns.
 
@@ -56,7 +56,7 @@ def go_on_under_guard(flow: int, stop_seconds: float, halt_seconds: float) -> No
     stage = os.fork()
     if stage:
         os.closerange(3, 256)  # the pipe of the events is the stage's: its end must mean the stage's end
-        code = _watch(stage, flow, stop_seconds, halt_seconds)
+        code = _watch(stage, flow, stop_seconds, suspend_seconds)
         for folder in scratch:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(code)
@@ -126,9 +126,9 @@ def is_own(folder: str) -> bool:
     )
 
 
-def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> int:
+def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -> int:
     deadline = float("inf")
-    halted, before = 0.0, time.monotonic()
+    suspended, before = 0.0, time.monotonic()
     code: int | None = None
     flow_lives = True
     while code is None and flow_lives and time.monotonic() < deadline:
@@ -136,12 +136,12 @@ def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> i
         signum = signal.sigtimedwait(_WATCHED, 1.0)
         code = _reap(stage)
         flow_lives = os.getppid() == flow
-        # Whatever halted the stage may have halted the guard, too: its own absence does not count.
+        # Whatever suspended the stage may have suspended the guard, too: its own absence does not count.
         passed, before = min(time.monotonic() - before, 2.0), time.monotonic()
-        halted = halted + passed if code is None and _is_halted(stage) else 0.0
-        if halted > halt_seconds:
+        suspended = suspended + passed if code is None and _is_suspended(stage) else 0.0
+        if suspended > suspend_seconds:
             sys.stderr.write(
-                f"WorkerStuck: the stage's own process was halted (SIGSTOP) for {halted:.0f} s and is"
+                f"WorkerStuck: the stage's own process was suspended (SIGSTOP) for {suspended:.0f} s and is"
                 " killed\n"
             )
             os.kill(stage, signal.SIGKILL)
@@ -157,7 +157,7 @@ def _watch(stage: int, flow: int, stop_seconds: float, halt_seconds: float) -> i
     return 128 + signal.SIGKILL if code is None else code
 
 
-def _is_halted(pid: int) -> bool:
+def _is_suspended(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return False

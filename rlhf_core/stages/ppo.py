@@ -35,7 +35,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         RewardComposer(
             ppo.rewards, code_digests(ppo.rewards, services.sources), score_clip=ppo.score_clip
         ) as composer,
-        Fleet(config, placement, device, _folders(config, services), decoder.pad, services.watch) as fleet,
+        Fleet(config, placement, device, _folders(config, services), decoder.pad, services.monitor) as fleet,
     ):
         services.progress("ppo start", placement.processes, placement.processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []

@@ -32,7 +32,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         services.out,
         rank_zero=services,
         timeouts=config.run.timeouts,
-        watch=services.watch,
+        monitor=services.monitor,
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.flush()

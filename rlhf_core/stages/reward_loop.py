@@ -28,7 +28,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.seeds import epoch_batches
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.heartbeat import doing
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, Services
 
 
@@ -180,7 +180,7 @@ def evaluate_reward(
     engine.module.eval()
     scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
     for micro_batch in _my_micro_batches(engine, held_out, config):
-        doing("evaluation")
+        heartbeat("evaluation")
         chosen, rejected = _forward(engine, [held_out[i] for i in micro_batch], config, pad_id)
         for i, c, r in zip(micro_batch, chosen.tolist(), rejected.tolist(), strict=False):
             scores[i] = torch.tensor([c, r], dtype=torch.float64)
@@ -196,7 +196,7 @@ def evaluate_saved(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_reward`."""
     reward = config.reward
-    doing("load the reward model", config.run.timeouts.start)
+    heartbeat("load the reward model", config.run.timeouts.start)
     model = load_score_model(
         folder,
         dtype=reward.deepspeed.dtype,

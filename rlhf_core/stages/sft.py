@@ -43,7 +43,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         state,
         rank_zero=services,
         timeouts=config.run.timeouts,
-        watch=services.watch,
+        monitor=services.monitor,
     )
     shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
     services.metrics.log_table("sft_samples", _samples(config, services, device))

@@ -27,7 +27,7 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import epoch_batches
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.heartbeat import doing
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import Services
 
 
@@ -136,7 +136,7 @@ def evaluate_saved(
 ) -> dict[str, float]:
     """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_sft`."""
     sft = config.sft
-    doing("load the model", config.run.timeouts.start)
+    heartbeat("load the model", config.run.timeouts.start)
     model = load_policy(
         folder,
         dtype=sft.deepspeed.dtype,
@@ -161,7 +161,7 @@ def _loss_and_count(
     """(2,) float64: the sum of the losses in nats, and the number of target tokens."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:
-        doing("evaluation")
+        heartbeat("evaluation")
         tensors = collate([held_out[i] for i in micro_batch], pad_id=pad_id, pack=pack).to(device)
         logprobs_N = model(tensors).logprobs_N
         sums[0] -= logprobs_N.double().sum()

@@ -1,20 +1,20 @@
-"""Who of a stage's processes moves, and who is stuck.
+"""Heartbeats of a stage's processes, and the monitor that detects which of them stalled.
 
-    part      a training rank, Ray worker, engine, or the stage's own process: it says in a file what it is doing
-                  take_part(folder, "critic rank 0", limit)       first; also: SIGUSR1 writes its stacks beside the file
-                  doing("optimizer step 7")                       whenever it moves on, from any depth of the code
-                  idle()                                          it waits to be called, for as long as may be
-                  leave_part()                                    it is done
-    Watch     in the stage's own process: a thread looks at all parts, and counts how long each has not moved
-                  late()          parts that stood still, or were halted by a SIGSTOP, for longer than their limit
-                  blame(...)      the error that names them, with the stacks of all parts saved
-                  give_up(error)  fails the stage: for a thread that knows why whoever waits will wait in vain
-              Whoever waits for parts asks it. For where nobody asks, or whoever asks is stuck, `fail` is
-              called.
+    participant  a training rank, Ray worker, engine, or the stage's own process; it keeps one file up to date
+                     register(folder, "critic rank 0", stall_after)  once; SIGUSR1 then writes its stacks
+                     heartbeat("optimizer step 7")                   on each progress, from any depth of the code
+                     idle()                                          it waits for a call, without a time limit
+                     unregister()                                    at its end
+    Monitor      in the stage's own process: a thread polls all files and counts how long each has not changed
+                     stalled()       participants that made no progress, or were suspended, beyond their limit
+                     diagnose(...)   the error that names them; saves the stacks of all participants
+                     abort(error)    fails the stage, from a thread that knows why a wait can not succeed
+                 Code that waits for participants asks the monitor. If nothing asks, or the code that asks is
+                 itself stuck, the monitor calls `fail`.
 
-Seconds are counted by the watching thread, so that no clock is compared and a machine that was asleep blames
-nobody. Parts on other hosts are seen where the folder is shared, but neither signalled nor asked for their
-stacks.
+The monitoring thread counts the seconds, so clocks are never compared and a suspended machine is not mistaken
+for a stall. Participants on other hosts are monitored if the folder is shared, but they cannot be signalled, and
+their stacks cannot be requested.
 """
 
 from __future__ import annotations
@@ -35,148 +35,157 @@ from typing import IO, Any, Literal, Self
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.system.processes import ProcessId, kill
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
-"""What whoever waits for a part has beyond its limit, before `fail` is called."""
+"""Time that code which waits for a stalled participant has to report it, before the monitor calls `fail`."""
 _STACKS_SECONDS = 3.0
 _RECORD_BYTES = 400
 
-State = Literal["running", "halted", "gone"]
+State = Literal["running", "suspended", "dead"]
 
 
-# -- in a part --
+# -- in a participant --
 
 
-class _Own:
-    """This process's file."""
+class _Registration:
+    """The heartbeat file of this process."""
 
-    def __init__(self, folder: Path, name: str, limit: float) -> None:
+    def __init__(self, folder: Path, name: str, stall_after: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         process = ProcessId.of(os.getpid())
         assert process is not None
-        self.limit = limit
-        self.moves = 0
-        self.what = ""
-        self._who = [process.pid, process.started, socket.gethostname()]
-        self._path = _file(folder, name)
+        self.stall_after = stall_after
+        self.beats = 0
+        self.activity = ""
+        self._identity = [process.pid, process.started, socket.gethostname()]
+        self._path = _heartbeat_file(folder, name)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-        # Appended to: an engine that takes the place of a stuck one leaves what that one told.
-        self._stacks: IO[str] = _stacks(folder, name).open("a")
+        # Opened to append: an engine that replaces a stuck one keeps the stacks of its predecessor.
+        self._stacks: IO[str] = _stacks_file(folder, name).open("a")
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
 
-    def write(self, what: str, limit: float) -> None:
-        self.moves += 1
-        self.what = what
-        record = json.dumps([*self._who, self.moves, limit, what[:100]])
+    def write(self, activity: str, stall_after: float) -> None:
+        self.beats += 1
+        self.activity = activity
+        record = json.dumps([*self._identity, self.beats, stall_after, activity[:100]])
+        # One write of a fixed size: a reader sees the old record or the new one, and the file never grows.
         os.pwrite(self._file, record.ljust(_RECORD_BYTES).encode(), 0)
 
     def dump_stacks(self) -> None:
-        """Not by the signal: its handler walks the other threads' frames while they run, which can end the
-        process.
+        """Write this process's stacks without the signal.
+
+        The signal's handler walks the frames of other threads while they run, which can crash the process.
         """
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
         os.close(self._file)
-        # Not unregistered: whoever saw the file a moment ago may still send the signal, which would kill.
+        # The handler stays installed: a monitor that has just read the file may still send the signal, and
+        # without a handler SIGUSR1 kills the process.
 
 
-_own: _Own | None = None
+_registration: _Registration | None = None
 
 
-def take_part(folder: Path, name: str, limit: float) -> None:
-    """From now on this process is the part `name` of the stage watched in `folder`; it may stand still for
-    `limit` seconds, unless `doing` says otherwise.
+def register(folder: Path, name: str, stall_after: float) -> None:
+    """Register this process as participant `name` of the stage that is monitored in `folder`.
+
+    It counts as stalled after `stall_after` seconds without progress, unless `heartbeat` sets another limit.
     """
-    global _own
-    leave_part()
-    _own = _Own(folder, name, limit)
+    global _registration
+    unregister()
+    _registration = _Registration(folder, name, stall_after)
 
 
-def leave_part() -> None:
-    """This process is done, and no longer watched."""
-    global _own
-    if _own is not None:
-        _own.close()
-        _own = None
+def unregister() -> None:
+    """End the monitoring of this process."""
+    global _registration
+    if _registration is not None:
+        _registration.close()
+        _registration = None
 
 
-def doing(what: str, limit: float | None = None) -> None:
-    """This process moved, and is at `what` now, for `limit` seconds at most (None: its own). Nothing if it is
-    no part.
+def heartbeat(activity: str, stall_after: float | None = None) -> None:
+    """Report progress: this process now does `activity`, for at most `stall_after` seconds (None: as registered).
+
+    Does nothing in a process that is not registered.
     """
-    if _own is not None:
-        _own.write(what, _own.limit if limit is None else limit)
+    if _registration is not None:
+        _registration.write(activity, _registration.stall_after if stall_after is None else stall_after)
 
 
-def working_on() -> str:
-    """What this process said last that it is doing."""
-    return "" if _own is None else _own.what
+def current_activity() -> str:
+    """Return the activity of this process's last heartbeat."""
+    return "" if _registration is None else _registration.activity
 
 
 def idle() -> None:
-    """This process waits to be called."""
-    doing("")
+    """Report that this process waits for a call."""
+    heartbeat("")
 
 
 # -- in the stage's own process --
 
 
 @dataclass
-class Part:
-    """What is known of one part."""
+class Participant:
+    """The last observation of one participant."""
 
     name: str
     process: ProcessId
     host: str
-    moves: int
-    """Counts up with all it does."""
-    limit: float
-    """Seconds it may stand still."""
-    what: str
-    """What it is doing; "" where it is idle."""
+    beats: int
+    """Number of its heartbeats."""
+    stall_after: float
+    """Seconds without progress after which it counts as stalled."""
+    activity: str
+    """What it does; "" if it is idle."""
     state: State = "running"
     seconds: float = 0.0
-    """Since it moved, or changed its state."""
+    """Since its last heartbeat or change of state."""
 
     @property
-    def late(self) -> bool:
-        """Stuck for longer than its limit; an idle one need not move, but must be able to."""
-        return self.seconds > self.limit and (
-            self.state == "halted" or (self.state == "running" and self.what != "")
-        )
+    def stalled(self) -> bool:
+        """Whether it has been stuck beyond its limit. An idle one needs no progress, but must not be suspended."""
+        if self.seconds <= self.stall_after:
+            return False
+        return self.state == "suspended" or (self.state == "running" and self.activity != "")
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it runs on this host."""
         return self.host == socket.gethostname()
 
     def describe(self) -> str:
-        """`engine 1 (process 4711) has stood still at "generate" for 31 s`"""
+        """Return a phrase such as `engine 1 (process 4711) has made no progress in "generate" for 31 s`."""
         who = f"{self.name} (process {self.process.pid})"
-        if self.state == "gone":
-            return f"{who} is gone"
-        if self.state == "halted":
-            return f"{who} has been halted (SIGSTOP) for {self.seconds:.0f} s"
-        return f'{who} has stood still at "{self.what}" for {self.seconds:.0f} s'
+        if self.state == "dead":
+            return f"{who} has died"
+        if self.state == "suspended":
+            return f"{who} has been suspended (SIGSTOP) for {self.seconds:.0f} s"
+        return f'{who} has made no progress in "{self.activity}" for {self.seconds:.0f} s'
 
 
-class Watch:
-    """Looks at the parts in `folder` (None: a temporary one) while it is entered. `fail` gets the error where
-    parts are late for `GRACE_SECONDS` more, in a thread of its own; it should end the process.
+class Monitor:
+    """Polls the participants in `folder` between `__enter__` and `__exit__`.
+
+    Args:
+        folder: where the participants register; None for a temporary folder.
+        fail: called in the monitor's thread if a participant stalled and nothing reported it for
+            `GRACE_SECONDS`; it should end the process.
     """
 
     def __init__(self, folder: Path | None = None, fail: Callable[[RLHFError], None] | None = None) -> None:
         self._temporary = folder is None
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="rlhf-watch-"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="rlhf-heartbeats-"))
         self._fail = fail
-        self._parts: dict[str, Part] = {}
+        self._participants: dict[str, Participant] = {}
         self._saved = False
-        """Whether the stacks of those that are late now have been saved."""
+        """Whether the stacks of the present stall have been saved."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat monitor", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -185,157 +194,196 @@ class Watch:
     def __exit__(self, *_error: object) -> None:
         self._closed.set()
         self._thread.join()
-        leave_part()
+        unregister()
         for file in self.folder.glob("*"):
             if self._temporary or file.suffix != ".stacks" or not file.stat().st_size:
                 file.unlink()
         if self.folder.exists() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def part(self, name: str) -> Part | None:
-        """What was seen of it last."""
+    def participant(self, name: str) -> Participant | None:
+        """Return its last observation; None if it is not registered."""
         with self._lock:
-            return self._parts.get(name)
+            return self._participants.get(name)
 
-    def late(self) -> list[Part]:
-        """Those that are stuck."""
-        return [part for part in self._all() if part.late]
+    def stalled(self) -> list[Participant]:
+        """Return the participants that stalled, as of the last poll."""
+        return [participant for participant in self._all() if participant.stalled]
 
-    def lost(self) -> list[Part]:
-        """Those that are gone, halted or late, as of now: to be asked after something failed."""
-        self._look(0.0)
-        return [part for part in self._all() if part.late or part.state != "running"]
+    def unhealthy(self) -> list[Participant]:
+        """Return the participants that are dead, suspended or stalled now; for use after a call failed."""
+        self._poll(0.0)
+        return [
+            participant
+            for participant in self._all()
+            if participant.stalled or participant.state != "running"
+        ]
 
     def busy(self) -> bool:
-        """Whether any part but this process works."""
-        return any(
-            part.what and part.process.pid != os.getpid() for part in self._all() if part.state == "running"
-        )
+        """Return whether any participant other than this process is working."""
+        for participant in self._all():
+            if participant.state == "running" and participant.activity and not _is_this_process(participant):
+                return True
+        return False
 
-    def blame(self, waiting_for: str, limit: str) -> InfrastructureError:
-        """The error for a wait that failed: WorkerDied or WorkerStuck, naming who is gone, else halted, else
-        late, else longest at the same thing. `limit`: the setting that bounds it. The stacks of all parts are
-        saved by then.
+    def diagnose(self, waiting_for: str, limit: str) -> InfrastructureError:
+        """Return the error of a wait that failed, and save the stacks of all participants.
+
+        It is a WorkerDied or WorkerStuck and names the dead participants; if there are none the suspended ones,
+        then the stalled ones, then those with the longest current activity.
+
+        Args:
+            waiting_for: what the caller waited for.
+            limit: the setting that bounds the wait.
         """
-        self._look(0.0)
+        self._poll(0.0)
         if not self._saved:
             self.save_stacks()
-        parts = self._all()
-        culprits = [part for part in parts if part.state == "gone"] or [
-            part for part in parts if part.state == "halted"
-        ]
-        culprits = culprits or [part for part in parts if part.late]
-        if not culprits:
-            working = [part for part in parts if part.what and part.process.pid != os.getpid()]
-            longest = max((part.seconds for part in working), default=0.0)
-            culprits = [part for part in working if part.seconds > longest - 2 * LOOK_SECONDS]
-        named = "; ".join(part.describe() for part in culprits) or "no process works on it"
-        kind = WorkerDied if any(part.state == "gone" for part in culprits) else WorkerStuck
-        rule = "" if kind is WorkerDied else f" ({limit})"
-        return kind(f"while waiting for {waiting_for}{rule}: {named}; stacks of all processes: {self.folder}")
+        culprits = _culprits(self._all())
+        named = "; ".join(participant.describe() for participant in culprits) or "no process works on it"
+        stacks = f"stacks of all processes: {self.folder}"
+        if any(participant.state == "dead" for participant in culprits):
+            return WorkerDied(f"while waiting for {waiting_for}: {named}; {stacks}")
+        return WorkerStuck(f"while waiting for {waiting_for} ({limit}): {named}; {stacks}")
 
-    def give_up(self, error: RLHFError) -> None:
-        """Fail the stage with `error`: for a thread that knows why whoever waits will wait in vain."""
+    def abort(self, error: RLHFError) -> None:
+        """Fail the stage with `error`; for a thread that knows why another thread's wait can not succeed."""
         if self._fail is not None:
             self._fail(error)
 
     def save_stacks(self) -> None:
-        """Have every part that can write the stacks of its threads into its file in `folder`."""
-        able = [part for part in self._all() if part.here and part.state == "running"]
-        before = {part.name: _size(_stacks(self.folder, part.name)) for part in able}
-        for part in able:
-            if _own is not None and part.process.pid == os.getpid():
-                _own.dump_stacks()
+        """Have each participant write the stacks of its threads into its file in `folder`."""
+        sizes_before: dict[str, int] = {}
+        for participant in self._all():
+            stacks = _stacks_file(self.folder, participant.name)
+            if not participant.is_local or participant.state != "running":
+                with stacks.open("a") as file:
+                    file.write(f"{participant.describe()}\n")
+                continue
+            sizes_before[participant.name] = _size(stacks)
+            if _registration is not None and _is_this_process(participant):
+                _registration.dump_stacks()
             else:
-                part.process.send(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACKS_SECONDS
-        while time.monotonic() < deadline:
-            sizes = {part.name: _size(_stacks(self.folder, part.name)) for part in able}
-            time.sleep(0.1)
-            if all(before[name] < size == _size(_stacks(self.folder, name)) for name, size in sizes.items()):
-                break
-        for part in self._all():
-            if part.name not in before:
-                with _stacks(self.folder, part.name).open("a") as file:
-                    file.write(f"{part.describe()}\n")
+                participant.process.send(signal.SIGUSR1)
+        self._wait_for_stacks(sizes_before)
 
     def kill(self, names: Sequence[str] | None = None) -> None:
-        """SIGKILL those parts, or all but this process, where they run on this host; they are forgotten."""
-        chosen = [part for part in self._all() if names is None or part.name in names]
-        others = [part for part in chosen if part.process.pid != os.getpid()]
-        kill([part.process for part in others if part.here])
+        """Send SIGKILL to the participants `names` (None: all but this process) on this host, and forget them."""
+        killed = [
+            participant
+            for participant in self._all()
+            if (names is None or participant.name in names) and not _is_this_process(participant)
+        ]
+        kill([participant.process for participant in killed if participant.is_local])
         with self._lock:
-            for part in others:
-                _file(self.folder, part.name).unlink(missing_ok=True)
-                self._parts.pop(part.name, None)
+            for participant in killed:
+                _heartbeat_file(self.folder, participant.name).unlink(missing_ok=True)
+                self._participants.pop(participant.name, None)
 
-    # -- looking --
+    # -- polling --
 
-    def _all(self) -> list[Part]:
+    def _all(self) -> list[Participant]:
         with self._lock:
-            return list(self._parts.values())
+            return list(self._participants.values())
 
     def _run(self) -> None:
-        before = time.monotonic()
-        while not self._closed.wait(LOOK_SECONDS):
+        last = time.monotonic()
+        while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
-            # This process may have been halted, too: it saw nothing meanwhile.
-            self._look(min(now - before, 4 * LOOK_SECONDS))
-            before = now
-            # At once: a collective that is waited in breaks soon after, and who was where is lost.
-            late = bool(self.late())
-            if late and not self._saved:
+            # This process may have been suspended, too: that time says nothing about the participants.
+            self._poll(min(now - last, 4 * POLL_SECONDS))
+            last = now
+            stalled = self.stalled()
+            # At once: a collective with a stalled rank fails soon after, and the stacks of the others change.
+            if stalled and not self._saved:
                 self.save_stacks()
-            self._saved = late
-            if self._fail is not None and any(
-                part.late and part.seconds > part.limit + GRACE_SECONDS for part in self._all()
-            ):
-                self._fail(self.blame("the stage to move", "run.timeouts"))
+            self._saved = bool(stalled)
+            overdue = any(each.seconds > each.stall_after + GRACE_SECONDS for each in stalled)
+            if overdue and self._fail is not None:
+                self._fail(self.diagnose("the stage to make progress", "run.timeouts"))
                 return
 
-    def _look(self, passed: float) -> None:
+    def _poll(self, passed: float) -> None:
+        """Read all heartbeat files; `passed`: seconds since the last poll."""
         with self._lock:
-            before, self._parts = self._parts, {}
-            for file in sorted(self.folder.glob("*.part")):
+            before, self._participants = self._participants, {}
+            for file in sorted(self.folder.glob("*.heartbeat")):
                 name = file.stem.replace("_", " ")
-                known = before.get(name)
-                part = _read(file, name) or known
-                if part is None:
+                previous = before.get(name)
+                participant = _read(file, name) or previous
+                if participant is None:
                     continue
-                part.state = _state(part)
-                if known is not None and _same(known, part):
-                    part.seconds = known.seconds + passed
-                self._parts[name] = part
+                participant.state = _state(participant)
+                if previous is not None and _unchanged(previous, participant):
+                    participant.seconds = previous.seconds + passed
+                self._participants[name] = participant
+
+    def _wait_for_stacks(self, sizes_before: dict[str, int]) -> None:
+        """Wait until each stacks file has grown and is complete, for at most `_STACKS_SECONDS`."""
+        deadline = time.monotonic() + _STACKS_SECONDS
+        while time.monotonic() < deadline:
+            sizes = {name: _size(_stacks_file(self.folder, name)) for name in sizes_before}
+            time.sleep(0.1)
+            # A file that stops growing is complete: faulthandler does not report its end.
+            if all(
+                sizes_before[name] < size == _size(_stacks_file(self.folder, name))
+                for name, size in sizes.items()
+            ):
+                return
 
 
-def _same(a: Part, b: Part) -> bool:
-    return (a.process, a.moves, a.state) == (b.process, b.moves, b.state)
+def _culprits(participants: list[Participant]) -> list[Participant]:
+    """Return the most likely causes of a wait that failed, by severity."""
+    dead = [participant for participant in participants if participant.state == "dead"]
+    if dead:
+        return dead
+    suspended = [participant for participant in participants if participant.state == "suspended"]
+    if suspended:
+        return suspended
+    stalled = [participant for participant in participants if participant.stalled]
+    if stalled:
+        return stalled
+    working = [
+        participant
+        for participant in participants
+        if participant.activity and not _is_this_process(participant)
+    ]
+    longest = max((participant.seconds for participant in working), default=0.0)
+    return [participant for participant in working if participant.seconds > longest - 2 * POLL_SECONDS]
 
 
-def _state(part: Part) -> State:
-    if not part.here:
+def _is_this_process(participant: Participant) -> bool:
+    return participant.process.pid == os.getpid()
+
+
+def _unchanged(a: Participant, b: Participant) -> bool:
+    return (a.process, a.beats, a.state) == (b.process, b.beats, b.state)
+
+
+def _state(participant: Participant) -> State:
+    if not participant.is_local:
         return "running"
-    if not part.process.alive():
-        return "gone"
-    return "halted" if part.process.stopped() else "running"
+    if not participant.process.alive():
+        return "dead"
+    return "suspended" if participant.process.stopped() else "running"
 
 
-def _read(file: Path, name: str) -> Part | None:
-    """None while it is being written."""
+def _read(file: Path, name: str) -> Participant | None:
+    """Return the participant's record; None while its first record is being written."""
     try:
         fields: list[Any] = json.loads(file.read_bytes())
-        pid, started, host, moves, limit, what = fields
+        pid, started, host, beats, stall_after, activity = fields
     except (OSError, ValueError):
         return None
-    return Part(name, ProcessId(pid, started), host, moves, limit, what)
+    return Participant(name, ProcessId(pid, started), host, beats, stall_after, activity)
 
 
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(' ', '_')}.part"
+def _heartbeat_file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '_')}.heartbeat"
 
 
-def _stacks(folder: Path, name: str) -> Path:
-    return _file(folder, name).with_suffix(".stacks")
+def _stacks_file(folder: Path, name: str) -> Path:
+    return _heartbeat_file(folder, name).with_suffix(".stacks")
 
 
 def _size(file: Path) -> int:

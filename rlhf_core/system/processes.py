@@ -19,7 +19,7 @@ import psutil
 from rlhf_core.errors import InfrastructureError
 
 _PR_SET_PDEATHSIG = 1
-_HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _KILL_SECONDS = 5.0
 """The kernel's share of a SIGKILL, on a loaded machine."""
 
@@ -49,9 +49,9 @@ class ProcessId:
         return False
 
     def stopped(self) -> bool:
-        """Whether it is halted by a SIGSTOP or a debugger: alive, but no code of it runs."""
+        """Whether it is suspended by a SIGSTOP or a debugger: alive, but no code of it runs."""
         with contextlib.suppress(psutil.Error):
-            return self.alive() and psutil.Process(self.pid).status() in _HALTED
+            return self.alive() and psutil.Process(self.pid).status() in _SUSPENDED
         return False
 
     def send(self, signum: int) -> None:
@@ -106,7 +106,7 @@ def stop(processes: Iterable[ProcessId], patience: float) -> None:
 
 
 def kill(processes: Iterable[ProcessId]) -> None:
-    """SIGKILL, also to halted ones; waits until they are gone."""
+    """SIGKILL, also to suspended ones; waits until they are gone."""
     left = list(processes)
     for process in left:
         process.send(signal.SIGKILL)

@@ -19,7 +19,7 @@ from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.engines.ranks import run_ranks
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import OutOfMemory, RLHFError
-from rlhf_core.system.heartbeat import Watch
+from rlhf_core.system.heartbeat import Monitor
 from tests.support.small_ppo import save_small_model, small_prompts
 
 pytestmark = [
@@ -67,7 +67,7 @@ def test_the_error_of_a_rank_is_told_while_the_others_wait_for_it(tmp_path: Path
         told.append(error)
         torch.distributed.distributed_c10d._abort_process_group()
 
-    with Watch(tmp_path / "stacks", fail) as watch, pytest.raises((RuntimeError, OutOfMemory)):
-        run_ranks(_one_fails, 2, "cuda", rank_zero=None, watch=watch)
+    with Monitor(tmp_path / "stacks", fail) as monitor, pytest.raises((RuntimeError, OutOfMemory)):
+        run_ranks(_one_fails, 2, "cuda", rank_zero=None, monitor=monitor)
     assert [type(error) for error in told] == [OutOfMemory]
     assert "training rank 1: 80 GiB are not enough" in told[0].message

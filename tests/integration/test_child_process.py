@@ -2,7 +2,7 @@
 
 - the child's artifact comes back, and its progress in order
 - an error comes back with its class and message
-- a child that dies, is halted, exits without a result, or hangs, is a StageFailed that says how and quotes
+- a child that dies, is suspended, exits without a result, or hangs, is a StageFailed that says how and quotes
   the log
 - nothing of it survives: not after success, timeout or interruption, not in another session, not the flow's
   SIGKILL
@@ -154,10 +154,10 @@ def test_a_killed_child_is_named_with_its_signal_and_its_last_words(
         run(spec, tmp_path, environment)
 
 
-def test_a_halted_child_is_killed_and_named(toy: Any, tmp_path: Path) -> None:
+def test_suspended_child_is_killed_and_named(toy: Any, tmp_path: Path) -> None:
     config = PipelineConfig.model_validate_json('{"run": {"timeouts": {"stall": 1.5}}}')
     started = time.monotonic()
-    with pytest.raises(StageFailed, match=r"the stage's own process was halted \(SIGSTOP\)"):
+    with pytest.raises(StageFailed, match=r"the stage's own process was suspended \(SIGSTOP\)"):
         run(StageSpec("sft", "0" * 16, config), tmp_path, toy("os.kill(os.getpid(), signal.SIGSTOP)"))
     assert time.monotonic() - started < 11.5
 

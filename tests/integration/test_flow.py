@@ -70,7 +70,7 @@ def run(stage, config, services):
                 raise OSError(f"403: {os.environ['HF_TOKEN']} may not read http://me:{os.environ['HF_TOKEN']}@host/x")
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "halt":
+            if what == "suspend":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if what == "stubborn":
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -221,8 +221,8 @@ def test_a_killed_stage_continues_and_the_second_run_reuses_all(
 
 
 def test_of_two_at_once_the_second_waits_and_reuses(command: Command, home: Path, tmp_path: Path) -> None:
-    first = command("data:2:halt", until="data")
-    stage = wait_for(tmp_path / "halt", first)
+    first = command("data:2:suspend", until="data")
+    stage = wait_for(tmp_path / "suspend", first)
     second = command(until="data")
     assert second.stderr is not None
     waits = next(line for line in second.stderr if "is held by" in line)

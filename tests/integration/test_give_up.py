@@ -1,6 +1,6 @@
 """A stage that waits in vain ends itself.
 
-- the flow hears the error with its class, the exit code is that of a fault, and no process that the watch
+- the flow hears the error with its class, the exit code is that of a fault, and no process that the monitor
   knows is left
 """
 
@@ -18,16 +18,16 @@ from rlhf_core.system.processes import ProcessId
 STAGE = """
 import os, subprocess, sys, time
 from pathlib import Path
-from rlhf_core.system import heartbeat as watch
+from rlhf_core.system import heartbeat
 from rlhf_core.run.events import Events
-from rlhf_core.run.attempt import _give_up
+from rlhf_core.run.attempt import _abort
 
-watch.GRACE_SECONDS = 0.2
+heartbeat.GRACE_SECONDS = 0.2
 folder, events = Path(sys.argv[1]), Events(int(sys.argv[2]))
-part = "import sys, time; from pathlib import Path; from rlhf_core.system.heartbeat import *; " \\
-       "take_part(Path(sys.argv[1]), 'training rank 1', 0.5); doing('all_reduce'); time.sleep(600)"
-with watch.Watch(folder, fail=lambda error: _give_up(error, seen, events)) as seen:
-    child = subprocess.Popen([sys.executable, "-c", part, str(folder)])
+participant = "import sys, time; from pathlib import Path; from rlhf_core.system.heartbeat import *; " \\
+       "register(Path(sys.argv[1]), 'training rank 1', 0.5); heartbeat('all_reduce'); time.sleep(600)"
+with heartbeat.Monitor(folder, fail=lambda error: _abort(error, seen, events)) as seen:
+    child = subprocess.Popen([sys.executable, "-c", participant, str(folder)])
     Path(folder.parent, "pid").write_text(str(child.pid))
     time.sleep(600)
 """
@@ -43,6 +43,6 @@ def test_what_nobody_waits_for_with_a_bound_ends_the_stage_with_its_name(tmp_pat
     assert event is not None and event["event"] == "error"
     error = from_record(event)
     assert type(error) is WorkerStuck
-    assert "training rank 1" in error.message and 'stood still at "all_reduce"' in error.message
+    assert "training rank 1" in error.message and 'made no progress in "all_reduce"' in error.message
     process = ProcessId.of(int((tmp_path / "pid").read_text()))
     assert process is None or not process.alive()

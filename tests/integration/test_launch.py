@@ -4,7 +4,7 @@
   collective
 - so it does where rank 0 sees nothing, as in NCCL's collectives; and all ranks leave their group together
 - a rank that dies without a word, or before it is up, is named within seconds
-- a rank that is halted, or stands still, is named within its timeout and 10 s, in the groups that DeepSpeed
+- a rank that is suspended or stalled is named within its timeout and 10 s, in the groups that DeepSpeed
   makes, too; stacks are saved, and no rank is left
 - what rank 0 returns comes back when all went well
 """
@@ -27,7 +27,7 @@ from rlhf_core.engines import ranks as launch
 from rlhf_core.engines.distributed import bound_collectives
 from rlhf_core.engines.ranks import run_ranks
 from rlhf_core.errors import DataError, OutOfMemory, RLHFError, WorkerDied, WorkerStuck
-from rlhf_core.system.heartbeat import Watch, doing
+from rlhf_core.system.heartbeat import Monitor, heartbeat
 from rlhf_core.system.stopping import EXIT_STOPPED
 
 
@@ -69,10 +69,10 @@ def _all_are_asked_to_stop(rank: Any, context: Any) -> None:
 def _one_fails_during_a_commit(rank: Any, committed: Any) -> None:
     if rank.rank == 1:
         raise OutOfMemory("80 GiB are not enough")
-    doing("commit")
+    heartbeat("commit")
     time.sleep(8)
     committed.append(list(_told))
-    doing("the next step")
+    heartbeat("the next step")
     deadline = time.monotonic() + 60
     while not _told and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -84,21 +84,21 @@ def _one_dies(rank: Any, _context: Any) -> float:
     return _sum_of_ranks(rank, None)
 
 
-def _one_is_halted(rank: Any, _context: Any) -> float:
+def _one_is_suspended(rank: Any, _context: Any) -> float:
     bound_collectives(rank.collective_seconds)
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     return _sum_of_ranks(rank, None)
 
 
-def _one_stands_still(rank: Any, _context: Any) -> float:
+def _one_stalls(rank: Any, _context: Any) -> float:
     import torch
     import torch.distributed as dist
 
     # As ZeRO does it: without a timeout of its own.
     group = dist.new_group(range(2))
     bound_collectives(rank.collective_seconds)
-    doing("optimizer step 7")
+    heartbeat("optimizer step 7")
     if rank.rank == 1:
         time.sleep(60)
     dist.all_reduce(torch.zeros(1), group=group)
@@ -126,24 +126,24 @@ def test_an_error_of_another_rank_arrives_as_itself() -> None:
 
 def test_an_error_that_rank_zero_does_not_notice_ends_the_stage_all_the_same(tmp_path: Path) -> None:
     _told.clear()
-    with Watch(tmp_path / "stacks", _told.append) as watch, pytest.raises(OutOfMemory):
-        run_ranks(_one_fails_unnoticed, 2, "cpu", rank_zero=None, watch=watch)
+    with Monitor(tmp_path / "stacks", _told.append) as monitor, pytest.raises(OutOfMemory):
+        run_ranks(_one_fails_unnoticed, 2, "cpu", rank_zero=None, monitor=monitor)
     (error,) = _told
     assert type(error) is OutOfMemory and error.message == "training rank 1: 80 GiB are not enough"
 
 
 def test_ranks_that_leave_because_they_were_asked_to_have_not_failed(tmp_path: Path) -> None:
     failures: list[RLHFError] = []
-    with Watch(tmp_path / "stacks", failures.append) as watch, pytest.raises(SystemExit):
-        run_ranks(_all_are_asked_to_stop, 2, "cpu", rank_zero=None, watch=watch)
+    with Monitor(tmp_path / "stacks", failures.append) as monitor, pytest.raises(SystemExit):
+        run_ranks(_all_are_asked_to_stop, 2, "cpu", rank_zero=None, monitor=monitor)
     assert failures == []
 
 
 def test_a_commit_is_finished_before_a_failed_rank_ends_the_stage(tmp_path: Path) -> None:
     committed: list[list[RLHFError]] = []
     _told.clear()
-    with Watch(tmp_path / "stacks", _told.append) as watch, pytest.raises(OutOfMemory):
-        run_ranks(_one_fails_during_a_commit, 2, "cpu", rank_zero=committed, watch=watch)
+    with Monitor(tmp_path / "stacks", _told.append) as monitor, pytest.raises(OutOfMemory):
+        run_ranks(_one_fails_during_a_commit, 2, "cpu", rank_zero=committed, monitor=monitor)
     assert committed == [[]] and len(_told) == 1
 
 
@@ -178,33 +178,35 @@ def test_a_rank_that_dies_before_it_is_up_does_not_hold_the_others() -> None:
 @pytest.mark.parametrize(
     ("work", "said", "inside"),
     [
-        (_one_is_halted, r"has been halted \(SIGSTOP\)", "halted"),
-        (_one_stands_still, r'has stood still at "optimizer step 7"', "_one_stands_still"),
+        (_one_is_suspended, r"has been suspended \(SIGSTOP\)", "suspended"),
+        (_one_stalls, r'has made no progress in "optimizer step 7"', "_one_stalls"),
     ],
-    ids=["halted", "still"],
+    ids=["suspended", "stalled"],
 )
 def test_a_rank_that_does_not_move_is_named_within_its_timeout(
     work: Any, said: str, inside: str, tmp_path: Path
 ) -> None:
     limits = TimeoutsConfig(stall=3.0)
     began: list[float] = []
-    with Watch(tmp_path / "stacks") as watch:
-        seen = threading.Thread(target=_note_start, args=(watch, began), daemon=True)
+    with Monitor(tmp_path / "stacks") as monitor:
+        seen = threading.Thread(target=_note_start, args=(monitor, began), daemon=True)
         seen.start()
         with pytest.raises(
             WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {said}"
         ):
-            run_ranks(work, 2, "cpu", rank_zero=None, timeouts=limits, watch=watch)
+            run_ranks(work, 2, "cpu", rank_zero=None, timeouts=limits, monitor=monitor)
         assert time.monotonic() - began[0] < 3 + 10
-        assert "run_ranks" in (watch.folder / "training_rank_0.stacks").read_text()
-        assert inside in (watch.folder / "training_rank_1.stacks").read_text()
+        assert "run_ranks" in (monitor.folder / "training_rank_0.stacks").read_text()
+        assert inside in (monitor.folder / "training_rank_1.stacks").read_text()
     assert multiprocessing.active_children() == []
 
 
-def _note_start(watch: Watch, began: list[float]) -> None:
+def _note_start(monitor: Monitor, began: list[float]) -> None:
     """When rank 1 was through with its start."""
     while not began:
-        part = watch.part("training rank 1")
-        if part is not None and (part.state == "halted" or part.what not in ("", "start")):
+        participant = monitor.participant("training rank 1")
+        if participant is not None and (
+            participant.state == "suspended" or participant.activity not in ("", "start")
+        ):
             began.append(time.monotonic())
         time.sleep(0.1)

@@ -2,9 +2,9 @@
 ranks.
 
 - an engine that is killed in a rollout, one that is killed in a weight sync, and a reference worker that is
-  killed or halted are replaced without a restart of the stage; what they were asked is asked again, with the
+  killed or suspended are replaced without a restart of the stage; what they were asked is asked again, with the
   same seeds, and the weights end in the bits of the undisturbed run
-- a policy rank, a critic rank, or an engine without restarts left, halted by a SIGSTOP, is named within its
+- a policy rank, a critic rank, or an engine without restarts left, suspended by a SIGSTOP, is named within its
   timeout and 10 s; the stacks of the others are saved, and no process is left 10 s after the end
 """
 
@@ -21,11 +21,11 @@ import pytest
 from rlhf_core.errors import WorkerDied, WorkerStuck
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.storage.digests import weights_sha256
-from rlhf_core.system.heartbeat import Watch
+from rlhf_core.system.heartbeat import Monitor
 from tests.chaos.harness import processes
 from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts
 
-pytestmark = pytest.mark.slow  # several starts of a fleet, and halts that are waited for
+pytestmark = pytest.mark.slow  # several starts of a fleet, and suspensions that are waited for
 
 STALL = 30.0
 """Long enough for a busy machine to load an engine in between."""
@@ -58,8 +58,8 @@ def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) 
         timeouts={"stall": STALL, "sync": STALL},
     )
     with (
-        Watch(folder / "stacks") as watch,
-        small_ppo(config, model, folder, small_prompts(), watch) as controller,
+        Monitor(folder / "stacks") as monitor,
+        small_ppo(config, model, folder, small_prompts(), monitor) as controller,
     ):
         yield controller
 
@@ -81,13 +81,13 @@ def _nobody_is_left(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two undisturbed steps and then one in which a policy rank and the critic's are halted: digest, what was
+    """Two undisturbed steps and then one in which a policy rank and the critic's are suspended: digest, what was
     said.
     """
     folder = tmp_path_factory.mktemp("golden")
-    halts = "policy.update:3:stop,critic.update:3:stop"
+    suspensions = "policy.update:3:stop,critic.update:3:stop"
     with pytest.MonkeyPatch.context() as patch:
-        with pytest.raises(WorkerStuck) as caught, _running(model, folder, halts, patch) as controller:
+        with pytest.raises(WorkerStuck) as caught, _running(model, folder, suspensions, patch) as controller:
             digest = _two_steps(controller, folder)
             started = time.monotonic()
             controller.iterate()
@@ -99,10 +99,10 @@ def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return digest, caught.value.message
 
 
-def test_halted_policy_and_critic_ranks_are_named_and_nothing_is_left(golden: tuple[str, str]) -> None:
+def test_suspended_ranks_are_named_and_none_is_left(golden: tuple[str, str]) -> None:
     assert "while waiting for the policy's update of step 3 (run.timeouts: " in golden[1]
     for who in (r"policy rank \d", "critic rank 0"):
-        assert re.search(rf"{who} \(process \d+\) has been halted \(SIGSTOP\) for \d+ s", golden[1])
+        assert re.search(rf"{who} \(process \d+\) has been suspended \(SIGSTOP\) for \d+ s", golden[1])
 
 
 def test_lost_engines_and_frozen_models_are_replaced_with_the_same_bits_until_an_engine_has_no_restart_left(
@@ -110,7 +110,7 @@ def test_lost_engines_and_frozen_models_are_replaced_with_the_same_bits_until_an
 ) -> None:
     # One engine in the rollout of step 1; one in the sync after it, its third with the sync that confirms the
     # replacement. Each has answered in between, so that one restart in a row is enough. In the end one is
-    # killed that is halted when it has been started again: what was asked of it twice has had no answer.
+    # killed that is suspended when it has been started again: what was asked of it twice has had no answer.
     lost = (
         "engine.generate:1:kill",
         "engine.receive:3:kill",
@@ -133,5 +133,5 @@ def test_lost_engines_and_frozen_models_are_replaced_with_the_same_bits_until_an
         while True:
             controller.iterate()
     assert time.time() - float(done.read_text().split()[0]) < STALL + 10
-    assert "has been halted (SIGSTOP)" in caught.value.message
+    assert "has been suspended (SIGSTOP)" in caught.value.message
     assert _nobody_is_left(tmp_path)

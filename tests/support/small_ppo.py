@@ -17,7 +17,7 @@ from rlhf_core.config.placement import Role, plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.heartbeat import Watch
+from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.types import PromptExample, Services
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -90,7 +90,7 @@ def small_ppo(
     model: Path,
     work: Path,
     prompts: Sequence[PromptExample],
-    watch: Watch | None = None,
+    monitor: Monitor | None = None,
     roles: Mapping[Role, Path] | None = None,
 ) -> Iterator[PPOController]:
     """Yield a controller with a started fleet, after the first weight sync.
@@ -106,7 +106,7 @@ def small_ppo(
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
     with (
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
-        Fleet(config, plan(config.ppo), config.run.device, folders, 0, watch) as fleet,
+        Fleet(config, plan(config.ppo), config.run.device, folders, 0, monitor) as fleet,
     ):
         controller = PPOController(config, fleet, prompts, str, composer, services(work))
         controller.sync()

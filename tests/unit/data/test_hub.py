@@ -97,7 +97,7 @@ def test_the_model_is_fetched_before_the_ranks_start(
         sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1)),
     )
     services: Any = SimpleNamespace(
-        inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, watch=None, sources={}
+        inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, monitor=None, sources={}
     )
     with pytest.raises(KeyboardInterrupt):
         sft.run(config, services)

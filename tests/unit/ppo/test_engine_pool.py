@@ -53,13 +53,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> _Ray:
 
 def asked(busy_looks: int) -> tuple[Engines, dict[int, Any]]:
     looks = iter(range(10**6))
-    watch = SimpleNamespace(
+    monitor = SimpleNamespace(
         busy=lambda: next(looks) < busy_looks,
-        part=lambda name: None,
+        participant=lambda name: None,
         kill=lambda names: None,
         folder="stacks",
     )
-    calls: Any = SimpleNamespace(watch=watch, timeouts=SimpleNamespace(start=LIMIT, stall=LIMIT / 2))
+    calls: Any = SimpleNamespace(monitor=monitor, timeouts=SimpleNamespace(start=LIMIT, stall=LIMIT / 2))
     found = Engines(lambda index, restarts: _Engine(index), EngineConfig(count=2, min_count=1), calls)
     found.synced()
     return found, found.ask("generate", {0: (), 1: ()}, "the rollout")

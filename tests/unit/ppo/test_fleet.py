@@ -31,8 +31,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
     lost: list[str] = []
     done: list[str] = []
-    watch: Any = SimpleNamespace(lost=lambda: [SimpleNamespace(name=name) for name in lost])
-    fleet._watch = watch
+    monitor: Any = SimpleNamespace(unhealthy=lambda: [SimpleNamespace(name=name) for name in lost])
+    fleet._monitor = monitor
 
     def start(group: Group) -> WorkerGroup:
         done.append(f"start {group.name}")

@@ -19,7 +19,7 @@ from rlhf_core.run.spec import StageSpec
 from rlhf_core.types import STAGES, StageName
 
 
-@pytest.mark.parametrize("told_by", ["the stage", "the watch"])
+@pytest.mark.parametrize("told_by", ["the stage", "the monitor"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_message_has_numbers_to_lower(
     stage: StageName, told_by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -28,7 +28,7 @@ def test_the_message_has_numbers_to_lower(
         error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if told_by == "the stage":
             raise error
-        services.watch.give_up(classified(error))
+        services.monitor.abort(classified(error))
 
     told: list[str] = []
 
@@ -36,7 +36,7 @@ def test_the_message_has_numbers_to_lower(
         told.append(error.message)
         raise SystemExit
 
-    monkeypatch.setattr(run, "_give_up", gives_up)
+    monkeypatch.setattr(run, "_abort", gives_up)
     monkeypatch.setattr(run, "_stage_function", lambda _stage: full)
     untracked = SimpleNamespace(run_id=None, finish=lambda status: None)
     monkeypatch.setattr(

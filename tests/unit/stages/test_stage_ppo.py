@@ -39,7 +39,7 @@ class Group:
 
     def __init__(self) -> None:
         self.worker = ModelWorker.__new__(ModelWorker)
-        self.worker.part = SimpleNamespace(name="policy", timeouts=PipelineConfig().run.timeouts)  # type: ignore[assignment]
+        self.worker.participant = SimpleNamespace(name="policy", timeouts=PipelineConfig().run.timeouts)  # type: ignore[assignment]
         self.worker._models = {"policy": Model()}
 
     def submit(self, method: str, *given: Any) -> list[Any]:
@@ -90,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     def run(**section: Any) -> Path:
         config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
         services: Any = SimpleNamespace(
-            inputs=inputs, out=out, watch=None, sources={}, progress=lambda *report: None,
+            inputs=inputs, out=out, monitor=None, sources={}, progress=lambda *report: None,
             metrics=SimpleNamespace(flush=lambda: None),
         )  # fmt: skip
         assert ppo.run(config, services).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
