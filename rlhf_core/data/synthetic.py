@@ -3,9 +3,10 @@
 A prompt asks for an adjective, a subject and a place ("Tell me about a small fox in the garden."). A response
 consists of a few sentences of the grammar `PATTERNS`. Demonstrations have different quality: some are kind
 and relevant, others are rude, describe another animal, repeat themselves or violate the grammar. In a third
-of the pairs, one response answers another prompt, so that a reward model cannot order them without reading
-the prompt. `gold_reward` is the true reward. Simulated annotators observe it with noise (Bradley-Terry), as
-in Gao et al. 2022, "Scaling Laws for Reward Model Overoptimization".
+of the pairs, the responses differ only in the words of the topic, because one of them answers another prompt.
+A reward model cannot order these pairs without reading the prompt. `gold_reward` is the true reward.
+Simulated annotators observe it with noise (Bradley-Terry), as in Gao et al. 2022, "Scaling Laws for Reward
+Model Overoptimization".
 
 This module imports no large libraries, because rewards and evaluation use `gold_reward` in every process.
 """
@@ -24,7 +25,7 @@ from rlhf_core.config.data import SyntheticConfig
 from rlhf_core.errors import DataError
 from rlhf_core.seeds import derive_seed
 
-VERSION = 2
+VERSION = 3
 """Raise it when the same seed gives other rows or another reward: it is part of the `data` stage's key."""
 
 SUBJECTS = ("fox", "cat", "dog", "bear", "duck", "frog")
@@ -71,8 +72,8 @@ _RAW_STD = 1.62
 _TIE = 0.25
 """Annotators skip pairs whose gold rewards are closer than this."""
 _OTHER_TOPIC = 1 / 3
-"""Share of the pairs in which one randomly chosen response is written for another prompt with the same
-quality.
+"""Share of the pairs in which both responses have the same text except for the words of the topic: one is
+written for the prompt and the other for a prompt about another animal.
 """
 
 
@@ -223,20 +224,30 @@ def _draw_pair(
         low = rng.random() * 0.4
         high = low + 0.55 + rng.random() * (0.45 - low)
         if rng.random() < _OTHER_TOPIC:
-            other = parse_prompt(rng.choice(prompts))
-            assert other is not None
-            quality = rng.choice((low, high))
-            drawn = [(topic, quality), (other, quality)]
+            # The same random numbers give the same text except for the words of the topic. With two different
+            # texts, whether a reward model learned to compare the topics depended on the seed (decision 20).
+            draws, quality = rng.random(), rng.choice((low, high))
+            other = _other_topic(rng, topic, prompts)
+            drawn = [draw_response(random.Random(draws), about, quality) for about in (topic, other)]
         else:
-            drawn = [(topic, low), (topic, high)]
+            drawn = [draw_response(rng, topic, quality) for quality in (low, high)]
         rng.shuffle(drawn)
-        first, second = (draw_response(rng, about, quality) for about, quality in drawn)
+        first, second = drawn
         gap = gold_reward(prompt, first) - gold_reward(prompt, second)
         if abs(gap) > _TIE:
             break
     prefers_first = rng.random() < _sigmoid(gap / temperature) if temperature else gap > 0
     chosen, rejected = (first, second) if prefers_first else (second, first)
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _other_topic(rng: random.Random, topic: Topic, prompts: Sequence[str]) -> Topic:
+    """Return the topic of a random prompt about another animal."""
+    while True:
+        other = parse_prompt(rng.choice(prompts))
+        assert other is not None
+        if other.subject != topic.subject:
+            return other
 
 
 def _sigmoid(x: float) -> float:

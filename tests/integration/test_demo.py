@@ -2,7 +2,7 @@
 
 - the true reward rises, after PPO and step by step, by the demo's own measure (`rewards/gold/mean`)
 - the policy uses the prompt on each seed: with exchanged prompts its gold reward falls
-- so does the reward model on seeds 0 and 2: with exchanged prompts its held-out accuracy falls; on seed 1 it
+- so does the reward model on each seed: with exchanged prompts its held-out accuracy falls
   does not
 - what its checkpoints take, hashing included, is at most 2 % of its PPO steps
 - without a KL penalty a weak reward model is over-optimised: its score rises to the end, the true reward
@@ -30,11 +30,8 @@ DEMO = Path(__file__).parents[2] / "deployments" / "configs" / "demo.yaml"
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("seed", "reads_prompts"), [(0, True), (1, False), (2, True)])
-def test_the_demo_raises_the_true_reward(
-    seed: int, reads_prompts: bool, tmp_path: Path, summary_lines: list[str]
-) -> None:
-    """`reads_prompts`: whether the reward model of this seed uses the prompt, as measured (decision 20)."""
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_lines: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -48,17 +45,15 @@ def test_the_demo_raises_the_true_reward(
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("summary: ")).read_text())
     gold = summary["evaluate"]["gold_reward"]
-    assert summary["reward"]["accuracy"] >= 0.80  # measured: 0.882, 0.843, 0.854
+    assert summary["reward"]["accuracy"] >= 0.83  # measured: 0.901, 0.877, 0.879
     assert gold["ppo"]["low"] > gold["sft"]["high"]
     assert summary["evaluate"]["win_rate"]["mean"] >= 0.70
     assert 0 < summary["evaluate"]["kl"] < 20
-    if reads_prompts:
-        assert (
-            summary["reward"]["accuracy"] - summary["reward"]["accuracy_exchanged"] >= 0.03
-        )  # measured: 0.081, 0.057
+    # Measured: 0.140, 0.128, 0.084.
+    assert summary["reward"]["accuracy"] - summary["reward"]["accuracy_exchanged"] >= 0.04
     exchanged = summary["evaluate"]["gold_reward_exchanged"]
-    assert gold["sft"]["mean"] - exchanged["sft"]["mean"] >= 0.5  # measured: 1.033, 1.038, 0.937
-    assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.6  # measured: 1.222, 1.171, 1.052
+    assert gold["sft"]["mean"] - exchanged["sft"]["mean"] >= 0.5  # measured: 1.021, 0.997, 0.985
+    assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.6  # measured: 1.286, 1.261, 1.138
     watched = gold_by_step(tmp_path)
     assert mean(watched[-5:]) - mean(watched[:5]) >= 0.6  # measured: 1.269, 1.293, 1.189
     seconds = seconds_of(tmp_path, "timing/checkpoint", "timing/step")

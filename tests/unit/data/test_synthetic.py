@@ -5,11 +5,14 @@ Locked here:
 - the reward of a response is the documented sum (worked out by hand), and each fault costs;
 - degenerate texts do not pay; the best response is far above the demonstrations, whose rewards are 0 +- 1;
 - annotators agree with the truth in 95 to 98 %, or always at temperature 0;
+- in about a third of the pairs, the responses differ only in the words of the topic, and the preferred one has
+  the animal of the prompt;
 - prompts are enough, distinct, and all of the task.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -142,3 +145,18 @@ def test_the_gold_reward_imports_nothing_heavy() -> None:
         ).stdout.strip()
         == "[]"
     )
+
+
+def test_a_third_of_the_pairs_differ_only_in_the_topic() -> None:
+    config = SyntheticConfig(pairs=600, label_temperature=0.0)
+    topic_words = re.compile("|".join([*synthetic.SUBJECTS, *synthetic.ADJECTIVES, *synthetic.PLACES]))
+    about_another_animal = []
+    for row in generate(config, 0, "preference"):
+        texts = [topic_words.sub("_", row[name]) for name in ("chosen", "rejected")]
+        if texts[0] == texts[1]:
+            about_another_animal.append(row)
+    assert 0.25 * 600 <= len(about_another_animal) <= 0.42 * 600
+    for row in about_another_animal:
+        topic = parse_prompt(row["prompt"])
+        assert topic is not None
+        assert topic.subject in row["chosen"] or topic.subject not in row["rejected"]
