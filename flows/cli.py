@@ -310,11 +310,11 @@ def _raise_broken_pipe() -> NoReturn:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.home import make_home
     from rlhf_core.run.serve_reward import serve_reward
+    from rlhf_core.system.home import Home
 
-    home = make_home(_home(arguments))
-    _set_up_logging(home)
+    home = Home.of(_home(arguments)).make()
+    _set_up_logging(home.path)
     with suppress(KeyboardInterrupt, Stopped):  # how a service ends
         serve_reward(
             arguments.artifact,
@@ -333,9 +333,9 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from flows.servers import up
-    from rlhf_core.run.home import make_home
+    from rlhf_core.system.home import Home
 
-    print(up(make_home(_home(arguments))))
+    print(up(Home.of(_home(arguments)).make().path))
     return 0
 
 

@@ -25,9 +25,10 @@ from filelock import FileLock, Timeout
 from flows.local_http import answers
 from flows.login import new_login
 from rlhf_core.errors import StageFailed
-from rlhf_core.run.environment import prefect_environment, python_module
+from rlhf_core.run.environment import prefect_environment
 from rlhf_core.run.home import rotate_logs
-from rlhf_core.system.processes import die_with_parent, free_port
+from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import free_port
 
 log = logging.getLogger(__name__)
 
@@ -80,21 +81,13 @@ class EmbeddedPrefect:
 
     def _start(self) -> subprocess.Popen[bytes]:
         application = ["--factory", "flows.application:create_app", "--log-level", "error"]
-        with self._log_file.open("ab") as output:
-            return subprocess.Popen(
-                [*python_module("uvicorn"), *application, "--host", "127.0.0.1", "--port", str(self._port)],
-                cwd=self._folder,  # this server must not read settings files of the working folder
-                env={
-                    **_without_client_logging(),
-                    "PREFECT_UI_ENABLED": "0",
-                    "PREFECT__SERVER_EPHEMERAL": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGKILL),
-            )
+        return launch(
+            [*python_module("uvicorn"), *application, "--host", "127.0.0.1", "--port", str(self._port)],
+            {**_without_client_logging(), "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
+            log_file=self._log_file,
+            working_folder=self._folder,  # this server must not read settings files of the working folder
+            parent_death_signal=signal.SIGKILL,
+        )
 
     def wait(self) -> None:
         """Until the API answers. Raises StageFailed after `START_SECONDS`, or at once if the server died."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.system.processes import ProcessId, die_with_parent, free_port, listens
+from rlhf_core.system.launch import launch
+from rlhf_core.system.processes import ProcessId, free_port, listens
 
 log = logging.getLogger(__name__)
 
@@ -83,18 +84,14 @@ class Server:
             return
         self.started = self.looked = now
         self.silent = 0.0
-        with self.log_file.open("ab") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                # Not the project's folder, because its files must not be read as settings
-                cwd=self.log_file.parent,
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent(signal.SIGTERM),
-            )
+        self.process = launch(
+            self.command,
+            {**os.environ, **self.environment},
+            log_file=self.log_file,
+            # Not the project's folder, because its files must not be read as settings
+            working_folder=self.log_file.parent,
+            parent_death_signal=signal.SIGTERM,
+        )
 
     def id(self) -> ProcessId | None:
         return None if self.process is None else ProcessId.of(self.process.pid)

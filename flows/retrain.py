@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -16,6 +15,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.run.home import read_json
 from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.pipeline import outside_digests
+from rlhf_core.system.home import Home
 from rlhf_core.tracking.tracker import open_tracking
 
 log = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ def retrain(
     """
     settings = load_config(config, overrides)
     key = pipeline_key(settings, outside_digests(settings))
-    finished = finished_run(Path(settings.run.home), key)
+    finished = finished_run(Home.of(settings.run.home), key)
     if finished and not open_tracking(settings).forgot(settings.registered_model, finished["weights_sha256"]):
         return Completed(name="Unchanged", message=f"nothing has changed since {finished['run']}")
     return rlhf(config=config, overrides=overrides)
 
 
-def finished_run(home: Path, key: str) -> dict[str, Any] | None:
+def finished_run(home: Home, key: str) -> dict[str, Any] | None:
     """Summary of the run that finished all stages with this pipeline key, if there is one."""
-    for path in sorted((home / "runs").glob("*/summary.json")):
+    for path in sorted(home.summaries()):
         summary = read_json(path) or {}
         if summary.get("pipeline_key") == key and "register" in summary.get("stages", {}):
             return summary

@@ -22,8 +22,9 @@ from flows.login import login_file, read_login
 from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes, own_database
 from flows.team import mlflow_address, prefect_address, prefect_answers
 from rlhf_core.errors import InputError, StageFailed
-from rlhf_core.run.environment import SAFE_PATH, past_proxies, python_module
+from rlhf_core.run.environment import past_proxies
 from rlhf_core.run.home import read_json
+from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.processes import ProcessId, carriers, stop, wait_gone
 
 _MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
@@ -59,15 +60,11 @@ def up(home: Path) -> str:
         )
     _sweep(home)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "supervisor.log").open("ab") as output:
-        supervisor = subprocess.Popen(
-            [*python_module("flows.supervisor"), str(home)],
-            env={**os.environ, **SAFE_PATH, MARK: str(home)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    supervisor = launch(
+        [*python_module("flows.supervisor"), str(home)],
+        {**os.environ, **SAFE_PATH, MARK: str(home)},
+        log_file=folder / "supervisor.log",
+    )
     state = _await_ready(home, supervisor)
     return _announce(home, state)
 

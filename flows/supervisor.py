@@ -35,15 +35,9 @@ from flows.managed import ANSWER_SECONDS, Server
 from flows.reconcile import ENGINE_VARIABLE, Reconciler
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import InputError, RLHFError, StageFailed
-from rlhf_core.run.environment import (
-    DATABASE_VARIABLES,
-    NO_TELEMETRY,
-    SAFE_PATH,
-    past_proxies,
-    prefect_environment,
-    python_module,
-)
+from rlhf_core.run.environment import DATABASE_VARIABLES, NO_TELEMETRY, past_proxies, prefect_environment
 from rlhf_core.run.home import replace_private, rotate_logs, write_json
+from rlhf_core.system.launch import SAFE_PATH, python_module
 from rlhf_core.system.processes import ProcessId, carriers, free_port, stop
 
 log = logging.getLogger(__name__)

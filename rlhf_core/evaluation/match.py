@@ -26,7 +26,8 @@ from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_fil
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.store import open_store
+from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, Services, StageName
 
 log = logging.getLogger(__name__)
@@ -87,9 +88,7 @@ def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]
 
 
 def _find(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
-    settings = config.store
-    store = Store(config.store_url, settings.endpoint, settings.retry_seconds)
-    artifacts = ArtifactStore(store, Path(config.run.home).resolve() / "cache")
+    artifacts = ArtifactStore(open_store(config), Home.of(config.run.home).cache)
     try:
         policy, data = (_artifact(artifacts, stage, tags) for stage in ("ppo", "data"))
         made = artifacts.config(policy)

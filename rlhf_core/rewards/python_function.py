@@ -32,6 +32,7 @@ from rlhf_core.config.checkrewards import module_file
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.failures import Failure, Outcome, attempt
+from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import RewardInput
 
 START_SECONDS = 120.0
@@ -107,10 +108,11 @@ class PythonFunction:
         # -P keeps the current folder from shadowing installed packages; it is searched last instead.
         paths = [*(path for path in sys.path if path), os.getcwd()]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlhf_core.rewards.python_worker", *arguments],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-        )  # fmt: skip
+        self._process = launch(
+            [*python_module("rlhf_core.rewards.python_worker"), *arguments],
+            environment,
+            pass_fds=(theirs.fileno(),),
+        )
         theirs.close()
         self._channel, self._buffer = ours, b""
         try:

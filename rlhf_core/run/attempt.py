@@ -26,7 +26,7 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, await_holder, claim
 from rlhf_core.storage.outbox import Outbox
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
@@ -45,11 +45,10 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told
     to stop.
     """
-    settings = spec.config.store
-    store = Store(spec.config.store_url, settings.endpoint, settings.retry_seconds)
+    store = open_store(spec.config)
     waited = await_holder(store, spec.key, spec.stage)
     fence = claim(store, spec.key)
-    if waited and (made := ArtifactStore(store, spec.home / "cache").find(spec.stage, spec.key)) is not None:
+    if waited and (made := ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key)) is not None:
         events.send("reused")
         return made
     for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
@@ -76,7 +75,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     status = "KILLED"
     failpoint("stage.started")
     try:
-        stacks = spec.home / "stacks" / f"{spec.stage}-{spec.key}-{fence.attempt:06d}"
+        stacks = spec.home.stacks(spec.stage, spec.key, fence.attempt)
         with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
             ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), monitor).run()
         status = "FINISHED"
@@ -150,8 +149,8 @@ class _Attempt:
         """The artifact: finished by an earlier attempt and only to be delivered, or made now."""
         spec = self.spec
         settings = spec.config.store
-        outbox = None if self.store.is_local else Outbox(self.store, spec.home / "outbox")
-        artifacts = ArtifactStore(self.store, spec.home / "cache", outbox)
+        outbox = Outbox.of(self.store, spec.home.outbox)
+        artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
         checkpoints = CheckpointStore(
             self.store,
             spec.key,

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
-from rlhf_core.run.environment import python_module
 from rlhf_core.run.events import FD_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, parse
 from rlhf_core.run.spec import StageSpec
+from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import ArtifactRef
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -79,21 +79,17 @@ def _start(
     os.set_blocking(read_fd, False)
     reader = os.fdopen(read_fd, "rb", buffering=0)
     try:
-        with log_file.open("ab") as log:
-            child = subprocess.Popen(
-                [*python_module("rlhf_core.run"), str(spec_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={
-                    **environment,
-                    FD_VARIABLE: str(write_fd),
-                    PARENT_VARIABLE: str(os.getpid()),
-                    STOP_VARIABLE: str(TERM_SECONDS),
-                },
-                pass_fds=(write_fd,),
-                start_new_session=True,
-            )
+        child = launch(
+            [*python_module("rlhf_core.run"), str(spec_file)],
+            {
+                **environment,
+                FD_VARIABLE: str(write_fd),
+                PARENT_VARIABLE: str(os.getpid()),
+                STOP_VARIABLE: str(TERM_SECONDS),
+            },
+            log_file=log_file,
+            pass_fds=(write_fd,),
+        )
     except BaseException:
         reader.close()
         raise

@@ -6,12 +6,12 @@ Threads and devices must be settled before torch is imported, so they are set on
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.system.launch import SAFE_PATH
 
 NO_TELEMETRY = {
     "DO_NOT_TRACK": "1",
@@ -22,17 +22,6 @@ NO_TELEMETRY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Prevent Python and its child processes from importing modules, such as a `queue.py`, from the working
-folder.
-"""
-
-
-def python_module(name: str) -> list[str]:
-    """Return the command that runs the module `name` in a separate process."""
-    return [sys.executable, "-P", "-m", name]
 
 
 def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

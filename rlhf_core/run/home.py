@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import InputError
-
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace `path` as a whole."""
@@ -86,16 +84,3 @@ def read_run(path: Path) -> dict[str, Any] | None:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e12
-
-
-def make_home(home: Path) -> Path:
-    """`home`, made if it is not there: then for this user alone, because logs and databases hold the training
-    data.
-    """
-    try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"run.home: the folder {home} cannot be made: {error.strerror}; choose another"
-        ) from error
-    return home

@@ -37,8 +37,9 @@ from rlhf_core.run.summary import nothing_made, reuse_sentence, run_markdown, su
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId, lives
 from rlhf_core.tracking.tracker import DataSet, Status, Tracking, open_tracking, origin_tags
 from rlhf_core.types import STAGES, ArtifactRef, StageName
@@ -85,12 +86,12 @@ class Pipeline:
         self.started = me.started if me is not None else time.time()
         self.sources = outside_digests(config)
         self.key = pipeline_key(config, self.sources)
-        self.home = Path(config.run.home).resolve()
+        self.home = Home.of(config.run.home)
         self.name = pipeline_name(config, self.key)
-        self.folder = self.home / "runs" / self.name
-        self.logs = self.home / "logs" / self.name
-        self.store = Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
-        self.artifacts = ArtifactStore(self.store, self.home / "cache")
+        self.folder = self.home.run(self.name)
+        self.logs = self.home.run_logs(self.name)
+        self.store = open_store(config)
+        self.artifacts = ArtifactStore(self.store, self.home.cache)
         self.tracking: Tracking = open_tracking(config)
         self.tags: dict[str, str] = {}
         """Of the MLflow run."""
@@ -159,8 +160,8 @@ class Pipeline:
         """Remove what an attempt left that was killed after it had published: checkpoints, copies for the
         bucket, rollouts, scratch files.
         """
-        outbox = None if self.store.is_local else Outbox(self.store, self.home / "outbox")
-        checkpoints = CheckpointStore(self.store, spec.key, work=self.home / "cache", keep=1, outbox=outbox)
+        outbox = Outbox.of(self.store, self.home.outbox)
+        checkpoints = CheckpointStore(self.store, spec.key, work=self.home.cache, keep=1, outbox=outbox)
         with suppress(StoreError):  # the next run comes by again
             checkpoints.clear()
             if outbox is not None:
@@ -229,9 +230,10 @@ class Pipeline:
         """
         if (self.folder / "run.json").exists():
             return ""
-        files = (self.home / "runs").glob("*/run.json")
         others = [
-            known for file in files if (known := read_run(file)) and known.get("config") == self.config_path
+            known
+            for file in self.home.run_states()
+            if (known := read_run(file)) and known.get("config") == self.config_path
         ]
         last = max(others, key=lambda known: known["updated"], default=None)
         if last is None or last["state"] == "finished" or "decided_by" not in last:

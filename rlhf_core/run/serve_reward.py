@@ -10,6 +10,7 @@ from typing import Literal
 from rlhf_core.errors import InputError
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.home import Home
 
 Template = Literal["chat", "plain"]
 _ARTIFACT = re.compile(r"^(?P<store>.+)/artifacts/reward/(?P<key>[0-9a-f]{16})(/.*)?$")
@@ -20,7 +21,7 @@ def serve_reward(
     *,
     host: str,
     port: int,
-    home: Path,
+    home: Home,
     endpoint: str | None,
     template: Template | None,
     dtype: str,
@@ -53,14 +54,14 @@ def serve_reward(
         make_server(scorer, token).run(sockets=[socket])
 
 
-def locate(address: str, home: Path, endpoint: str | None) -> tuple[Path, Template | None]:
+def locate(address: str, home: Home, endpoint: str | None) -> tuple[Path, Template | None]:
     """The verified model folder of an artifact and the template of its data; or a folder as it is, and None."""
     found = _ARTIFACT.match(address.rstrip("/"))
     if found is None:
         folder = Path(address)
         inner = folder / "model"
         return (inner if (inner / "config.json").is_file() else folder), None
-    artifacts = ArtifactStore(Store(found["store"], endpoint), home / "cache")
+    artifacts = ArtifactStore(Store(found["store"], endpoint), home.cache)
     ref = artifacts.find("reward", found["key"])
     if ref is None:
         raise InputError(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.config.preflight import check
 from rlhf_core.errors import checking
 from rlhf_core.planning.fit import check_memory
-from rlhf_core.run.home import make_home
-from rlhf_core.storage.store import Store
+from rlhf_core.storage.store import open_store
+from rlhf_core.system.home import Home
 
 
 def checked_config(
@@ -26,8 +25,8 @@ def checked_config(
         config = load_config(path, overrides)
         warnings = check(config)
         check_memory(config)
-    make_home(Path(config.run.home))
-    store = Store(config.store_url, config.store.endpoint)
+    Home.of(config.run.home).make()
+    store = open_store(config)
     if patient:
         store.check(config.store.retry_seconds)
     else:

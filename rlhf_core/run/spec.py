@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, StageName
 
 
@@ -30,19 +31,19 @@ class StageSpec:
     """Digests of the external inputs of the stage, in `key` or in the key of an input."""
 
     @property
-    def home(self) -> Path:
-        """Absolute local folder for scratch files and logs."""
-        return Path(self.config.run.home).resolve()
+    def home(self) -> Home:
+        """Local folder for scratch files and logs."""
+        return Home.of(self.config.run.home)
 
     @property
     def work(self) -> Path:
         """Scratch folders of the attempts."""
-        return self.home / "work" / f"{self.stage}-{self.key}"
+        return self.home.work(self.stage, self.key)
 
     @property
     def journal(self) -> Path:
         """What outlives an attempt on this machine: rollouts of the step in hand."""
-        return self.home / "journal" / f"{self.stage}-{self.key}"
+        return self.home.journal(self.stage, self.key)
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""

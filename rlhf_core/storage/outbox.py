@@ -28,6 +28,11 @@ class Outbox:
         self._store = store
         self._waiting = Store(folder)
 
+    @classmethod
+    def of(cls, store: Store, folder: Path) -> Outbox | None:
+        """Return the outbox in `folder`, or None for a local store, which needs none."""
+        return None if store.is_local else cls(store, folder)
+
     def add(
         self, prefix: str, source: Path, files: Sequence[FileEntry], *, folder: str, body: Mapping[str, Any]
     ) -> None:

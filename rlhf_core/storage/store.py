@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import has_credentials, scrubbed
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 
@@ -27,6 +28,11 @@ _CHECK_PATIENCE = 2.0
 
 _BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
+
+
+def open_store(config: PipelineConfig) -> Store:
+    """Return the store of `config`. Its backend is opened at the first use."""
+    return Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
 
 
 class Backend(Protocol):

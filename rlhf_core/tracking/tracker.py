@@ -23,6 +23,7 @@ from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
+from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow, Point, RunState, clean_name, hurry, sqlite_path
 from rlhf_core.tracking.registry import has_version
 from rlhf_core.tracking.spool import Spool, next_attempt
@@ -57,7 +58,7 @@ def open_tracking(config: PipelineConfig) -> Tracking:
 
     Raises ConfigError for an address that cannot be a tracker.
     """
-    home = Path(config.run.home).absolute()
+    home = Home.of(config.run.home)
     if config.tracking.uri is not None and has_credentials(config.tracking.uri):
         raise ConfigError(
             "tracking.uri must not contain credentials (value hidden); set MLFLOW_TRACKING_USERNAME and "
@@ -68,7 +69,7 @@ def open_tracking(config: PipelineConfig) -> Tracking:
         raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     if database := sqlite_path(uri):
         uri = f"sqlite:///{database}"
-    return Tracking(Mlflow(uri, config.experiment), home / "spool", config.tracking.system_metrics)
+    return Tracking(Mlflow(uri, config.experiment), home.spool, config.tracking.system_metrics)
 
 
 @dataclass

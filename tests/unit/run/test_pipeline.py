@@ -34,6 +34,7 @@ from rlhf_core.run.summary import duration, results, reuse_sentence, run_markdow
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.types import STAGES, ArtifactRef, StageName
@@ -320,10 +321,10 @@ def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path
     folder = tmp_path / "runs" / "demo-seed0-x"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"data": {}}}))
-    assert finished_run(tmp_path, key) is None  # stopped by --until
+    assert finished_run(Home(tmp_path), key) is None  # stopped by --until
     (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"register": {}}}))
-    assert (finished_run(tmp_path, key) or {})["pipeline_key"] == key
-    assert finished_run(tmp_path, "0" * 16) is None
+    assert (finished_run(Home(tmp_path), key) or {})["pipeline_key"] == key
+    assert finished_run(Home(tmp_path), "0" * 16) is None
 
 
 def test_only_where_nobody_waits_is_the_store_waited_for(

@@ -31,8 +31,8 @@ from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials,
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.run.child import run_child
 from rlhf_core.run.environment import stage_environment
-from rlhf_core.run.home import make_home
 from rlhf_core.run.spec import StageSpec
+from rlhf_core.system.home import Home
 
 CANARY = "canary-0f8c1e77d2"
 
@@ -291,10 +291,10 @@ def test_a_stage_that_fails_with_a_secret_in_its_words_hides_it(
 def test_a_new_home_is_for_its_user_alone_and_an_old_one_stays_as_it_is(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
-        home = make_home(tmp_path / "new" / "home")
+        home = Home(tmp_path / "new" / "home").make().path
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         (tmp_path / "old").mkdir(mode=0o755)
-        assert stat.S_IMODE(make_home(tmp_path / "old").stat().st_mode) == 0o755
+        assert stat.S_IMODE(Home(tmp_path / "old").make().path.stat().st_mode) == 0o755
     finally:
         os.umask(old)
 

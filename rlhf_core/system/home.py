@@ -1,0 +1,142 @@
+"""Paths below `run.home`, in one place.
+
+home/
+├── runs/<run>/              run.json (state, for `rlhf status`), summary.json
+├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
+├── work/<stage>-<key>/      scratch files of the attempts
+├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
+├── stacks/                  Python stacks of processes that stalled
+├── cache/                   local copies of remote artifacts
+├── outbox/                  artifacts and checkpoints that wait for a bucket
+├── spool/                   metrics that MLflow has not received
+├── mlflow.db, mlartifacts/  the tracker, if no other is configured
+├── prefect/                 Prefect's database for `rlhf run`; profiles.toml for clients of `rlhf up`
+└── servers/                 state, password, databases and logs of `rlhf up`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder `run.home`. Nothing is created by asking for a path."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, folder: str | Path) -> Home:
+        """Return the home in `folder`, as an absolute path without links."""
+        return cls(Path(folder).resolve())
+
+    def make(self) -> Home:
+        """Create the folder if it does not exist, and return this home.
+
+        A new folder is only accessible to this user, because logs and databases contain training data.
+        Raises InputError if it cannot be created.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"run.home: the folder {self.path} cannot be made: {error.strerror}; choose another"
+            ) from error
+        return self
+
+    # -- runs --
+
+    def run(self, name: str) -> Path:
+        """Return the folder of the run `name`."""
+        return self.path / "runs" / name
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    def run_states(self) -> Iterator[Path]:
+        """Yield the `run.json` of every run."""
+        return self.runs.glob("*/run.json")
+
+    def summaries(self) -> Iterator[Path]:
+        """Yield the `summary.json` of every run that finished its stages."""
+        return self.runs.glob("*/summary.json")
+
+    # -- logs --
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def run_logs(self, name: str) -> Path:
+        """Return the folder with the logs of the stages of the run `name`."""
+        return self.logs / name
+
+    # -- stages --
+
+    def work(self, stage: str, key: str) -> Path:
+        """Return the folder for scratch files of the attempts at a stage key."""
+        return self.path / "work" / f"{stage}-{key}"
+
+    def journal(self, stage: str, key: str) -> Path:
+        """Return the folder for rollouts, which outlives an attempt at a stage key."""
+        return self.path / "journal" / f"{stage}-{key}"
+
+    def stacks(self, stage: str, key: str, attempt: int) -> Path:
+        """Return the folder for the Python stacks of the processes of an attempt."""
+        return self.path / "stacks" / f"{stage}-{key}-{attempt:06d}"
+
+    # -- store and tracker --
+
+    @property
+    def cache(self) -> Path:
+        return self.path / "cache"
+
+    @property
+    def outbox(self) -> Path:
+        return self.path / "outbox"
+
+    @property
+    def spool(self) -> Path:
+        return self.path / "spool"
+
+    @property
+    def mlflow_database(self) -> Path:
+        return self.path / "mlflow.db"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.path / "mlartifacts"
+
+    # -- servers --
+
+    @property
+    def prefect(self) -> Path:
+        """Folder of the Prefect server that `rlhf run` starts."""
+        return self.path / "prefect"
+
+    @property
+    def prefect_profiles(self) -> Path:
+        """Settings of Prefect clients for the server of `rlhf up`."""
+        return self.prefect / "profiles.toml"
+
+    @property
+    def servers(self) -> Path:
+        """Folder of everything that `rlhf up` starts."""
+        return self.path / "servers"
+
+    @property
+    def servers_state(self) -> Path:
+        return self.servers / "state.json"
+
+    @property
+    def servers_login(self) -> Path:
+        return self.servers / "login"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.servers / "supervisor.log"
