@@ -58,8 +58,8 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     return (squares / (count - int(unbiased)).clamp(min=1)).to(as_float(x).dtype)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """(x - mu) * rsqrt(var + eps) on the mask, 0 under it; plus mu again when `shift_mean` is false.
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mu) * rsqrt(var + eps) on the mask, and 0 elsewhere.
 
     Same shape as `x`, no unit. mu and the unbiased variance are those of all valid tokens given: for
     statistics across ranks the caller reduces count, sum and sum of squares, or calls this on the whole
@@ -68,6 +68,4 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float =
     wide = select(x, mask).double()
     mean = masked_mean(wide, mask)
     whitened = (wide - mean) * torch.rsqrt(masked_var(wide, mask) + eps)
-    if not shift_mean:
-        whitened = whitened + mean
     return select(whitened, mask).to(as_float(x).dtype)

@@ -1,5 +1,5 @@
-"""Checkpoints of a training loop: DeepSpeed's state of every rank plus the loop's own, committed as one
-folder.
+"""Checkpoints of a training loop: the DeepSpeed state of every rank and the state of the loop, committed as one
+folder. Also the table of the batch whose optimizer step was skipped.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import json
 import logging
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,46 @@ from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.types import Services
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 _LOOP = "loop.json"
+
+
+@contextmanager
+def new_checkpoint(
+    services: Services | None,
+    work: Path,
+    step: int,
+    size: int,
+    score: float | None = None,
+    *,
+    known: Mapping[int, float] | None = None,
+) -> Iterator[Path]:
+    """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
+
+    Args:
+        services: Of the process that commits; None on all other ranks, where only the path is computed.
+        work: Scratch folder of the attempt, shared by all ranks.
+        step: Number of the last finished step.
+        size: Bytes that the body writes, approximately.
+        score: Score of the weights, higher is better; None if nothing was measured.
+        known: Scores of earlier checkpoints by step.
+
+    Raises:
+        StoreError: The disk has less than `size` bytes free, or the commit failed.
+    """
+    started = time.monotonic()
+    folder = work / f"checkpoint-{step:08d}"
+    if services is not None:
+        services.checkpoints.prepare(step, folder, size)
+    yield folder
+    if services is not None:
+        # Before the commit: a later attempt continues after this step and does not log its metrics again.
+        services.metrics.flush()
+        services.checkpoints.save(step, folder, score, known=known)
+        services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
 
 
 def save(
@@ -34,25 +72,28 @@ def save(
     state: dict[str, Any],
     score: float | None = None,
 ) -> None:
-    """A collective; rank 0, the one with `services`, commits. Metrics so far go out first, so none is lost.
+    """Save a checkpoint of a loop with one engine. This is a collective operation.
 
-    `score`: higher is better, None where nothing was measured. Raises StoreError if the disk is too small.
+    Args:
+        engine: The model of the loop.
+        services: Of rank 0, which commits; None on all other ranks.
+        work: Scratch folder of the attempt, shared by all ranks.
+        step: Number of the last finished step.
+        state: JSON values that `restore` returns.
+        score: Score of the weights, higher is better; None if nothing was measured.
+
+    Raises:
+        StoreError: The disk is too small.
     """
-    started = time.monotonic()
-    folder = work / f"checkpoint-{step:08d}"
-    if services is not None:
-        services.checkpoints.prepare(step, folder, engine.checkpoint_bytes)
-    heartbeat("checkpoint")
-    dist.barrier()
-    engine.save_checkpoint(folder)
-    failpoint("checkpoint.written")
-    dist.barrier()
-    if services is not None:
-        heartbeat("commit", stall_after=math.inf)  # an upload's every call has its own bound
-        (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
-        services.metrics.flush()
-        services.checkpoints.save(step, folder, score)
-        services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
+    with new_checkpoint(services, work, step, engine.checkpoint_bytes, score) as folder:
+        heartbeat("checkpoint")
+        dist.barrier()  # no rank writes before rank 0 has emptied the folder
+        engine.save_checkpoint(folder)
+        failpoint("checkpoint.written")
+        dist.barrier()
+        if services is not None:
+            heartbeat("commit", stall_after=math.inf)  # each request of an upload has its own timeout
+            (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
 
 
 def after_step(
@@ -66,9 +107,15 @@ def after_step(
     state: dict[str, Any],
     score: float | None = None,
 ) -> None:
-    """`save` at every `every`-th step but the last; where rank 0 was asked to stop, at once, and leave. A
-    collective.
+    """Save a checkpoint if one is due, and leave the process if it was asked to stop. This is a collective
+    operation.
+
+    Args:
+        engine, services, work, step, state, score: See `save`.
+        every: Steps between checkpoints.
+        total: Steps of the whole loop. The last step needs no checkpoint.
     """
+    # Only rank 0 gets the signal; the sum tells all ranks.
     asked = torch.tensor(float(services is not None and services.stop.asked), device=engine.rank.torch_device)
     dist.all_reduce(asked)
     stop = bool(asked.item())
@@ -79,25 +126,51 @@ def after_step(
         (services.stop if services is not None else StopRequest()).leave()
 
 
-def stops_after_a_step(services: Services | None) -> AbstractContextManager[None]:
-    """For a loop that calls `after_step`."""
+def defer_stop(services: Services | None) -> AbstractContextManager[None]:
+    """Return a context in which a stop request waits for the next `after_step`."""
     return nullcontext() if services is None else services.stop.deferred()
 
 
 def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:
-    """Load the newest whole checkpoint on every rank; its loop state (with `step`), or None for a fresh
-    start.
+    """Load the newest complete checkpoint on every rank. This is a collective operation.
+
+    Returns the state of the loop with its `step`, or None if there is no checkpoint.
     """
-    found: list[Any] = [None]
-    heartbeat("restore", stall_after=math.inf)  # rank 0 fetches, the others wait for it in a collective
+    checkpoint: list[Any] = [None]
+    heartbeat("restore", stall_after=math.inf)  # rank 0 downloads while the others wait in the broadcast
     if services is not None:
         latest = services.checkpoints.latest()
-        found = [None if latest is None else (latest[1], services.work / "converted")]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
+        if latest is not None:
+            checkpoint = [(latest[1], services.work / "converted")]
+    dist.broadcast_object_list(checkpoint, src=0)
+    if checkpoint[0] is None:
         return None
-    folder, scratch = found[0]
+    folder, scratch = checkpoint[0]
     heartbeat("load checkpoint")
     engine.load_checkpoint(folder, scratch)
     state: dict[str, Any] = json.loads((folder / _LOOP).read_text())
     return state
+
+
+@contextmanager
+def log_skipped_batch(
+    engine: TrainingEngine,
+    services: Services | None,
+    step: int,
+    batch: Sequence[T],
+    row: Callable[[T], dict[str, Any]],
+) -> Iterator[None]:
+    """Log the batch as a table if its optimizer step, the body of this context, is skipped.
+
+    Args:
+        engine: The engine that makes the step.
+        services: Of rank 0; None on all other ranks, which log nothing.
+        step: Number of the step, for the name of the table.
+        batch: Samples of the step.
+        row: Converts a sample to a row of the table.
+    """
+    try:
+        yield
+    finally:  # also where this step is the one that ends the training
+        if engine.grad_nonfinite and services is not None:
+            services.metrics.log_table(f"skipped/step_{step:06d}", [row(sample) for sample in batch])

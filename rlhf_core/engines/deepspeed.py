@@ -73,9 +73,9 @@ class TrainingEngine:
         rank: Rank,
         *,
         ema_decay: float | None = None,
-        keeps_best: bool = False,
+        keep_best: bool = False,
     ) -> None:
-        """`ema_decay`: also keep an average of the weights. `keeps_best`: also a copy of the best ones, see
+        """`ema_decay`: also keep an average of the weights. `keep_best`: also a copy of the best ones, see
         `keep`.
         """
         import deepspeed
@@ -89,7 +89,7 @@ class TrainingEngine:
         self.steps_done = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
-        self._stumbled = False
+        self._grad_nonfinite = False
         self._rounded_sums = (
             deepspeed_config.dtype == "bfloat16" and deepspeed_config.grad_accum_dtype is None
         )
@@ -125,7 +125,7 @@ class TrainingEngine:
             torch_optimizer.register_step_pre_hook(self._clip)
         lm, device = self.module.lm, rank.torch_device
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
-        self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keeps_best else None
+        self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keep_best else None
         bound_collectives(rank.collective_seconds)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class TrainingEngine:
         """
         assert self.optimizer_config is not None
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
-        self._stumbled = False
+        self._grad_nonfinite = False
         count = 0
         for loss in micro_losses:
             heartbeat(f"optimizer step {self.steps_done + 1}")
@@ -207,8 +207,8 @@ class TrainingEngine:
             norm = self._grad_norm if self._own_clipping else float(self.engine.get_global_grad_norm() or 0.0)
         else:
             norm = math.nan
-        self._stumbled = not math.isfinite(norm) and scale <= _LARGE_SCALE
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + self._stumbled
+        self._grad_nonfinite = not math.isfinite(norm) and scale <= _LARGE_SCALE
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + self._grad_nonfinite
         if math.isfinite(norm) and self._average is not None:
             self._average.update()
         if not math.isfinite(norm):
@@ -237,9 +237,9 @@ class TrainingEngine:
         )
 
     @property
-    def stumbled(self) -> bool:
+    def grad_nonfinite(self) -> bool:
         """Whether the step at hand, or the last one, was skipped for a gradient that no loss scale explains."""
-        return self._stumbled
+        return self._grad_nonfinite
 
     def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         assert self.optimizer_config is not None
@@ -303,13 +303,13 @@ class TrainingEngine:
             enabled=self.zero_stage == 3 and bool(parameters),
         )
 
-    def keep(self) -> None:
-        """Remember the weights as they are now, in host memory, for `restore_kept`."""
+    def snapshot_best(self) -> None:
+        """Remember the weights as they are now, in host memory, for `restore_best`."""
         assert self._best is not None
         self._best.take()
 
     @torch.no_grad()
-    def restore_kept(self) -> None:
+    def restore_best(self) -> None:
         """Put the weights of the last `keep` back, for use: the optimizer's own copies stay. A collective."""
         assert self._best is not None
         for group in self._gather_groups():

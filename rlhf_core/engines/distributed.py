@@ -1,41 +1,44 @@
-"""Joining the process group of one model's training ranks. The only place that knows how DeepSpeed is tamed
-on a CPU.
+"""The process group of one model's training ranks: join, leave, timeouts, and the layout of rows on which all
+ranks agree. Everything that DeepSpeed needs to run on a CPU is here.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-_WATCH_FIRST_SECONDS = {"cpu": 3.0, "cuda": 60.0}
-"""What a collective has beyond a rank's timeout: `rlhf_core.system.heartbeat` is to see the ranks as they wait for each
-other. A broken one of gloo raises; NCCL's own watchdog takes the process down, so the stage is to be ended
-before.
+from rlhf_core.config.training import Packing
+
+log = logging.getLogger(__name__)
+
+_COLLECTIVE_EXTRA_SECONDS = {"cpu": 3.0, "cuda": 60.0}
+"""Seconds that a collective may take beyond the timeout of a rank, so that `rlhf_core.system.heartbeat` sees the
+stalled rank first. A collective of gloo that times out raises an error. NCCL's watchdog ends the process, so
+the stage must have ended before.
 """
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place among the ranks that train together."""
+    """One process of a group of training ranks."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """0: a free port, for a world of one."""
+    """0 selects a free port, for a world of one."""
     device: str = "cpu"
     """"cpu" or "cuda"."""
     start: float = 300.0
-    """Seconds for the rendezvous and every collective until the model is loaded."""
+    """Timeout of the rendezvous and of every collective until the model is loaded, in seconds."""
     timeout: float = 600.0
-    """Seconds that a rank may stand still from then on; a collective gets a little more
-    (`bound_collectives`).
-    """
+    """Seconds without a heartbeat after which a rank is stalled. See `collective_seconds`."""
     listener: socket.socket | None = None
     """Listening socket of rank 0, if `master_port` is already in use by it, so that no other process can take
     the port.
@@ -43,27 +46,12 @@ class Rank:
 
     @property
     def collective_seconds(self) -> float:
-        """How long a collective may take once the model is loaded."""
-        return self.timeout + _WATCH_FIRST_SECONDS[self.device]
+        """Timeout of a collective once the model is loaded."""
+        return self.timeout + _COLLECTIVE_EXTRA_SECONDS[self.device]
 
     @property
     def torch_device(self) -> str:
         return f"cuda:{self.local_rank}" if self.device == "cuda" else "cpu"
-
-    @staticmethod
-    def from_environment(device: str) -> Rank:
-        """What torchrun sets; a world of one without it."""
-        env = os.environ
-        if "RANK" not in env:
-            return Rank(device=device)
-        return Rank(
-            int(env["RANK"]),
-            int(env["WORLD_SIZE"]),
-            int(env["LOCAL_RANK"]),
-            env["MASTER_ADDR"],
-            int(env["MASTER_PORT"]),
-            device,
-        )
 
 
 def rendezvous(
@@ -76,7 +64,7 @@ def rendezvous(
     """
     import torch.distributed as dist
 
-    store = vars(dist)["TCPStore"]  # torch's stubs do not know it
+    store = vars(dist)["TCPStore"]  # missing in torch's type stubs
     if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
     return store(
@@ -85,10 +73,9 @@ def rendezvous(
 
 
 def join(rank: Rank) -> None:
-    """Initialise torch.distributed and DeepSpeed's view of it; gloo on the CPU, NCCL on GPUs."""
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun already listens there
+    """Initialize torch.distributed, with gloo on the CPU and NCCL on GPUs, and DeepSpeed on top of it."""
     listener = rank.listener
-    if rank.rank == 0 and listener is None and not hosted:
+    if rank.rank == 0 and listener is None:
         listener = socket.create_server((rank.master_addr, rank.master_port))
     port = rank.master_port if listener is None else listener.getsockname()[1]
     os.environ.update(
@@ -109,14 +96,13 @@ def join(rank: Rank) -> None:
         torch.cuda.set_device(rank.local_rank)
     import deepspeed
 
-    # The shared-memory op is compiled under a lock without a timeout; gloo alone serves, so it is never
-    # built.
+    # The shared-memory op is compiled under a lock without a timeout. gloo works without it.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     bound_collectives(rank.start)
     limit = timedelta(seconds=rank.start)
     backend = "nccl" if rank.device == "cuda" else "gloo"
     store = rendezvous(rank.master_addr, port, rank.world_size, timeout=limit, listener=listener)
-    # As DeepSpeed would, which takes over the group that it finds.
+    # The same device as DeepSpeed would choose; it uses a group that already exists.
     device = torch.device(rank.torch_device) if rank.device == "cuda" and rank.world_size > 1 else None
     torch.distributed.init_process_group(
         backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=limit, device_id=device
@@ -130,8 +116,9 @@ def join(rank: Rank) -> None:
 
 
 def bound_collectives(seconds: float) -> None:
-    """In all groups there are and will be: DeepSpeed makes some of its own for ZeRO and passes them no
-    timeout. By default gloo waits 30 minutes for a rank that hangs, NCCL 10.
+    """Set the timeout of all existing and all later process groups.
+
+    DeepSpeed creates groups for ZeRO without a timeout. The defaults are 30 minutes for gloo and 10 for NCCL.
     """
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     timeout = timedelta(seconds=seconds)
@@ -146,3 +133,33 @@ def leave() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def all_ranks_pack(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
+    """Return whether all ranks pack rows. This is a collective operation.
+
+    Args:
+        model: Its `packs` is the answer of this rank (see `models.selftest`).
+        pack: The configured value.
+        rank: This rank.
+        field: Name of the configuration field of `pack`, for the log.
+    """
+    import torch
+    import torch.distributed as dist
+
+    votes = torch.tensor(int(model.packs), device=rank.torch_device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    packs = bool(votes.item())
+    if rank.rank == 0 and pack is not False:
+        log_layout(packs, type(model.lm).__name__, field)
+    return packs
+
+
+def log_layout(packs: bool, models: str, field: str) -> None:
+    """Log whether rows are packed or padded."""
+    if packs:
+        log.info("%s: rows are packed; sequences of %s do not influence each other", field, models)
+    else:
+        log.warning(
+            "%s: rows are padded, because packed sequences of %s would influence each other", field, models
+        )

@@ -15,7 +15,7 @@ from rlhf_core.ppo.rpc import Actor, called, fetch
 from rlhf_core.ppo.worker import process_usage
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.checksum import Acknowledgement
+from rlhf_core.weight_sync.wire import Acknowledgement
 
 
 class EngineActor(Actor):

@@ -15,11 +15,17 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
+from rlhf_core.algo.advantages import (
+    GroupKind,
+    gae,
+    group_advantages,
+    overlong_penalty,
+    returns_to_go,
+    token_rewards,
+)
 from rlhf_core.algo.importance import importance_weights
 from rlhf_core.algo.kl import kl_estimate
 from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten, select
-from rlhf_core.algo.shaping import overlong_penalty
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.types import Rollout
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
-from rlhf_core.engines.layout import tell
+from rlhf_core.engines.distributed import log_layout
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.dispatch import reassign
 from rlhf_core.ppo.engine_pool import Engines
@@ -237,7 +237,7 @@ class Fleet:
         loading += [engine.load.remote() for engine in engines]
         self.packs &= all(self.wait(loading, "all models to load")[:ranks])
         if groups and self._config.ppo.pack is not False:
-            tell(self.packs, "the policy, the reward model or the critic", "ppo.pack")
+            log_layout(self.packs, "the policy, the reward model or the critic", "ppo.pack")
         layouts = [call for group in groups for call in group.submit("choose_layout", self.packs)]
         self.wait(layouts, "all ranks to choose the layout of rows")
 

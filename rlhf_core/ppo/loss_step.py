@@ -39,7 +39,7 @@ def update_policy(
     pretraining loss on `demonstrations` where configured.
 
     Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist;
-    `stumbled`, of those skipped, where no loss scale explains it.
+    `grad_nonfinite`, of those skipped, where no loss scale explains it.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -115,7 +115,7 @@ def update_critic(
 ) -> dict[str, float]:
     """Squared error, clipped by `ppo.value_clip` if `clip_values` is True.
 
-    Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `stumbled`.
+    Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -150,7 +150,7 @@ def _count(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -
         sums["grad_norm"] += norm
     else:
         sums["skipped"] += 1
-        sums["stumbled"] += engine.stumbled
+        sums["grad_nonfinite"] += engine.grad_nonfinite
 
 
 def _batch(

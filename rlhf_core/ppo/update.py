@@ -81,8 +81,8 @@ class Updater:
             f"{prefix}/grad_norm": sums.get("grad_norm", 0.0) / len(ranks) / max(1.0, steps - skipped),
             f"{prefix}/skipped_steps": skipped,
         }
-        if sums.get("stumbled"):
-            metrics[f"{prefix}/non_finite_steps"] = sums["stumbled"] / len(ranks)
+        if sums.get("grad_nonfinite"):
+            metrics[f"{prefix}/non_finite_steps"] = sums["grad_nonfinite"] / len(ranks)
         if role == "policy":
             metrics["policy/approxkl"] = sums.get("approx_kl", 0.0) / tokens
         for name in ("kl_loss", "ptx_loss"):

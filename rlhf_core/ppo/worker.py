@@ -213,8 +213,8 @@ class ModelWorker(Actor):
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
         from rlhf_core.ppo.engine_actor import RayEngineClient
-        from rlhf_core.weight_sync.buckets import TensorSpec
         from rlhf_core.weight_sync.sender import WeightSender
+        from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
         dtype = DTYPES[self._config.ppo.engine.dtype]

@@ -48,7 +48,7 @@ def _train(
     from rlhf_core.data.dataset import load_pairs, require_margins
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.engines.layout import agreed
+    from rlhf_core.engines.distributed import all_ranks_pack
     from rlhf_core.evaluation.exchange import exchange_pairs
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.score import ScoreStatistics, load_score_model
@@ -67,11 +67,11 @@ def _train(
         quantize=None if reward.lora is None else reward.lora.quantize,
         pack=reward.pack,
     )
-    reward = reward.model_copy(update={"pack": agreed(model, reward.pack, rank, "reward.pack")})
+    reward = reward.model_copy(update={"pack": all_ranks_pack(model, reward.pack, rank, "reward.pack")})
     pad_id = load_decoder(data).pad
     add_adapter(model, reward.lora)
     engine = TrainingEngine(
-        model, reward.deepspeed, reward.optimizer, rank, keeps_best=reward.early_stop is not None
+        model, reward.deepspeed, reward.optimizer, rank, keep_best=reward.early_stop is not None
     )
     seed = derive_seed(config.run.seed, "reward")
     metrics = train_reward(

@@ -20,8 +20,8 @@ from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.engines import checkpointing
+from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.skipped import batch_kept
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
@@ -77,12 +77,12 @@ def train_reward(
     state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = BestSoFar(**state["best"])
-    with checkpointing.stops_after_a_step(services):
+    with checkpointing.defer_stop(services):
         while step < total and not best.is_final(config):
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with batch_kept(engine, services, step + 1, batch, _table_row):
+            with log_skipped_batch(engine, services, step + 1, batch, _table_row):
                 metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("reward.step")
             step += 1
@@ -108,7 +108,7 @@ def train_reward(
                 score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
             )  # fmt: skip
     if 0 < best.step < step:
-        engine.restore_kept()
+        engine.restore_best()
     result = {"tokens_per_s": tokens / max(seconds, 1e-9)}
     return result if config.early_stop is None else {**result, "best_step": float(best.step or step)}
 
@@ -129,7 +129,7 @@ def _evaluate_in_between(
         return {}
     metrics, _ = evaluate_reward(engine, held_out, config, pad_id)
     if best.add(step, metrics["eval/loss"]):
-        engine.keep()
+        engine.snapshot_best()
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -78,7 +78,7 @@ def _train(
     from rlhf_core.data.decoding import load_decoder
     from rlhf_core.data.sources import require_same_state
     from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.engines.layout import agreed
+    from rlhf_core.engines.distributed import all_ranks_pack
     from rlhf_core.models.adapters import add_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.stages.sft_loop import evaluate_saved, train_sft
@@ -98,7 +98,7 @@ def _train(
     )
     if services is not None:
         require_same_state(state, config)
-    sft = sft.model_copy(update={"pack": agreed(policy, sft.pack, rank, "sft.pack")})
+    sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})
     # Sampling settings of the base model (top_p, repetition_penalty) would change samples and reach the

@@ -20,8 +20,8 @@ from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.engines import checkpointing
+from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.skipped import batch_kept
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
@@ -49,12 +49,12 @@ def train_sft(
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    with checkpointing.stops_after_a_step(services):
+    with checkpointing.defer_stop(services):
         while step < total:
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with batch_kept(engine, services, step + 1, batch, _table_row):
+            with log_skipped_batch(engine, services, step + 1, batch, _table_row):
                 metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("sft.step")
             step += 1

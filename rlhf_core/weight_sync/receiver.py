@@ -26,9 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.buckets import TensorSpec, cut, unpack
-from rlhf_core.weight_sync.checksum import tensor_checksum
-from rlhf_core.weight_sync.gloo import GlooGroup
+from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec, cut, tensor_checksum, unpack
 
 
 @dataclass

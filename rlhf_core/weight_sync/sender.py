@@ -20,9 +20,15 @@ import torch
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.processes import free_port
-from rlhf_core.weight_sync.buckets import TensorSpec, cut, pack
-from rlhf_core.weight_sync.checksum import Acknowledgement, tensor_checksum, verify
-from rlhf_core.weight_sync.gloo import GlooGroup
+from rlhf_core.weight_sync.wire import (
+    Acknowledgement,
+    GlooGroup,
+    TensorSpec,
+    cut,
+    pack,
+    tensor_checksum,
+    verify,
+)
 
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """A fresh pass over (name, full tensor), in the same order on every rank."""

@@ -29,7 +29,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.linear import use_onednn
 from rlhf_core.models.policy import DTYPES, Policy
 from rlhf_core.models.score import ScoreModel
-from tests.integration.deepspeed_step import model
+from tests.integration.deepspeed_step import model, torchrun_rank
 
 PEAKS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -156,7 +156,7 @@ def measure_peak(settings: dict[str, Any]) -> int:
 
 def main() -> None:
     faulthandler.dump_traceback_later(240, exit=True)  # before the test's own limit, which says nothing
-    rank = Rank.from_environment("cpu")
+    rank = torchrun_rank()
     join(rank)
     found: Any
     if sys.argv[2:] == ["peaks"]:

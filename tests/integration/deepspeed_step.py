@@ -45,6 +45,13 @@ from rlhf_core.stages.reward_loop import train_step as reward_step
 from rlhf_core.stages.sft_loop import train_step as sft_step
 from rlhf_core.types import PairExample
 
+TORCHRUN = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    # Otherwise torchrun listens on the port on which rank 0 listens itself.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+"""Environment of torchrun."""
 CUTS = ((1000, False), (60, False), (60, True), (30, True))
 """(tokens per micro-batch, packed): one, two or three, and more micro-batches."""
 SETTINGS = [
@@ -234,8 +241,16 @@ def _broken(sample: TrainSample) -> TrainSample:
     return TrainSample(**{**vars(sample), "advantages": np.full_like(sample.advantages, np.inf)})
 
 
+def torchrun_rank() -> Rank:
+    """Return the rank of this process, from the variables that torchrun sets; a world of one without them."""
+    if "RANK" not in os.environ:
+        return Rank()
+    numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    return Rank(*numbers, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "cpu")
+
+
 def main() -> None:
-    rank = Rank.from_environment("cpu")
+    rank = torchrun_rank()
     join(rank)
     for setting in SETTINGS if rank.world_size < 4 else OF_FOUR_RANKS:
         weights = train(rank, *setting, Path(sys.argv[1]))
@@ -266,7 +281,7 @@ def reference_label(kind: str) -> str:
 
 def run_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Every setting on one rank and on two, and two pairs of ranks with a copy each; parameters by label."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path.cwd())}
+    env = {**os.environ, **TORCHRUN, "PYTHONPATH": str(Path.cwd())}
     for ranks in ("1", "2", "4"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         done = subprocess.run(

@@ -31,7 +31,7 @@ def held(stage: int, *, closed: bool) -> dict[str, Any]:
     before = tensor_bytes()
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": "bfloat16"})
     model = deepspeed_step.model("sft").bfloat16()
-    engine = TrainingEngine(model, sizes, OptimizerConfig(), Rank(), ema_decay=0.5, keeps_best=True)
+    engine = TrainingEngine(model, sizes, OptimizerConfig(), Rank(), ema_decay=0.5, keep_best=True)
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in deepspeed_step.samples()]
     engine.train_step(iter([-engine(collate(sequences, pad_id=0, pack=True)).logprobs_N.mean()]), 10)
     weights = sum(p.numel() for p in engine.module.parameters()) * 2

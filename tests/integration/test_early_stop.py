@@ -72,16 +72,16 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
                 raise _Killed
             return super().train_step(*args)
 
-        def keep(self) -> None:
-            super().keep()
+        def snapshot_best(self) -> None:
+            super().snapshot_best()
             kept.append(digest(self))
 
-        def restore_kept(self) -> None:
+        def restore_best(self) -> None:
             if dies_after == 0:
                 raise _Killed
-            super().restore_kept()
+            super().restore_best()
 
-    engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keeps_best=True)
+    engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keep_best=True)
     store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
     services = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
     metrics: dict[str, float] = {}

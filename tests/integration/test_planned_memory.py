@@ -21,7 +21,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.planning.memory import ForwardPass, Model
 from rlhf_core.planning.shape import ModelShape
 from tests.integration.deepspeed_memory import LENGTHS, PEAKS, SHAPE
-from tests.integration.deepspeed_step import model
+from tests.integration.deepspeed_step import TORCHRUN, model
 
 TOLERANCE = 0.05
 
@@ -37,7 +37,7 @@ def measured(tmp_path: Path, *arguments: str, ranks: int = 1) -> Any:
     # What another test's rank 0 left in this process would make it wait for ranks that nobody starts.
     left = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     env = {name: value for name, value in os.environ.items() if name not in left}
-    env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
+    env |= {**TORCHRUN, "PYTHONPATH": paths}
     command = [sys.executable, *launch, script, str(tmp_path / "found.json"), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

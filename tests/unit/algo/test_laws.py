@@ -22,13 +22,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_core.algo import losses
-from rlhf_core.algo.advantages import GroupKind, gae, group_advantages, returns_to_go, token_rewards
+from rlhf_core.algo.advantages import (
+    GroupKind,
+    gae,
+    group_advantages,
+    overlong_penalty,
+    returns_to_go,
+    token_rewards,
+)
 from rlhf_core.algo.importance import ImportanceKind, importance_weights
 from rlhf_core.algo.kl import Estimator, kl_estimate
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.algo.losses import Aggregation, step_denominator
 from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten
-from rlhf_core.algo.shaping import overlong_penalty
 
 LAW = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)

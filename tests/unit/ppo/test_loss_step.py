@@ -49,7 +49,7 @@ class Tables:
     """
 
     rank = SimpleNamespace(torch_device=torch.device("cpu"))
-    stumbled = False
+    grad_nonfinite = False
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)

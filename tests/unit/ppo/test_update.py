@@ -293,7 +293,7 @@ def test_metrics_are_the_sums_over_the_ranks_per_optimizer_step_or_token() -> No
     # 2 epochs of 2 minibatches: 4 optimizer steps, of which one is skipped, and 2 x 39 = 78 tokens with a
     # score.
     made = _Made(2, minibatches=2)
-    both = {"grad_norm": 6.0, "skipped": 1.0, "stumbled": 0.0}
+    both = {"grad_norm": 6.0, "skipped": 1.0, "grad_nonfinite": 0.0}
     made.policy[0].sums = {
         "loss": 1.0,
         "clipped": 5.8,
@@ -322,11 +322,11 @@ def test_metrics_are_the_sums_over_the_ranks_per_optimizer_step_or_token() -> No
     )
 
 
-def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_stumbled() -> None:
+def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_grad_nonfinite() -> None:
     for stumbling, calm in (("policy", "value"), ("value", "policy")):
         made = _Made(2)
         for rank in made.policy if stumbling == "policy" else made.critic:
-            rank.sums = {"skipped": 6.0, "stumbled": 2.0}
+            rank.sums = {"skipped": 6.0, "grad_nonfinite": 2.0}
         metrics = made.update()
         assert metrics[f"{stumbling}/non_finite_steps"] == 2.0
         assert metrics[f"{stumbling}/skipped_steps"] == 6.0
@@ -348,7 +348,7 @@ def test_each_row_of_a_sample_ends_with_its_response() -> None:
 def test_the_loss_of_a_skipped_step_is_none() -> None:
     made = _Made(2)
     for rank in made.policy:
-        rank.sums = {"loss": math.nan, "skipped": 1.0, "stumbled": 1.0, "grad_norm": 5.0}
+        rank.sums = {"loss": math.nan, "skipped": 1.0, "grad_nonfinite": 1.0, "grad_norm": 5.0}
     metrics = made.update()
     assert "loss/policy" not in metrics and metrics["policy/non_finite_steps"] == 1.0
     assert all(map(math.isfinite, metrics.values()))

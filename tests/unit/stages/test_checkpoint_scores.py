@@ -36,7 +36,7 @@ def test_the_lower_the_held_out_loss_the_higher_the_score(
     monkeypatch.setattr(
         reward, "evaluate_reward", lambda *_: ({"eval/loss": next(losses)}, torch.zeros(0, 2))
     )
-    engine: Any = SimpleNamespace(stumbled=False, keep=lambda: None, restore_kept=lambda: None)
+    engine: Any = SimpleNamespace(grad_nonfinite=False, snapshot_best=lambda: None, restore_best=lambda: None)
     known: Any = {"seed": 0, "pad_id": 0, "work": tmp_path, "services": None}
     if stage == "sft":
         rows = [TokenSequence((1, 2), (0, 1))] * 6

@@ -78,7 +78,7 @@ def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_th
     decoder: Any = SimpleNamespace(pad=0)
     monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda folder: decoder)
     monkeypatch.setattr(reward, "_table", lambda *_given: [])
-    monkeypatch.setattr("rlhf_core.engines.layout.agreed", lambda model, *_given: model.packs)
+    monkeypatch.setattr("rlhf_core.engines.distributed.all_ranks_pack", lambda model, *_given: model.packs)
     monkeypatch.setattr(
         reward, "_examine", lambda pairs, scores, out, services: {"eval/calibration_error": 0.0}
     )

@@ -65,7 +65,7 @@ def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
     monkeypatch.setattr("rlhf_core.engines.deepspeed.TrainingEngine", Engine)
-    monkeypatch.setattr("rlhf_core.engines.layout.agreed", lambda policy, *_: policy.packs)
+    monkeypatch.setattr("rlhf_core.engines.distributed.all_ranks_pack", lambda policy, *_: policy.packs)
     monkeypatch.setattr("rlhf_core.stages.sft_loop.train_sft", lambda *_, **__: {})
     monkeypatch.setattr("rlhf_core.data.dataset.load_sft", lambda *_: [])
     monkeypatch.setattr(

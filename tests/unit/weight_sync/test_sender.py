@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.buckets import TensorSpec
-from rlhf_core.weight_sync.gloo import GlooGroup
 from rlhf_core.weight_sync.sender import WeightSender
+from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec
 
 BIG = 3 << 20
 """Float32 numbers of each tensor: beyond what sockets buffer, so that a broadcast needs somebody to read it.

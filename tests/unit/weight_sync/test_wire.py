@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync import checksum
-from rlhf_core.weight_sync.buckets import TensorSpec, cut, pack, unpack
-from rlhf_core.weight_sync.checksum import Acknowledgement, tensor_checksum, verify
+from rlhf_core.weight_sync import wire
+from rlhf_core.weight_sync.wire import Acknowledgement, TensorSpec, cut, pack, tensor_checksum, unpack, verify
 
 
 @settings(max_examples=50, deadline=None)
@@ -40,7 +39,7 @@ def test_the_checksum_does_not_depend_on_strides_or_chunks(monkeypatch: pytest.M
     tensor = torch.randn(7, 11)
     whole = tensor_checksum(tensor)
     assert tensor_checksum(tensor.t().contiguous().t()) == whole
-    monkeypatch.setattr(checksum, "_CHUNK", 5)
+    monkeypatch.setattr(wire, "_CHUNK", 5)
     assert tensor_checksum(tensor) == whole
 
 
