@@ -42,7 +42,7 @@ BOUNDED = {
     "rlhf_core/engines/ranks.py: pipe.recv()": "after poll() said that there is something",
     "rlhf_core/engines/ranks.py: self.pipe.recv()": "after poll() said that there is something",
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that looks twice a second whether it is to end",
-    "rlhf_core/weight_sync/gloo.py: self._group.broadcast(buffer, 0).wait()": (
+    "rlhf_core/weight_sync/wire.py: self._group.broadcast(buffer, 0).wait()": (
         "the group's timeout, run.timeouts.sync"
     ),
     "rlhf_core/weight_sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
