@@ -1,11 +1,11 @@
-"""Locks the report and the plots.
+"""Report and plots.
 
-- the file needs nothing from outside and no hostile text becomes markup;
-- its numbers are those of the evaluation, its verdict follows the interval;
-- plots are drawn from the history as written, with gaps and single steps, to the same bytes each time.
+- the report needs no other file or host, and untrusted text never becomes markup
+- its numbers are those of the evaluation, and its verdict follows from the interval
+- plots show the recorded step metrics, also with missing values and single steps, and give the same bytes
+  every time
 """
 
-import html
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,8 +17,7 @@ import pytest
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.history import History, read_history
-from rlhf_core.evaluation.markdown import to_html
-from rlhf_core.evaluation.report import Plot, Report, render
+from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -28,6 +27,9 @@ HOSTILE = (
     "<svg/onload=alert(1)><style>*{background:url(http://example.org)}</style>",
     "&lt;script&gt; &#x3c;script&#x3e;",
     "\u202egnirts\u202c \x00\x1b[31m\x7f \ud800",
+    "&#x202e;&#27;&#0;",
+    "[x](javascript:alert(1)) ![x](http://example.org) <http://example.org>",
+    "{{ 7 * 7 }}{% raw %}{# #}",
 )
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "main", "header", "section", "article", "div", "p", "span", "b",
@@ -52,6 +54,7 @@ class Collector(HTMLParser):
 def parse(document: str) -> Collector:
     collector = Collector()
     collector.feed(document)
+    collector.text = " ".join(collector.text.split())
     return collector
 
 
@@ -84,7 +87,7 @@ def report(**changes: Any) -> Report:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_hostile_text_becomes_markup(text: str) -> None:
+def test_untrusted_text_never_becomes_markup(text: str) -> None:
     document = render(
         report(
             name=text,
@@ -118,53 +121,79 @@ def test_no_hostile_text_becomes_markup(text: str) -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_headline_says_who_judged_and_whether_the_policy_was_trained_on_it(trained: bool) -> None:
+def test_headline_names_the_judge_and_whether_it_was_trained_on(trained: bool) -> None:
     judged = {"judge": "reward_model", "judge_trained_on": trained}
-    headline = render(report(evaluation=evaluation() | judged)).split("</header>")[0]
+    headline = parse(render(report(evaluation=evaluation() | judged)).split("</header>")[0]).text
     assert "Wins are decided by the reward model." in headline
     assert ("The policy was trained with it" in headline) == trained
 
 
-def test_the_results_show_the_paired_difference_and_each_source() -> None:
+def test_results_show_paired_differences_and_data_sources() -> None:
     sources = {"a.jsonl": evaluation(0.9), "b.jsonl": evaluation(0.3)}
-    text = "".join(parse(render(report(evaluation=evaluation() | {"by_source": sources}))).text)
+    text = parse(render(report(evaluation=evaluation() | {"by_source": sources}))).text
     assert "+1.250 (+1.150 to +1.350)" in text
     assert "What another training run (another seed) would give is not in these intervals" in text
     assert "By data source" in text and "a.jsonl" in text and "0.300 0.200 to 0.400" in text
 
 
-def test_the_data_cards_markdown_becomes_headings_tables_lists_and_code() -> None:
-    card = "\n".join(
-        [
-            "## Sets",
-            "| set | rows |",
-            "|---|--:|",
-            "| sft | 4 \\| 5 |",
-            "",
-            "two",
-            r"lines **bold** &lt;eos&gt; a\_b",
-            "- `a < b`",
-            "* c",
-            "```",
-            "# <b>raw</b>",
-            "```",
-            "end",
-        ]
-    )
-    assert (
-        to_html(card, html.escape)
-        == "<h3>Sets</h3><table class=left><tr><th>set</th><th>rows</th></tr><tr><td>sft</td><td>4 |"
-        " 5</td></tr></table><p>two lines <b>bold</b> &lt;eos&gt; a_b</p><ul><li><code>a &lt;"
-        " b</code></li><li>c</li></ul><pre># &lt;b&gt;raw&lt;/b&gt;</pre><p>end</p>"
-    )
+def test_data_card_becomes_headings_tables_lists_and_code() -> None:
+    card = r"""
+## Sets
+| set | rows |
+|---|--:|
+| sft | 4 \| 5 |
+
+two
+lines **bold** &lt;eos&gt; a\_b
+- `a < b`
+- c
+```text
+# <b>raw</b>
+```
+end
+"""
+    expected = """
+<h3>Sets</h3>
+<table class="left">
+<thead>
+<tr>
+<th>set</th>
+<th>rows</th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<td>sft</td>
+<td>4 | 5</td>
+</tr>
+</tbody>
+</table>
+<p>two
+lines <strong>bold</strong> &lt;eos&gt; a_b</p>
+<ul>
+<li><code>a &lt; b</code></li>
+<li>c</li>
+</ul>
+<pre><code class="language-text"># &lt;b&gt;raw&lt;/b&gt;
+</code></pre>
+<p>end</p>
+"""
+    assert markdown_to_html(card) == expected.lstrip()
+
+
+def test_links_images_and_html_of_a_data_card_remain_text() -> None:
+    card = "[a](http://x) ![b](http://x) <http://x> <b>c</b>\n\n<div>d</div>\n\n[e]: http://x\n\n[e]\n"
+    tags = [tag for tag, _ in parse(markdown_to_html(card)).tags]
+    assert set(tags) == {"p"}
+    assert "[e]: http://x" in markdown_to_html(card)
 
 
 @pytest.mark.parametrize("card", ["```\nnever closed", "|", "#", "- ", "|||\n|-|", "-", "~~~~", "`"])
-def test_a_broken_data_card_still_ends(card: str) -> None:
-    assert isinstance(to_html(card, html.escape), str)
+def test_incomplete_markdown_is_rendered(card: str) -> None:
+    assert isinstance(markdown_to_html(card), str)
 
 
-def test_the_file_needs_nothing_from_outside() -> None:
+def test_report_loads_no_external_resources() -> None:
     collector = parse(render(report()))
     sources = [attributes["src"] or "" for _, attributes in collector.tags if "src" in attributes]
     assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
@@ -173,7 +202,7 @@ def test_the_file_needs_nothing_from_outside() -> None:
     assert "url(" not in render(report()) and "http" not in render(report()).replace("http-equiv", "")
 
 
-def test_the_numbers_are_those_of_the_evaluation() -> None:
+def test_report_shows_the_numbers_of_the_evaluation() -> None:
     text = parse(render(report())).text
     for shown in (
         "80.0%",
@@ -192,18 +221,18 @@ def test_the_numbers_are_those_of_the_evaluation() -> None:
 @pytest.mark.parametrize(
     ("win", "verdict"), [(0.8, "beats"), (0.5, "cannot be told apart"), (0.2, "is worse than")]
 )
-def test_the_verdict_follows_the_interval(win: float, verdict: str) -> None:
+def test_verdict_follows_from_the_interval(win: float, verdict: str) -> None:
     assert verdict in render(report(evaluation=evaluation(win)))
 
 
 @pytest.mark.parametrize(("winner", "count"), [("ppo", 1), ("sft", 1), ("tie", 0)])
-def test_the_winner_of_a_sample_is_marked(winner: str, count: int) -> None:
+def test_winner_of_a_sample_is_marked(winner: str, count: int) -> None:
     document = render(report(samples=[sample(winner=winner)]))
     assert document.count(' winner"') == count
     assert ("answer ppo winner" in document) == (winner == "ppo")
 
 
-def test_an_empty_response_is_shown_as_such_and_a_run_without_steps_says_so() -> None:
+def test_empty_responses_and_missing_step_metrics_are_stated() -> None:
     document = render(report(samples=[sample("")], plots=[]))
     assert "<i>empty</i>" in document
     assert "no step metrics" in document
@@ -225,7 +254,7 @@ def history(steps: int) -> History:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 60])
-def test_curves_carry_the_values_and_labels_with_units(steps: int) -> None:
+def test_curves_have_the_recorded_values_and_units(steps: int) -> None:
     figure = plots.training_curves(history(steps))
     top, bottom = figure.axes
     assert top.lines[0].get_ydata().tolist() == history(steps).column("objective/scores").tolist()
@@ -234,7 +263,7 @@ def test_curves_carry_the_values_and_labels_with_units(steps: int) -> None:
     assert plots.to_png(figure).startswith(b"\x89PNG")
 
 
-def test_score_and_true_reward_are_both_drawn_against_the_square_root_of_the_kl(tmp_path: Path) -> None:
+def test_score_and_gold_reward_are_plotted_against_root_kl(tmp_path: Path) -> None:
     rows = [{"step": s, "objective/kl": s * s, "objective/scores": s, plots.GOLD: -s} for s in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     score, gold = plots.reward_against_kl(read_history(tmp_path / "metrics.jsonl")).axes[0].lines
@@ -242,14 +271,14 @@ def test_score_and_true_reward_are_both_drawn_against_the_square_root_of_the_kl(
     assert (list(gold.get_xdata()), list(gold.get_ydata())) == ([1, 2, 3], [-1, -2, -3])
 
 
-def test_kl_against_reward_has_a_point_per_step_coloured_by_step() -> None:
+def test_reward_against_kl_has_one_point_per_step() -> None:
     figure = plots.reward_against_kl(history(5))
     points = figure.axes[0].collections[0]
     assert points.get_offsets()[4].tolist() == pytest.approx([0.5, 5**0.5])
     assert points.get_array().tolist() == [1, 2, 3, 4, 5]
 
 
-def test_the_distribution_counts_every_response_of_both_models() -> None:
+def test_distribution_counts_all_responses_of_both_models() -> None:
     rng = np.random.default_rng(0)
     sft, ppo = rng.normal(size=40).tolist(), [2.0] * 40
     axes = plots.reward_distribution({"gold": (sft, ppo), "rules": (ppo, ppo)}).axes
@@ -257,17 +286,17 @@ def test_the_distribution_counts_every_response_of_both_models() -> None:
     assert axes[0].get_xlabel() == "gold reward (true reward)"
 
 
-def test_the_same_figure_gives_the_same_bytes() -> None:
+def test_same_figure_gives_the_same_bytes() -> None:
     first, second = (plots.to_png(plots.reward_sources(history(30))) for _ in range(2))
     assert first == second
 
 
-def test_the_running_mean_skips_gaps() -> None:
+def test_running_mean_skips_missing_values() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0])
     assert plots._running_mean(values, 2).tolist() == [1.0, 1.0, 3.0, 4.0]
 
 
-def test_a_replayed_step_counts_once_and_steps_are_ordered(tmp_path: Path) -> None:
+def test_repeated_steps_count_once_and_steps_are_sorted(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [
         {"step": 1, "x": 1.0},
@@ -283,7 +312,7 @@ def test_a_replayed_step_counts_once_and_steps_are_ordered(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"x": 1}'])
-def test_a_broken_line_of_the_history_is_named(tmp_path: Path, line: str) -> None:
+def test_invalid_line_of_step_metrics_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(CorruptArtifact, match=r"metrics\.jsonl:2"):
