@@ -1,11 +1,20 @@
-"""What all configuration sections share: frozen, no unknown keys, strict types, finite numbers."""
+"""What all configuration sections share: the base class, common types, and how a field is declared.
+
+A field declares what it affects, so that stage keys (`keys.py`) need no list of field names:
+
+result      the numbers that come out; the value is part of the stage key
+rounding    the order of floating-point sums; not in the key, but a checkpoint records the value
+execution   when, where and how fast something runs, and when a run stops; not in the key
+content     which file, dataset or model is read; the digest of its content is in the key instead of its address
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**9)]
@@ -17,17 +26,91 @@ Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-def _at_home(path: str) -> str:
-    scheme, bare = ("file://", path[7:]) if path.startswith("file://") else ("", path)
-    return scheme + os.path.expanduser(bare)
+def _expand_home(path: str) -> str:
+    if path.startswith("file://"):
+        return "file://" + os.path.expanduser(path.removeprefix("file://"))
+    return os.path.expanduser(path)
 
 
-UserPath = Annotated[str, AfterValidator(_at_home)]
-"""A path as people write it: `~` is their home folder, as in a shell."""
+UserPath = Annotated[str, AfterValidator(_expand_home)]
+"""A path in which `~` is the user's home folder, as in a shell."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 
 
 class Section(BaseModel):
-    """A part of the configuration. Every field has a description: docs/configuration.md comes from it."""
+    """A part of the configuration: frozen, no unknown keys, strict types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Range(NamedTuple):
+    """The smallest and largest allowed value of a number, and the reason.
+
+    The types limit every number to 10^9. A `Range` is narrower, where such a number would exhaust the memory,
+    cause an endless loop or an error late in the run. Numbers outside are typing errors or attacks.
+    """
+
+    low: float
+    high: float
+    reason: str
+
+
+BATCH = Range(1, 1_000_000, "the sequences of a batch are held in memory")
+PAUSE = Range(0.001, 1e6, "seconds between two attempts")
+RANKS = Range(1, 4096, "each is a separate process")
+TEMPERATURE = Range(0.01, 100, "vLLM raises lower values to 0.01, so engine and trainer would differ")
+TOKENS = Range(1, 2**24, "tokens of a sequence or of one forward pass")
+TRIES = Range(0, 1000, "a longer failure requires manual action")
+
+Effect = Literal["result", "rounding", "execution", "content"]
+
+
+def result(default: Any, description: str, **constraints: Any) -> Any:
+    """Declare a field that affects the result of its stage.
+
+    Args:
+        default: The default value; `...` for a field that must be given.
+        description: What docs/configuration.md says about the field.
+        constraints: `within`: a `Range`; `form`: the meaning of `pattern` in words; others as for pydantic's
+            `Field`.
+    """
+    return _declare("result", default, description, **constraints)
+
+
+def rounding(default: Any, description: str, **constraints: Any) -> Any:
+    """Declare a field that affects the result by rounding only. Arguments as for `result`."""
+    return _declare("rounding", default, description, **constraints)
+
+
+def execution(default: Any, description: str, **constraints: Any) -> Any:
+    """Declare a field that affects how the work is done, and not its result. Arguments as for `result`."""
+    return _declare("execution", default, description, **constraints)
+
+
+def content(default: Any, description: str, **constraints: Any) -> Any:
+    """Declare an address whose content affects the result. Arguments as for `result`."""
+    return _declare("content", default, description, **constraints)
+
+
+def _declare(
+    effect: Effect,
+    default: Any,
+    description: str,
+    within: Range | None = None,
+    form: str | None = None,
+    **constraints: Any,
+) -> Any:
+    # The schema carries these for the messages (`messages.py`) and for docs/configuration.md.
+    extra: dict[str, Any] = {"affects": effect}
+    if within is not None:
+        extra["within"] = list(within)
+    if form is not None:
+        extra["form"] = form
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+def effect_of(field: FieldInfo) -> Effect:
+    """Return what a field affects. Without a declaration (`type` of a reward) it is the result."""
+    extra = field.json_schema_extra
+    effect: Any = extra.get("affects", "result") if isinstance(extra, dict) else "result"
+    return effect  # type: ignore[no-any-return]

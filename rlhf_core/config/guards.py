@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from rlhf_core.config.base import Fraction, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import Fraction, PositiveFloat, PositiveInt, Range, Section, execution
 
 GuardAction = Literal["warn", "stop", "off"]
 """`warn`: log, metric and tag. `stop`: the stage also ends. `off`: the condition is not checked."""
@@ -20,57 +20,54 @@ class GuardsConfig(Section):
     See docs/guards.md.
     """
 
-    patience: PositiveInt = Field(
-        3, description="Number of consecutive steps for which a condition must hold"
+    patience: PositiveInt = execution(3, "Number of consecutive steps for which a condition must hold")
+    eos_loss: GuardAction = execution("warn", "Responses no longer end with EOS")
+    eos_loss_ratio: Fraction = execution(
+        0.1,
+        "Raised below this multiple of the initial share of responses with EOS",
     )
-    eos_loss: GuardAction = Field("warn", description="Responses no longer end with EOS")
-    eos_loss_ratio: Fraction = Field(
-        0.1, description="Raised below this multiple of the initial share of responses with EOS"
+    entropy_collapse: GuardAction = execution("warn", "The policy has become nearly deterministic")
+    entropy_collapse_ratio: Fraction = execution(
+        0.1,
+        "Raised below this multiple of the initial entropy per token",
     )
-    entropy_collapse: GuardAction = Field("warn", description="The policy has become nearly deterministic")
-    entropy_collapse_ratio: Fraction = Field(
-        0.1, description="Raised below this multiple of the initial entropy per token"
+    entropy_explosion: GuardAction = execution("warn", "The policy has become nearly random")
+    entropy_explosion_ratio: PositiveFloat = execution(
+        3.0,
+        "Raised above this multiple of the initial entropy per token",
     )
-    entropy_explosion: GuardAction = Field("warn", description="The policy has become nearly random")
-    entropy_explosion_ratio: PositiveFloat = Field(
-        3.0, description="Raised above this multiple of the initial entropy per token"
+    negative_kl: GuardAction = execution(
+        "warn",
+        "The KL is negative, so the responses are not samples of the trained policy",
     )
-    negative_kl: GuardAction = Field(
-        "warn", description="The KL is negative, so the responses are not samples of the trained policy"
-    )
-    negative_kl_limit: PositiveFloat = Field(
+    negative_kl_limit: PositiveFloat = execution(
         1.0,
-        description=(
-            "Raised if the KL is below minus this value, in nats per response (1 as in TRL's warning)"
-        ),
+        "Raised if the KL is below minus this value, in nats per response (1 as in TRL's warning)",
     )
-    length_drift: GuardAction = Field(
-        "warn", description="Responses are much longer or shorter than initially"
+    length_drift: GuardAction = execution("warn", "Responses are much longer or shorter than initially")
+    length_drift_ratio: PositiveFloat = execution(
+        2.0,
+        "Raised above this multiple of the initial mean length, or below its inverse",
     )
-    length_drift_ratio: PositiveFloat = Field(
-        2.0, description="Raised above this multiple of the initial mean length, or below its inverse"
+    loops: GuardAction = execution("warn", "Responses repeat a piece of text of any length several times")
+    loops_share: PositiveFloat = execution(
+        0.2,
+        "Raised at this share of responses or more",
+        within=Range(0.001, 1, "a share of the responses"),
     )
-    loops: GuardAction = Field(
-        "warn", description="Responses repeat a piece of text of any length several times"
+    score_length: GuardAction = execution("warn", "The score mostly depends on the length of the response")
+    score_length_correlation: PositiveFloat = execution(
+        0.9,
+        "Raised at this Pearson correlation over the batch or more",
+        within=Range(0.01, 1, "smaller correlations occur by chance"),
     )
-    loops_share: PositiveFloat = Field(0.2, description="Raised at this share of responses or more")
-    score_length: GuardAction = Field(
-        "warn", description="The score mostly depends on the length of the response"
-    )
-    score_length_correlation: PositiveFloat = Field(
-        0.9, description="Raised at this Pearson correlation over the batch or more"
-    )
-    blind_critic: GuardAction = Field("warn", description="The critic does not predict the returns")
-    blind_critic_steps: PositiveInt = Field(
+    blind_critic: GuardAction = execution("warn", "The critic does not predict the returns")
+    blind_critic_steps: PositiveInt = execution(
         20,
-        description=(
-            "Number of consecutive steps with an explained variance of 0 or less; replaces `patience`"
-        ),
+        "Number of consecutive steps with an explained variance of 0 or less; replaces `patience`",
     )
-    score_clip: GuardAction = Field(
-        "warn", description="Scores of the reward model are clipped (`ppo.score_clip`)"
-    )
-    score_clip_share: Fraction = Field(0.01, description="Raised above this share of the scores")
+    score_clip: GuardAction = execution("warn", "Scores of the reward model are clipped (`ppo.score_clip`)")
+    score_clip_share: Fraction = execution(0.01, "Raised above this share of the scores")
 
     @model_validator(mode="after")
     def _can_be_meant(self) -> Self:

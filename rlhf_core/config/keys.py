@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.base import Section, effect_of
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.flat import flat, leaves
+from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.types import StageName
 
@@ -40,57 +41,8 @@ _SECTIONS: dict[StageName, tuple[str, ...]] = {
     "register": ("register",),
 }
 
-_NOT_RESULTS = {
-    "allow_other_ranks",
-    "allowed_hosts",
-    "backoff",
-    "breaker_failures",
-    "breaker_seconds",
-    "bucket_mib",
-    "canary",
-    "canary_tolerance",
-    "checkpoint_every",
-    "concurrency",
-    "eval_every",
-    "gpu_memory_utilization",
-    "gradient_checkpointing",
-    "guards",
-    "hpz",
-    "items_per_request",
-    "kv_cache_gib",
-    "logprob_gap_limit",
-    "max_kl",
-    "max_num_seqs",
-    "max_restarts",
-    "micro_batch_tokens",
-    "min_accuracy",
-    "min_count",
-    "published_loss_limit",
-    "ranks",
-    "reference_ranks",
-    "retries",
-    "reward_ranks",
-    "samples_every",
-    "timeout",
-}
-"""Fields that change when and where things happen, not what comes out (more than by rounding)."""
-
-_ROUNDING = {
-    "gradient_checkpointing",
-    "hpz",
-    "max_num_seqs",
-    "micro_batch_tokens",
-    "reference_ranks",
-    "reward_ranks",
-}
-"""Those of them by which sums are made in another order: the same numbers, but not the same bits."""
-
-_BY_CONTENT = {"chat_template", "file", "path", "revision"}
-"""Addresses of what is read from outside: its content is in the key, by digest, and may move."""
-
-
-_NAMED_BY_USERS = {"rename"}
-"""Fields whose own keys are anybody's words."""
+_PIPELINE_SECTIONS = ("model", "data", "sft", "reward", "ppo", "evaluate", "register")
+"""All but `run`, `store` and `tracking`, which say where and how the pipeline runs."""
 
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
@@ -108,13 +60,12 @@ def stage_key(
     digests of what the stage reads from outside (data files, the base model's folder), see
     `rlhf_core.data.sources`.
     """
-    dump = config.model_dump(mode="json", by_alias=True)
     payload: dict[str, Any] = {
         "stage": stage,
         "schema": SCHEMA[stage],
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: result_settings(dump[name]) for name in _SECTIONS[stage]},
+        "config": {name: result_settings(_section(config, name)) for name in _SECTIONS[stage]},
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
@@ -127,13 +78,22 @@ def stage_key(
 
 
 def roundings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
-    """What decides about the bits of `stage` and is not in its key, by the field's name."""
-    sections = {f"{section}." for section in _SECTIONS[stage]}
-    return {
-        name: str(value)
-        for name, value in flat(config).items()
-        if name.rpartition(".")[2] in _ROUNDING and any(name.startswith(section) for section in sections)
-    }
+    """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
+    settings: dict[str, str] = {}
+    for name in _SECTIONS[stage]:
+        settings.update(_rounding_settings(name, _section(config, name)))
+    return settings
+
+
+def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            settings.update(_rounding_settings(f"{prefix}.{name}", value))
+        elif effect_of(field) == "rounding" and value is not None:
+            settings[f"{prefix}.{name}"] = str(value)
+    return settings
 
 
 def tracking_uri(config: PipelineConfig) -> str:
@@ -170,18 +130,14 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
 
 
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
-    dump = config.model_dump(mode="json", by_alias=True)
+    settings = {name: result_settings(_section(config, name)) for name in _PIPELINE_SECTIONS}
     return {
         "schema": SCHEMA,
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {
-            name: result_settings(part)
-            for name, part in dump.items()
-            if name not in ("run", "store", "tracking")
-        },
+        "config": settings,
         "sources": dict(sorted(source_digests.items())),
     }
 
@@ -191,16 +147,29 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
     return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
 
 
-def result_settings(tree: Any) -> Any:
-    """Return the settings (dumped as JSON) without those that do not affect results, and without paths of
-    files with digests.
+def result_settings(section: Section) -> dict[str, Any]:
+    """Return the settings of a section, as JSON, that affect the result by their value.
+
+    A section that is declared as `execution`, such as `ppo.guards`, is left out as a whole.
     """
-    if isinstance(tree, dict):
-        return {
-            name: value if name in _NAMED_BY_USERS else result_settings(value)
-            for name, value in tree.items()
-            if name not in _NOT_RESULTS | _BY_CONTENT
-        }
-    if isinstance(tree, list):
-        return [result_settings(value) for value in tree]
-    return tree
+    dump = section.model_dump(mode="json", by_alias=True)
+    settings: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        if effect_of(field) != "result":
+            continue
+        key = field.alias or name
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            settings[key] = result_settings(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            settings[key] = [result_settings(item) for item in value]
+        else:
+            settings[key] = dump[key]
+    return settings
+
+
+def _section(config: PipelineConfig, name: str) -> Section:
+    """Return a top-level section by its name in the YAML file."""
+    # `register` is a method of pydantic's metaclass, so the attribute has another name.
+    section: Section = getattr(config, "register_" if name == "register" else name)
+    return section

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rlhf_core.config.base import (
+    PAUSE,
+    TEMPERATURE,
+    TOKENS,
+    TRIES,
     Fraction,
     Name,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Range,
     Section,
     UserPath,
+    content,
+    execution,
+    result,
+    rounding,
 )
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
+
+_SECONDS = Range(0.1, 1e8, "shorter times end before any work is done, longer times never end")
 
 
 class TimeoutsConfig(Section):
@@ -28,117 +39,125 @@ class TimeoutsConfig(Section):
     seconds and tries three times, which is 30 seconds in total.
     """
 
-    start: PositiveFloat = Field(
+    start: PositiveFloat = execution(
         300.0,
-        description=(
-            "Seconds until a training rank or engine is ready: its imports, its model, its connections"
-        ),
+        "Seconds until a training rank or engine is ready: its imports, its model, its connections",
+        within=_SECONDS,
     )
-    stall: PositiveFloat = Field(
+    stall: PositiveFloat = execution(
         600.0,
-        description=(
-            "Seconds for one movement of a rank or engine: a pass over a micro-batch, a collective, a step of"
-            " decoding, a checkpoint written"
-        ),
+        "Seconds for one movement of a rank or engine: a pass over a micro-batch, a collective, a step of"
+        " decoding, a checkpoint written",
+        within=_SECONDS,
     )
-    sync: PositiveFloat = Field(120.0, description="Seconds for one weight sync")
+    sync: PositiveFloat = execution(120.0, "Seconds for one weight sync", within=_SECONDS)
 
 
 class RunConfig(Section):
     """The run itself. Nothing here but the seed and the device changes a result."""
 
-    name: Name = Field(
-        "rlhf", description="Name of the pipeline: MLflow experiment, flow run names, log folders"
+    name: Name = result(
+        "rlhf",
+        "Name of the pipeline: MLflow experiment, flow run names, log folders",
+        form="1 to 64 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     )
-    seed: NonNegativeInt = Field(0, description="Every random choice derives from it")
-    home: UserPath = Field(
+    seed: NonNegativeInt = result(0, "Every random choice derives from it")
+    home: UserPath = execution(
         ".rlhf",
+        "Local folder for logs, scratch files and the embedded store and MLflow",
         min_length=1,
-        description="Local folder for logs, scratch files and the embedded store and MLflow",
     )
-    threads: NonNegativeInt = Field(
-        0, description="CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU"
+    threads: NonNegativeInt = rounding(
+        0,
+        "CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU",
+        within=Range(0, 4096, "more threads than cores are slower"),
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: CUDA where there is any")
-    retries: NonNegativeInt = Field(
+    device: Literal["auto", "cpu", "cuda"] = result("auto", "`auto`: CUDA where there is any")
+    retries: NonNegativeInt = execution(
         2,
-        description=(
-            "How often in a row a stage is tried again that fails before it has made another checkpoint"
-        ),
+        "How often in a row a stage is tried again that fails before it has made another checkpoint",
+        within=TRIES,
     )
-    retry_delay: PositiveFloat = Field(
-        5.0, description="Seconds before the first retry; doubles, five times at most"
+    retry_delay: PositiveFloat = execution(
+        5.0,
+        "Seconds before the first retry; doubles, five times at most",
+        within=PAUSE,
     )
-    stage_timeout: PositiveFloat = Field(
+    stage_timeout: PositiveFloat = execution(
         604800.0,
-        description="Seconds after which a stage is stopped, all its attempts in one command counted",
+        "Seconds after which a stage is stopped, all its attempts in one command counted",
+        within=Range(1, 5e8, "a stage needs seconds to start"),
     )
-    timeouts: TimeoutsConfig = Field(
-        default_factory=TimeoutsConfig, description="When a process counts as stuck"
-    )
+    timeouts: TimeoutsConfig = execution(TimeoutsConfig(), "When a process counts as stuck")
 
 
 class StoreConfig(Section):
     """Where artifacts and checkpoints lie."""
 
-    url: UserPath | None = Field(
-        None, min_length=1, description="A folder or `s3://bucket/prefix`; default `{run.home}/store`"
+    url: UserPath | None = execution(
+        None,
+        "A folder or `s3://bucket/prefix`; default `{run.home}/store`",
+        min_length=1,
     )
-    endpoint: str | None = Field(
-        None, description="URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"
+    endpoint: str | None = execution(
+        None,
+        "URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3",
     )
-    keep_checkpoints: PositiveInt = Field(2, description="Newest whole checkpoints kept per stage")
-    keep_best: NonNegativeInt = Field(
+    keep_checkpoints: PositiveInt = execution(2, "Newest whole checkpoints kept per stage")
+    keep_best: NonNegativeInt = execution(
         1,
-        description=(
-            "Number of older checkpoints that are also kept because they are the best, by the reward of their"
-            " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT,"
-            " reward model)"
-        ),
+        "Number of older checkpoints that are also kept because they are the best, by the reward of their"
+        " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, reward"
+        " model)",
     )
-    retry_seconds: PositiveFloat = Field(
-        60.0, description="How long a bucket's passing failures (5xx, timeouts, resets) are tried again"
+    retry_seconds: PositiveFloat = execution(
+        60.0,
+        "How long a bucket's passing failures (5xx, timeouts, resets) are tried again",
     )
-    allow_other_code: bool = Field(
+    allow_other_code: bool = execution(
         False,
-        description=(
-            "Continue from a checkpoint that other code or other versions wrote; else that is an error"
-        ),
+        "Continue from a checkpoint that other code or other versions wrote; else that is an error",
     )
-    allow_fresh_start: bool = Field(
+    allow_fresh_start: bool = execution(
         False,
-        description=(
-            "Train a stage from its beginning where all its checkpoints are damaged; else that is an error"
-        ),
+        "Train a stage from its beginning where all its checkpoints are damaged; else that is an error",
     )
 
 
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: str | None = Field(
-        None, description="Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`"
-    )
-    experiment: str | None = Field(
+    uri: str | None = result(None, "Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`")
+    experiment: str | None = result(
         None,
+        "Experiment; default `rlhf/{run.name}`",
         pattern=r"^[^\x00-\x1f\x7f]{1,250}$",
-        description="Experiment; default `rlhf/{run.name}`",
+        form="1 to 250 characters on one line",
     )
-    system_metrics: bool = Field(True, description="Log CPU, memory and GPU use of each stage")
+    system_metrics: bool = execution(True, "Log CPU, memory and GPU use of each stage")
 
 
 class TinyModel(Section):
     """A Llama from scratch, for the demo and for tests."""
 
-    hidden_size: PositiveInt = Field(128, description="Width")
-    intermediate_size: PositiveInt = Field(352, description="Width of the MLP")
-    layers: PositiveInt = Field(3, description="Decoder layers")
-    heads: PositiveInt = Field(
-        4, description="Attention heads; vLLM on CPU needs hidden_size / heads in 32, 64, 80, 96, 112, 128"
+    hidden_size: PositiveInt = result(128, "Width", within=Range(1, 65536, "wider than any model"))
+    intermediate_size: PositiveInt = result(
+        352,
+        "Width of the MLP",
+        within=Range(1, 2**19, "wider than any model"),
     )
-    vocab_size: PositiveInt = Field(384, description="Size of the tokenizer trained on the data, at most")
-    max_positions: PositiveInt = Field(256, description="Context length")
-    tie_embeddings: bool = Field(True, description="One matrix for input and output embeddings")
+    layers: PositiveInt = result(3, "Decoder layers", within=Range(1, 1024, "deeper than any model"))
+    heads: PositiveInt = result(
+        4,
+        "Attention heads; vLLM on CPU needs hidden_size / heads in 32, 64, 80, 96, 112, 128",
+    )
+    vocab_size: PositiveInt = result(
+        384,
+        "Size of the tokenizer trained on the data, at most",
+        within=Range(1, 2**21, "larger than any vocabulary"),
+    )
+    max_positions: PositiveInt = result(256, "Context length", within=TOKENS)
+    tie_embeddings: bool = result(True, "One matrix for input and output embeddings")
 
     @model_validator(mode="after")
     def _head_size(self) -> Self:
@@ -154,60 +173,73 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The model that everything starts from."""
 
-    path: UserPath | None = Field(
-        None, description="Local folder or Hugging Face id; None: `tiny`, from scratch"
+    path: UserPath | None = content(None, "Local folder or Hugging Face id; None: `tiny`, from scratch")
+    revision: str | None = content(None, "Commit of a hub model")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = result(
+        "sdpa",
+        "Attention of the training side",
     )
-    revision: str | None = Field(None, description="Commit of a hub model")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="Attention of the training side"
-    )
-    head_dtype: Literal["model", "float32"] = Field(
+    head_dtype: Literal["model", "float32"] = result(
         "model",
-        description=(
-            "Precision of the policy's logits in training and in the engines, if these compute in 16 bits."
-            " `float32`: the output of the language-model head is not rounded in both. `model`: the same"
-            " precision as the rest of the model"
-        ),
+        "Precision of the policy's logits in training and in the engines, if these compute in 16 bits."
+        " `float32`: the output of the language-model head is not rounded in both. `model`: the same"
+        " precision as the rest of the model",
     )
-    tiny: TinyModel = Field(default_factory=TinyModel, description="Shape of the model from scratch")
+    tiny: TinyModel = result(TinyModel(), "Shape of the model from scratch")
 
 
 class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
-    prompts: PositiveInt = Field(128, description="Held-out prompts; fewer if there are not so many")
-    temperature: PositiveFloat | None = Field(
-        None, description="Sampling temperature of both models; None: ppo.temperature"
+    prompts: PositiveInt = result(128, "Held-out prompts; fewer if there are not so many")
+    temperature: PositiveFloat | None = result(
+        None,
+        "Sampling temperature of both models; None: ppo.temperature",
+        within=TEMPERATURE,
     )
-    bootstrap: PositiveInt = Field(2000, description="Resamples for the confidence intervals")
-    confidence: PositiveFloat = Field(0.95, description="Level of the intervals")
-    judge: Literal["auto", "gold", "reward_model", "rules"] = Field(
+    bootstrap: PositiveInt = result(
+        2000,
+        "Resamples for the confidence intervals",
+        within=Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
+    )
+    confidence: PositiveFloat = result(
+        0.95,
+        "Level of the intervals",
+        within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
+    )
+    judge: Literal["auto", "gold", "reward_model", "rules"] = result(
         "auto",
-        description=(
-            "The judge of a win. `auto`: the true reward if there is one, else the reward model, else the"
-            " rules"
-        ),
+        "The judge of a win. `auto`: the true reward if there is one, else the reward model, else the rules",
     )
-    samples: PositiveInt = Field(20, description="Sample pairs in the table and report")
+    samples: PositiveInt = result(
+        20,
+        "Sample pairs in the table and report",
+        within=Range(1, 10_000, "rows of one table"),
+    )
 
 
 class RegisterConfig(Section):
     """The MLflow registry."""
 
-    model: str | None = Field(
-        None, pattern=r"^[\w.-]{1,100}$", description="Registered name; default `{run.name}-policy`"
+    model: str | None = result(
+        None,
+        "Registered name; default `{run.name}-policy`",
+        pattern=r"^[\w.-]{1,100}$",
+        form="1 to 100 letters, digits, `.`, `_` and `-`",
     )
-    min_win_rate: Fraction = Field(
-        0.5, description="Against SFT; below this value the alias `champion` is not set"
+    min_win_rate: Fraction = result(0.5, "Against SFT; below this value the alias `champion` is not set")
+    min_prompts: NonNegativeInt = result(
+        50,
+        "A match or evaluation with fewer prompts does not set the alias `champion`",
     )
-    min_prompts: NonNegativeInt = Field(
-        50, description="A match or evaluation with fewer prompts does not set the alias `champion`"
-    )
-    alpha: PositiveFloat = Field(
+    alpha: PositiveFloat = result(
         0.05,
-        description=(
-            "Maximum probability that any of the candidates that are not better than a champion replaces it;"
-            " the k-th test has the level alpha / (k (k + 1))"
+        "Maximum probability that any of the candidates that are not better than a champion replaces it; the"
+        " k-th test has the level alpha / (k (k + 1))",
+        within=Range(
+            1e-6,
+            0.5,
+            "the probability of a wrong champion; 0 allows no champion, and above 0.5 chance decides",
         ),
     )
 
@@ -215,18 +247,16 @@ class RegisterConfig(Section):
 class PipelineConfig(Section):
     """The whole pipeline: one YAML file."""
 
-    run: RunConfig = Field(default_factory=RunConfig, description="Name, seed, folders, retries")
-    store: StoreConfig = Field(default_factory=StoreConfig, description="Artifacts and checkpoints")
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model to start from")
-    data: DataConfig = Field(default_factory=DataConfig, description="Sources, formats, lengths, split")
-    sft: SFTConfig = Field(default_factory=SFTConfig, description="Supervised fine-tuning")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="Reward model")
-    ppo: PPOConfig = Field(default_factory=PPOConfig, description="PPO")
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="Evaluation")
-    register_: RegisterConfig = Field(
-        default_factory=RegisterConfig, alias="register", description="Model registry"
-    )
+    run: RunConfig = result(RunConfig(), "Name, seed, folders, retries")
+    store: StoreConfig = result(StoreConfig(), "Artifacts and checkpoints")
+    tracking: TrackingConfig = result(TrackingConfig(), "MLflow")
+    model: ModelConfig = result(ModelConfig(), "The model to start from")
+    data: DataConfig = result(DataConfig(), "Sources, formats, lengths, split")
+    sft: SFTConfig = result(SFTConfig(), "Supervised fine-tuning")
+    reward: RewardConfig = result(RewardConfig(), "Reward model")
+    ppo: PPOConfig = result(PPOConfig(), "PPO")
+    evaluate: EvaluateConfig = result(EvaluateConfig(), "Evaluation")
+    register_: RegisterConfig = result(RegisterConfig(), "Model registry", alias="register")
 
     @property
     def store_url(self) -> str:

@@ -5,16 +5,25 @@ from __future__ import annotations
 from itertools import islice
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rlhf_core.config.base import (
+    BATCH,
+    RANKS,
+    TEMPERATURE,
+    TOKENS,
+    TRIES,
     Decay,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Range,
     Section,
+    execution,
+    result,
+    rounding,
 )
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.rewards import AnyReward, ModelReward
@@ -23,6 +32,11 @@ from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, Optimiz
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
 """The same as in `rlhf_core.algo.losses`, which imports torch."""
 
+ConfiguredAggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+]
+"""With `-norm`, which is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
+
 MAX_ENGINE_RANK = 512
 """The largest rank of an adapter that vLLM serves."""
 
@@ -30,41 +44,31 @@ MAX_ENGINE_RANK = 512
 class KLConfig(Section):
     """The penalty for divergence from the reference model."""
 
-    coef: NonNegativeFloat = Field(
+    coef: NonNegativeFloat = result(
         0.02,
-        description=(
-            "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
-            " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01"
-        ),
+        "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
+        " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
     )
-    place: Literal["reward", "loss"] = Field(
+    place: Literal["reward", "loss"] = result(
         "reward",
-        description=(
-            "Where the KL is applied: subtracted from each token's reward, or added to the policy loss"
-        ),
+        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss",
     )
-    estimator: Literal["k1", "abs", "k2", "k3"] | None = Field(
+    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
         None,
-        description=(
-            "Per-token estimator (Schulman, Approximating KL divergence). None: k1 in the reward and k2 in"
-            " the loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and"
-            " is refused; other estimators cause a warning (arXiv 2512.21852)"
-        ),
+        "Per-token estimator (Schulman, Approximating KL divergence). None: k1 in the reward and k2 in the"
+        " loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is"
+        " refused; other estimators cause a warning (arXiv 2512.21852)",
     )
-    target: PositiveFloat | None = Field(
+    target: PositiveFloat | None = result(
         None,
-        description=(
-            "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of"
-            " the token sum)"
-        ),
+        "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the"
+        " token sum)",
     )
-    horizon: PositiveInt | None = Field(
+    horizon: PositiveInt | None = result(
         None,
-        description=(
-            "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
-            " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1"
-            " % per step"
-        ),
+        "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
+        " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 %"
+        " per step",
     )
 
     @property
@@ -85,56 +89,64 @@ class KLConfig(Section):
 class OverlongConfig(Section):
     """DAPO's soft penalty for responses that near the length limit (Yu et al. 2025)."""
 
-    buffer: PositiveInt = Field(description="The penalty starts this many tokens before ppo.max_new_tokens")
-    factor: PositiveFloat = Field(1.0, description="Taken from the score at the limit; linear in between")
+    buffer: PositiveInt = result(..., "The penalty starts this many tokens before ppo.max_new_tokens")
+    factor: PositiveFloat = result(1.0, "Taken from the score at the limit; linear in between")
 
 
 class DynamicFilteringConfig(Section):
     """DAPO's dynamic sampling: prompts whose samples all score alike teach nothing and are replaced."""
 
-    max_rounds: PositiveInt = Field(
+    max_rounds: PositiveInt = result(
         3,
-        description=(
-            "Rounds of replacement prompts in one step; what is still missing then stays, and is counted"
-        ),
+        "Rounds of replacement prompts in one step; what is still missing then stays, and is counted",
+        within=Range(1, 100, "each round samples a whole batch"),
     )
 
 
 class PTXConfig(Section):
     """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
 
-    coef: PositiveFloat = Field(description="Weight of the token loss on the demonstrations of stage `data`")
-    batch_size: PositiveInt = Field(16, description="Demonstrations per optimizer step, over all ranks")
+    coef: PositiveFloat = result(..., "Weight of the token loss on the demonstrations of stage `data`")
+    batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)
 
 
 class EngineConfig(Section):
     """The vLLM engines that sample rollouts."""
 
-    count: PositiveInt = Field(1, description="Engines; each is a process with a copy of the policy")
-    tensor_parallel: PositiveInt = Field(
-        1, description="GPUs of one engine, or processes on the CPU; it must divide the attention heads"
+    count: PositiveInt = result(
+        1,
+        "Engines; each is a process with a copy of the policy",
+        within=Range(1, 1024, "each is a process with a copy of the policy"),
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Precision of the engines; the policy's where nothing is said"
+    tensor_parallel: PositiveInt = result(
+        1,
+        "GPUs of one engine, or processes on the CPU; it must divide the attention heads",
+        within=Range(1, 256, "GPUs of one engine"),
     )
-    gpu_memory_utilization: Fraction = Field(
-        0.85, description="Share of GPU memory for weights and KV cache; lower it when colocated"
+    dtype: Literal["float32", "bfloat16", "float16"] = result(
+        "float32",
+        "Precision of the engines; the policy's where nothing is said",
     )
-    kv_cache_gib: PositiveFloat = Field(1.0, description="KV cache of a CPU engine in GiB")
-    max_num_seqs: PositiveInt = Field(256, description="Sequences decoded at once by one engine")
-    enforce_eager: bool = Field(True, description="No CUDA graphs: slower decoding, faster start")
-    max_restarts: NonNegativeInt = Field(
+    gpu_memory_utilization: Fraction = execution(
+        0.85,
+        "Share of GPU memory for weights and KV cache; lower it when colocated",
+    )
+    kv_cache_gib: PositiveFloat = execution(1.0, "KV cache of a CPU engine in GiB")
+    max_num_seqs: PositiveInt = rounding(
+        256,
+        "Sequences decoded at once by one engine",
+        within=Range(1, 65536, "each sequence needs memory"),
+    )
+    enforce_eager: bool = result(True, "No CUDA graphs: slower decoding, faster start")
+    max_restarts: NonNegativeInt = execution(
         3,
-        description=(
-            "How often in a row an engine is started again that dies or gets stuck before it has answered"
-        ),
+        "How often in a row an engine is started again that dies or gets stuck before it has answered",
+        within=TRIES,
     )
-    min_count: PositiveInt | None = Field(
+    min_count: PositiveInt | None = execution(
         None,
-        description=(
-            "The run goes on without engines that used up their restarts while so many are left; None: all"
-            " are needed, since fewer would sample in other batches"
-        ),
+        "The run goes on without engines that used up their restarts while so many are left; None: all are"
+        " needed, since fewer would sample in other batches",
     )
 
     @property
@@ -154,209 +166,181 @@ class EngineConfig(Section):
 class WeightSyncConfig(Section):
     """Transfer of weights from the training ranks to the engines."""
 
-    backend: Literal["auto", "gloo", "nccl", "ipc"] = Field(
-        "auto", description="`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise"
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = result(
+        "auto",
+        "`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise",
     )
-    lora: Literal["merged", "adapter"] | None = Field(
+    lora: Literal["merged", "adapter"] | None = result(
         None,
-        description=(
-            "With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the"
-            " adapter, which the engines then apply (`adapter`). Evaluation loads the policy in the same way."
-            " None: `merged` if policy and engines compute in float32 or the adapter is quantized or above"
-            " rank 512, else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a"
-            " small update. `adapter` needs a model class that supports LoRA in vLLM. For other classes the"
-            " engine does not start, and `merged` must be set"
-        ),
+        "With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the adapter,"
+        " which the engines then apply (`adapter`). Evaluation loads the policy in the same way. None:"
+        " `merged` if policy and engines compute in float32 or the adapter is quantized or above rank 512,"
+        " else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a small update."
+        " `adapter` needs a model class that supports LoRA in vLLM. For other classes the engine does not"
+        " start, and `merged` must be set",
     )
-    bucket_mib: PositiveInt = Field(64, description="Weights are sent in packed buckets of this size")
-    canary: bool = Field(
+    bucket_mib: PositiveInt = execution(
+        64,
+        "Weights are sent in packed buckets of this size",
+        within=Range(1, 16384, "a bucket is held twice in memory"),
+    )
+    canary: bool = execution(
         True,
-        description=(
-            "In every step, compare engine and trainer log-probabilities of the same tokens and stop if they"
-            " differ"
-        ),
+        "In every step, compare engine and trainer log-probabilities of the same tokens and stop if they"
+        " differ",
     )
-    canary_tolerance: PositiveFloat = Field(
+    canary_tolerance: PositiveFloat = execution(
         1e-3,
-        description=(
-            "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05"
-        ),
+        "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05",
     )
 
 
 class PPOConfig(Section):
     """Proximal policy optimization, and related algorithms without a critic."""
 
-    algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = Field(
+    algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = result(
         "ppo",
-        description=(
-            "`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and"
-            " by group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`"
-        ),
+        "`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by"
+        " group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`",
     )
-    steps: PositiveInt = Field(100, description="PPO iterations")
-    prompts_per_step: PositiveInt = Field(64, description="Prompts of one rollout batch")
-    samples_per_prompt: PositiveInt = Field(1, description="Responses sampled for each prompt")
-    max_new_tokens: PositiveInt = Field(64, description="Length limit of a response")
-    temperature: PositiveFloat = Field(1.0, description="Sampling temperature; every log-probability uses it")
-    epochs: PositiveInt = Field(1, description="Passes over each rollout batch")
-    minibatches: PositiveInt = Field(4, description="Optimizer steps per epoch")
-    micro_batch_tokens: PositiveInt = Field(16384, description="Tokens per forward pass of one rank")
-    pack: Packing = Field("auto", description=PACK)
-    policy: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-6, schedule="constant"),
-        description="Policy optimizer",
+    steps: PositiveInt = result(100, "PPO iterations")
+    prompts_per_step: PositiveInt = result(64, "Prompts of one rollout batch", within=BATCH)
+    samples_per_prompt: PositiveInt = result(
+        1,
+        "Responses sampled for each prompt",
+        within=Range(1, 65536, "the sequences of a batch are held in memory"),
     )
-    critic: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
-        description=(
-            "Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy"
-            " is trained"
-        ),
-    )
-    policy_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Policy ranks")
-    critic_deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Critic ranks")
-    lora: LoraConfig | None = Field(
-        None,
-        description=(
-            "Train adapters of policy and critic (and its head) only; the reference is then the policy"
-            " without its adapter; None: all parameters"
-        ),
-    )
-    reference_ranks: PositiveInt = Field(
-        1, description="Reference workers; ignored where the reference is colocated with the policy"
-    )
-    reward_ranks: PositiveInt = Field(
-        1, description="Reward-model workers; ignored where colocated with the critic"
-    )
-    colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = Field(
-        "pairs",
-        description=(
-            "Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four"
-            " together"
-        ),
-    )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM engines")
-    weight_sync: WeightSyncConfig = Field(
-        default_factory=WeightSyncConfig, description="Weights into the engines"
-    )
-    rewards: tuple[AnyReward, ...] = Field(
-        (ModelReward(),), min_length=1, description="Reward sources; their weighted sum is the score"
-    )
-    missing_eos_penalty: NonNegativeFloat | None = Field(
-        None,
-        description=(
-            "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward"
-            " model, which was not trained with truncated responses (one standard deviation of its scores;"
-            " Huang et al. 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`"
-        ),
-    )
-    overlong: OverlongConfig | None = Field(
-        None, description="Soft penalty near the length limit; None: none"
-    )
-    dynamic_filtering: DynamicFilteringConfig | None = Field(
-        None, description="Replace prompts whose samples all score alike; None: keep them"
-    )
-    score_clip: PositiveFloat | None = Field(
-        5.0,
-        description=(
-            "The reward model's normalised scores are clipped to +- this value, before weight, other rewards,"
-            " penalties and KL are applied. Rules are not clipped. null: no clip"
-        ),
-    )
-    kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
-    gamma: Fraction = Field(1.0, description="Discount per token")
-    lam: Fraction = Field(
+    max_new_tokens: PositiveInt = result(64, "Length limit of a response", within=TOKENS)
+    temperature: PositiveFloat = result(
         1.0,
-        description=(
-            "GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500"
-            " tokens only through the critic"
-        ),
+        "Sampling temperature; every log-probability uses it",
+        within=TEMPERATURE,
     )
-    whiten_advantages: bool | None = Field(
+    epochs: PositiveInt = result(1, "Passes over each rollout batch")
+    minibatches: PositiveInt = result(4, "Optimizer steps per epoch", within=BATCH)
+    micro_batch_tokens: PositiveInt = rounding(16384, "Tokens per forward pass of one rank", within=TOKENS)
+    pack: Packing = result("auto", PACK)
+    policy: OptimizerConfig = result(
+        OptimizerConfig(learning_rate=1e-6, schedule="constant"),
+        "Policy optimizer",
+    )
+    critic: OptimizerConfig = result(
+        OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
+        "Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy is"
+        " trained",
+    )
+    policy_deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Policy ranks")
+    critic_deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Critic ranks")
+    lora: LoraConfig | None = result(
         None,
-        description=(
-            "Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp"
-            " and reinforce_baseline, off for the others"
-        ),
+        "Train adapters of policy and critic (and its head) only; the reference is then the policy without"
+        " its adapter; None: all parameters",
     )
-    clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - this")
-    clip_high: PositiveFloat = Field(0.2, description="The ratio is clipped above 1 + this")
-    dual_clip: PositiveFloat | None = Field(
+    reference_ranks: PositiveInt = rounding(
+        1,
+        "Reference workers; ignored where the reference is colocated with the policy",
+        within=RANKS,
+    )
+    reward_ranks: PositiveInt = rounding(
+        1,
+        "Reward-model workers; ignored where colocated with the critic",
+        within=RANKS,
+    )
+    colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = result(
+        "pairs",
+        "Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four"
+        " together",
+    )
+    engine: EngineConfig = result(EngineConfig(), "vLLM engines")
+    weight_sync: WeightSyncConfig = result(WeightSyncConfig(), "Weights into the engines")
+    rewards: tuple[AnyReward, ...] = result(
+        (ModelReward(),),
+        "Reward sources; their weighted sum is the score",
+        min_length=1,
+    )
+    missing_eos_penalty: NonNegativeFloat | None = result(
+        None,
+        "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model,"
+        " which was not trained with truncated responses (one standard deviation of its scores; Huang et al."
+        " 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
+    )
+    overlong: OverlongConfig | None = result(None, "Soft penalty near the length limit; None: none")
+    dynamic_filtering: DynamicFilteringConfig | None = result(
+        None,
+        "Replace prompts whose samples all score alike; None: keep them",
+    )
+    score_clip: PositiveFloat | None = result(
+        5.0,
+        "The reward model's normalised scores are clipped to +- this value, before weight, other rewards,"
+        " penalties and KL are applied. Rules are not clipped. null: no clip",
+    )
+    kl: KLConfig = result(KLConfig(), "KL to the reference")
+    gamma: Fraction = result(1.0, "Discount per token")
+    lam: Fraction = result(
+        1.0,
+        "GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens"
+        " only through the critic",
+    )
+    whiten_advantages: bool | None = result(
+        None,
+        "Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp and"
+        " reinforce_baseline, off for the others",
+    )
+    clip_low: Fraction = result(0.2, "The ratio is clipped below 1 - this")
+    clip_high: PositiveFloat = result(0.2, "The ratio is clipped above 1 + this")
+    dual_clip: PositiveFloat | None = result(
         3.0,
-        description=(
-            "Bound c > 1 of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none"
-        ),
+        "Bound c > 1 of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
     )
-    value_clip: PositiveFloat | None = Field(
+    value_clip: PositiveFloat | None = result(
         0.5,
-        description=(
-            "Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied"
-            " during the critic's warm-up; null: no limit"
-        ),
+        "Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied"
+        " during the critic's warm-up; null: no limit",
     )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="Weight of the entropy bonus")
-    aggregation: (
-        Literal[
-            "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
-        ]
-        | None
-    ) = Field(
+    entropy_coef: NonNegativeFloat = result(0.0, "Weight of the entropy bonus")
+    aggregation: ConfiguredAggregation | None = result(
         None,
-        description=(
-            "How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also"
-            " divides by `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean"
-            " (Shao et al. 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in"
-            " place of each length), others token-mean"
-        ),
+        "How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also divides"
+        " by `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean (Shao et al."
+        " 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each"
+        " length), others token-mean",
     )
-    importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = Field(
+    importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = result(
         None,
-        description=(
-            "Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al."
-            " 2025) if engine or policy is not float32, else `none`"
-        ),
+        "Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al."
+        " 2025) if engine or policy is not float32, else `none`",
     )
-    importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = Field(
-        (0.0, 2.0), description="Lowest and highest weight that `importance` allows"
+    importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = result(
+        (0.0, 2.0),
+        "Lowest and highest weight that `importance` allows",
     )
-    ptx: PTXConfig | None = Field(None, description="Pretraining loss in the policy's update; None: none")
-    ema_decay: Decay | None = Field(
+    ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; None: none")
+    ema_decay: Decay | None = result(
         None,
-        description=(
-            "Decay per optimizer step of a moving average of the policy's weights, which is saved as well;"
-            " None: none"
-        ),
+        "Decay per optimizer step of a moving average of the policy's weights, which is saved as well; None:"
+        " none",
     )
-    logprob_gap_limit: PositiveFloat | None = Field(
+    logprob_gap_limit: PositiveFloat | None = execution(
         None,
-        description=(
-            "If the mean |old - rollout| log-probability is above this, a warning is logged and"
-            " rollout/logprob_gap_alarm is set; None: half of the limit of the canary"
-        ),
+        "If the mean |old - rollout| log-probability is above this, a warning is logged and"
+        " rollout/logprob_gap_alarm is set; None: half of the limit of the canary",
     )
-    critic_warmup_steps: NonNegativeInt = Field(0, description="First steps train the critic only")
-    published_loss_limit: PositiveFloat = Field(
+    critic_warmup_steps: NonNegativeInt = result(0, "First steps train the critic only")
+    published_loss_limit: PositiveFloat = execution(
         0.1,
-        description=(
-            "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
-            " files that evaluation loads, relative to the change by training (both on the last rollouts). If"
-            " it is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update"
-            " (docs/decisions/0018)"
-        ),
+        "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
+        " files that evaluation loads, relative to the change by training (both on the last rollouts). If it"
+        " is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update"
+        " (docs/decisions/0018)",
     )
-    max_kl: PositiveFloat | None = Field(
+    max_kl: PositiveFloat | None = execution(
         None,
-        description=(
-            "If the KL per response is above this for three consecutive steps, the run stops; null: 5 times"
-            " `kl.target`, or 100 without a target"
-        ),
+        "If the KL per response is above this for three consecutive steps, the run stops; null: 5 times"
+        " `kl.target`, or 100 without a target",
     )
-    guards: GuardsConfig = Field(
-        default_factory=GuardsConfig, description="Conditions that indicate a failing training run"
-    )
-    checkpoint_every: PositiveInt = Field(10, description="Steps between checkpoints")
-    samples_every: PositiveInt = Field(10, description="Steps between tables of sample responses")
+    guards: GuardsConfig = execution(GuardsConfig(), "Conditions that indicate a failing training run")
+    checkpoint_every: PositiveInt = execution(10, "Steps between checkpoints")
+    samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
 
     @property
     def rollout_batch_size(self) -> int:
@@ -424,7 +408,7 @@ class PPOConfig(Section):
         return float(self.max_new_tokens) if self._own_aggregation == "seq-mean-token-sum-norm" else 1.0
 
     @property
-    def _own_aggregation(self) -> Aggregation | Literal["seq-mean-token-sum-norm"]:
+    def _own_aggregation(self) -> ConfiguredAggregation:
         if self.aggregation is not None:
             return self.aggregation
         if self.algorithm == "dr_grpo":

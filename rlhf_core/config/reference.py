@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rlhf_core.config.base import effect_of
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import PPOConfig
@@ -33,6 +34,16 @@ rlhf run deployments/configs/demo.yaml ppo.steps=20 ppo.kl.coef=0.02 'data.sft=[
 
 Items of lists are reached by index (`ppo.rewards.0.weight=2`). Unknown keys, wrong types and values out of range are
 errors that name the line, the rule and a fix; nothing heavy starts before all of it is checked.
+
+The column "affects" says what a change of the field does:
+
+- `result`: other numbers. The value is part of the stage keys, so the stages that use it run again, and those after
+  them.
+- `rounding`: the same numbers up to rounding. Finished stages are reused.
+- `execution`: only when, where and how fast something runs, and when a run stops. Finished stages are reused.
+- `content`: an address. Its content counts in the stage keys and not the address, so files and folders can be moved.
+
+`run.home` and `tracking.uri` decide which registry `register` writes to, so this stage runs again if they change.
 
 This page is made from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
 """
@@ -102,11 +113,13 @@ def _table(model: type[BaseModel], values: BaseModel | None, leave_out_sections:
 
 
 def _rows(shown: Mapping[str, FieldInfo], values: BaseModel | None) -> str:
-    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    lines = ["| field | type | default | affects | meaning |", "|---|---|---|---|---|"]
     for name, info in shown.items():
         default = getattr(values, name) if values is not None else _default(info)
         meaning = _cell(info.description or "")
-        lines.append(f"| `{name}` | {_cell(_type(info))} | {_value(default)} | {meaning} |")
+        lines.append(
+            f"| `{name}` | {_cell(_type(info))} | {_value(default)} | {effect_of(info)} | {meaning} |"
+        )
     return "\n".join(lines) + "\n"
 
 

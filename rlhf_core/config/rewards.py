@@ -7,7 +7,20 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.base import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, UserPath
+from rlhf_core.config.base import (
+    PAUSE,
+    TRIES,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Section,
+    UserPath,
+    content,
+    execution,
+    result,
+)
 from rlhf_core.config.hosts import as_network, host_of, is_listed, url_problem
 from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
@@ -16,12 +29,16 @@ from rlhf_core.config.redact import shown
 class RewardSource(Section):
     """What all sources have."""
 
-    name: str | None = Field(
-        None, pattern=r"^[a-z0-9_]{1,32}$", description="Name in metrics; the type if not given"
+    name: str | None = result(
+        None,
+        "Name in metrics; the type if not given",
+        pattern=r"^[a-z0-9_]{1,32}$",
+        form="1 to 32 of a-z, 0-9 and `_`",
     )
-    weight: FiniteFloat = Field(1.0, description="Factor in the sum")
-    normalize: Literal["none", "batch"] = Field(
-        "none", description="`batch`: mean 0, std 1 over the rollout batch, before the weight"
+    weight: FiniteFloat = result(1.0, "Factor in the sum")
+    normalize: Literal["none", "batch"] = result(
+        "none",
+        "`batch`: mean 0, std 1 over the rollout batch, before the weight",
     )
 
 
@@ -41,27 +58,25 @@ class LengthReward(RewardSource):
     """1 at `target` response tokens, falling linearly to 0 at `tolerance` away."""
 
     type: Literal["length"] = "length"
-    target: PositiveInt = Field(description="Wanted length in tokens")
-    tolerance: PositiveInt = Field(description="Distance in tokens at which the reward is 0")
+    target: PositiveInt = result(..., "Wanted length in tokens")
+    tolerance: PositiveInt = result(..., "Distance in tokens at which the reward is 0")
 
 
 class KeywordsReward(RewardSource):
     """Occurrences of the words (whole, any case), at most `cap`, times `per_word`."""
 
     type: Literal["keywords"] = "keywords"
-    words: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1, description="Words counted")
-    per_word: FiniteFloat = Field(1.0, description="Reward for each occurrence; negative forbids")
-    cap: PositiveInt = Field(5, description="Occurrences beyond this do not count")
-    distinct: bool = Field(False, description="Count each word once")
+    words: tuple[Annotated[str, Field(min_length=1)], ...] = result(..., "Words counted", min_length=1)
+    per_word: FiniteFloat = result(1.0, "Reward for each occurrence; negative forbids")
+    cap: PositiveInt = result(5, "Occurrences beyond this do not count")
+    distinct: bool = result(False, "Count each word once")
 
 
 class FormatReward(RewardSource):
     """1 if the whole response matches the regular expression, else 0."""
 
     type: Literal["format"] = "format"
-    pattern: str = Field(
-        min_length=1, description="Python regular expression, matched against the whole response"
-    )
+    pattern: str = result(..., "Python regular expression, matched against the whole response", min_length=1)
 
     @field_validator("pattern")
     @classmethod
@@ -77,14 +92,14 @@ class RepetitionReward(RewardSource):
     """Minus the share of repeated n-grams of words: 0 if all are distinct, towards -1 if one is repeated."""
 
     type: Literal["repetition"] = "repetition"
-    ngram: PositiveInt = Field(3, description="Words per n-gram")
+    ngram: PositiveInt = result(3, "Words per n-gram")
 
 
 class RelevanceReward(RewardSource):
     """Share of the prompt's content words that the response mentions."""
 
     type: Literal["relevance"] = "relevance"
-    min_letters: PositiveInt = Field(4, description="Shorter words of the prompt are not content words")
+    min_letters: PositiveInt = result(4, "Shorter words of the prompt are not content words")
 
 
 class WellFormedReward(RewardSource):
@@ -99,7 +114,7 @@ class TokenShareReward(RewardSource):
     """Share of response tokens whose id is below `below`: a bare rule for benchmarks and learning tests."""
 
     type: Literal["token_share"] = "token_share"
-    below: PositiveInt = Field(description="Token ids under this count")
+    below: PositiveInt = result(..., "Token ids under this count")
 
 
 class AnswerReward(RewardSource):
@@ -108,27 +123,21 @@ class AnswerReward(RewardSource):
     """
 
     type: Literal["answer"] = "answer"
-    field: str = Field(
-        "answer", min_length=1, description="Field of the prompt's row that holds the right answer"
-    )
-    extract: Literal["auto", "final_number", "boxed"] = Field(
+    field: str = result("answer", "Field of the prompt's row that holds the right answer", min_length=1)
+    extract: Literal["auto", "final_number", "boxed"] = result(
         "auto",
-        description=(
-            "Where the response's answer stands: its last number (behind `####` if there is one), its last"
-            " \\boxed{}, or `auto`: boxed if there is one"
-        ),
+        "Where the response's answer stands: its last number (behind `####` if there is one), its last"
+        " \\boxed{}, or `auto`: boxed if there is one",
     )
 
 
 class ExternalReward(RewardSource):
     """What runs code that is not ours and may fail."""
 
-    on_error: Literal["abort", "mask"] = Field(
+    on_error: Literal["abort", "mask"] = result(
         "abort",
-        description=(
-            "A response that has no value after all tries: `abort` ends the step with an error that names it,"
-            " `mask` leaves it out of the update and the metrics, and counts it"
-        ),
+        "A response that has no value after all tries: `abort` ends the step with an error that names it,"
+        " `mask` leaves it out of the update and the metrics, and counts it",
     )
 
 
@@ -136,15 +145,22 @@ class PythonReward(ExternalReward):
     """A function of yours: `list[RewardInput] -> list[float]`."""
 
     type: Literal["python"] = "python"
-    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="`package.module:function`")
-    file: UserPath | None = Field(
-        None,
-        description=(
-            "Python file that holds it, if it is not importable; then `function` is `anything:function`"
-        ),
+    function: str = result(
+        ...,
+        "`package.module:function`",
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        form="`package.module:function`",
     )
-    timeout: PositiveFloat = Field(30.0, description="Seconds for one batch")
-    retries: NonNegativeInt = Field(1, description="Further tries of a batch that failed")
+    file: UserPath | None = content(
+        None,
+        "Python file that holds it, if it is not importable; then `function` is `anything:function`",
+    )
+    timeout: PositiveFloat = execution(
+        30.0,
+        "Seconds for one batch",
+        within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
+    )
+    retries: NonNegativeInt = execution(1, "Further tries of a batch that failed", within=TRIES)
 
 
 class RemoteReward(ExternalReward):
@@ -153,36 +169,47 @@ class RemoteReward(ExternalReward):
     """
 
     type: Literal["remote"] = "remote"
-    urls: tuple[str, ...] = Field(
-        min_length=1, description="`http(s)://host[:port]/path` of each replica; the least busy one is asked"
-    )
-    allowed_hosts: tuple[str, ...] = Field(
+    urls: tuple[str, ...] = result(
+        ...,
+        "`http(s)://host[:port]/path` of each replica; the least busy one is asked",
         min_length=1,
-        description=(
-            "Hosts that may be asked. A name that leads to a private or loopback address needs that address,"
-            " or a network like 10.0.0.0/8, here as well"
-        ),
     )
-    items_per_request: PositiveInt = Field(64, description="Responses in one request")
-    concurrency: PositiveInt = Field(4, description="Requests at once to each replica")
-    send_tokens: bool = Field(
-        False, description="Send token ids beside the texts: for a service with the policy's own tokenizer"
+    allowed_hosts: tuple[str, ...] = execution(
+        ...,
+        "Hosts that may be asked. A name that leads to a private or loopback address needs that address, or"
+        " a network like 10.0.0.0/8, here as well",
+        min_length=1,
     )
-    timeout: PositiveFloat = Field(
-        30.0, description="Seconds for one request, from the address look-up to the last byte"
+    items_per_request: PositiveInt = execution(
+        64,
+        "Responses in one request",
+        within=Range(1, 65536, "a request has at most 16 MiB"),
     )
-    retries: NonNegativeInt = Field(4, description="Further tries of a request that failed")
-    backoff: PositiveFloat = Field(
+    concurrency: PositiveInt = execution(
+        4,
+        "Requests at once to each replica",
+        within=Range(1, 1024, "connections to one service"),
+    )
+    send_tokens: bool = result(
+        False,
+        "Send token ids beside the texts: for a service with the policy's own tokenizer",
+    )
+    timeout: PositiveFloat = execution(
+        30.0,
+        "Seconds for one request, from the address look-up to the last byte",
+        within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
+    )
+    retries: NonNegativeInt = execution(4, "Further tries of a request that failed", within=TRIES)
+    backoff: PositiveFloat = execution(
         1.0,
-        description=(
-            "Seconds before the first further try, twice as long before each next one, times 0.5 to 1.5"
-        ),
+        "Seconds before the first further try, twice as long before each next one, times 0.5 to 1.5",
+        within=PAUSE,
     )
-    breaker_failures: PositiveInt = Field(
-        5, description="Failures in a row after which a replica is left alone"
-    )
-    breaker_seconds: PositiveFloat = Field(
-        15.0, description="How long it is left alone; a single request then tries it again"
+    breaker_failures: PositiveInt = execution(5, "Failures in a row after which a replica is left alone")
+    breaker_seconds: PositiveFloat = execution(
+        15.0,
+        "How long it is left alone; a single request then tries it again",
+        within=PAUSE,
     )
 
     @field_validator("allowed_hosts")

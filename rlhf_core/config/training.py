@@ -5,9 +5,23 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
-from rlhf_core.config.base import Decay, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from rlhf_core.config.base import (
+    BATCH,
+    RANKS,
+    TOKENS,
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Section,
+    execution,
+    result,
+    rounding,
+)
 from rlhf_core.config.redact import shown
 
 
@@ -31,61 +45,57 @@ PACK = (
 class OptimizerConfig(Section):
     """AdamW with warm-up and decay."""
 
-    learning_rate: PositiveFloat = Field(1e-5, description="Peak learning rate")
-    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's moment decays")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    warmup_ratio: Fraction = Field(0.05, description="Share of the optimizer steps with linearly rising rate")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Decay after the warm-up")
-    min_lr_ratio: Fraction = Field(0.1, description="Where the decay ends, as a share of the peak")
-    max_grad_norm: PositiveFloat = Field(1.0, description="Global gradient norm is clipped to this")
+    learning_rate: PositiveFloat = result(
+        1e-5,
+        "Peak learning rate",
+        within=Range(1e-20, 100, "no training of a language model converges above it"),
+    )
+    weight_decay: NonNegativeFloat = result(0.0, "Decoupled weight decay")
+    betas: tuple[Decay, Decay] = result((0.9, 0.95), "Adam's moment decays")
+    eps: PositiveFloat = result(1e-8, "Adam's epsilon")
+    warmup_ratio: Fraction = result(0.05, "Share of the optimizer steps with linearly rising rate")
+    schedule: Literal["cosine", "linear", "constant"] = result("cosine", "Decay after the warm-up")
+    min_lr_ratio: Fraction = result(0.1, "Where the decay ends, as a share of the peak")
+    max_grad_norm: PositiveFloat = result(1.0, "Global gradient norm is clipped to this")
 
 
 class DeepSpeedConfig(Section):
     """How one model is trained over ranks."""
 
-    ranks: PositiveInt = Field(
-        1, description="Data-parallel training ranks (processes; one GPU each where there are GPUs)"
-    )
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters"
-    )
-    hpz: PositiveInt = Field(
+    ranks: PositiveInt = execution(
         1,
-        description=(
-            "ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy"
-            " that is sharded over so many neighbouring ranks, those of one host; 1: no such copy"
-        ),
+        "Data-parallel training ranks (processes; one GPU each where there are GPUs)",
+        within=RANKS,
     )
-    offload: Literal["none", "optimizer", "all"] = Field(
+    zero_stage: Literal[0, 1, 2, 3] = result(
+        0,
+        "ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters",
+    )
+    hpz: PositiveInt = rounding(
+        1,
+        "ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy"
+        " that is sharded over so many neighbouring ranks, those of one host; 1: no such copy",
+    )
+    offload: Literal["none", "optimizer", "all"] = result(
         "none",
-        description=(
-            "Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well"
-            " (ZeRO 3)"
-        ),
+        "Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well (ZeRO 3)",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = result(
         "float32",
-        description=(
-            "Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32"
-            " master weights, float16 (GPU, ZeRO 1-3) scales the loss, at first by 65536 and by half of that"
-            " after each gradient that overflows"
-        ),
+        "Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32 master"
+        " weights, float16 (GPU, ZeRO 1-3) scales the loss, at first by 65536 and by half of that after each"
+        " gradient that overflows",
     )
-    grad_accum_dtype: Literal["float32"] | None = Field(
+    grad_accum_dtype: Literal["float32"] | None = result(
         None,
-        description=(
-            "`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without"
-            " offload); None: in bfloat16, where sums of several hundred micro-batches lose small values"
-        ),
+        "`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without"
+        " offload); None: in bfloat16, where sums of several hundred micro-batches lose small values",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
-    allow_other_ranks: bool = Field(
+    gradient_checkpointing: bool = rounding(False, "Recompute activations in the backward pass")
+    allow_other_ranks: bool = execution(
         False,
-        description=(
-            "Continue from a checkpoint that another number of ranks wrote, converted: the same training up"
-            " to rounding; else that is an error"
-        ),
+        "Continue from a checkpoint that another number of ranks wrote, converted: the same training up to"
+        " rounding; else that is an error",
     )
 
     @model_validator(mode="after")
@@ -97,21 +107,22 @@ class DeepSpeedConfig(Section):
         return self
 
 
+_ADAPTER_WIDTH = Range(1, 8192, "wider than the layers of any model")
+
+
 class LoraConfig(Section):
     """Low-rank adapters on a frozen model (Hu et al. 2021): each adapted layer adds `alpha / r * B A x`."""
 
-    r: PositiveInt = Field(16, description="Rank of the adapters")
-    alpha: PositiveInt = Field(32, description="Their output is scaled by alpha / r")
-    targets: tuple[str, ...] | None = Field(
+    r: PositiveInt = result(16, "Rank of the adapters", within=_ADAPTER_WIDTH)
+    alpha: PositiveInt = result(32, "Their output is scaled by alpha / r", within=_ADAPTER_WIDTH)
+    targets: tuple[str, ...] | None = result(
         None,
+        "Names of the linear layers that get one, such as q_proj; None: all of the decoder's",
         min_length=1,
-        description="Names of the linear layers that get one, such as q_proj; None: all of the decoder's",
     )
-    quantize: Literal["nf4"] | None = Field(
+    quantize: Literal["nf4"] | None = result(
         None,
-        description=(
-            "`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are"
-        ),
+        "`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are",
     )
 
     @field_validator("targets")
@@ -128,20 +139,20 @@ class LoraConfig(Section):
 class SFTConfig(Section):
     """Supervised fine-tuning."""
 
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(learning_rate=2e-5), description="AdamW and its schedule"
+    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
+    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
+    lora: LoraConfig | None = result(None, "Train adapters only; None: all parameters")
+    epochs: PositiveInt = result(1, "Passes over the demonstrations")
+    batch_size: PositiveInt = result(64, "Sequences per optimizer step, over all ranks", within=BATCH)
+    micro_batch_tokens: PositiveInt = rounding(
+        4096,
+        "Tokens per forward pass of one rank; a longer sequence gets one of its own",
+        within=TOKENS,
     )
-    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
-    lora: LoraConfig | None = Field(None, description="Train adapters only; None: all parameters")
-    epochs: PositiveInt = Field(1, description="Passes over the demonstrations")
-    batch_size: PositiveInt = Field(64, description="Sequences per optimizer step, over all ranks")
-    micro_batch_tokens: PositiveInt = Field(
-        4096, description="Tokens per forward pass of one rank; a longer sequence gets one of its own"
-    )
-    pack: Packing = Field("auto", description=PACK)
-    eval_every: PositiveInt = Field(50, description="Optimizer steps between evaluations")
-    checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
-    samples: PositiveInt = Field(8, description="Held-out prompts answered at the end, for reading")
+    pack: Packing = result("auto", PACK)
+    eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations")
+    checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
+    samples: PositiveInt = result(8, "Held-out prompts answered at the end, for reading")
 
     @property
     def packs(self) -> bool:
@@ -154,48 +165,40 @@ class EarlyStopConfig(Section):
     them.
     """
 
-    every: PositiveInt = Field(50, description="Optimizer steps between evaluations on the held-out pairs")
-    patience: PositiveInt = Field(
-        3, description="Evaluations in a row without a lower held-out loss after which the training ends"
+    every: PositiveInt = result(50, "Optimizer steps between evaluations on the held-out pairs")
+    patience: PositiveInt = result(
+        3,
+        "Evaluations in a row without a lower held-out loss after which the training ends",
     )
 
 
 class RewardConfig(Section):
     """Bradley-Terry reward model, from the SFT model."""
 
-    enabled: bool = Field(True, description="False: no reward model is trained; PPO then needs rule rewards")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(learning_rate=1e-5), description="AdamW and its schedule"
-    )
-    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig, description="Ranks, ZeRO, precision")
-    lora: LoraConfig | None = Field(
-        None, description="Train adapters and the score head only; None: all parameters"
-    )
-    epochs: PositiveInt = Field(1, description="Passes over the pairs")
-    batch_size: PositiveInt = Field(64, description="Pairs per optimizer step, over all ranks")
-    micro_batch_tokens: PositiveInt = Field(8192, description="Tokens per forward pass of one rank")
-    pack: Packing = Field("auto", description=PACK)
-    center: NonNegativeFloat = Field(
-        0.0, description="Weight of (chosen + rejected)^2, which keeps scores near 0"
-    )
-    margin: Literal["none", "constant", "field"] = Field(
+    enabled: bool = result(True, "False: no reward model is trained; PPO then needs rule rewards")
+    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-5), "AdamW and its schedule")
+    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
+    lora: LoraConfig | None = result(None, "Train adapters and the score head only; None: all parameters")
+    epochs: PositiveInt = result(1, "Passes over the pairs")
+    batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
+    micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
+    pack: Packing = result("auto", PACK)
+    center: NonNegativeFloat = result(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0")
+    margin: Literal["none", "constant", "field"] = result(
         "none",
-        description=(
-            "By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023): "
-            "`constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`"
-        ),
+        "By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023):"
+        " `constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
     )
-    margin_value: PositiveFloat = Field(1.0, description="The margin of all pairs with `margin: constant`")
-    early_stop: EarlyStopConfig | None = Field(
-        None, description="Stop when the held-out loss stops falling; None: all epochs and the last weights"
+    margin_value: PositiveFloat = result(1.0, "The margin of all pairs with `margin: constant`")
+    early_stop: EarlyStopConfig | None = result(
+        None,
+        "Stop when the held-out loss stops falling; None: all epochs and the last weights",
     )
-    checkpoint_every: PositiveInt = Field(50, description="Optimizer steps between checkpoints")
-    min_accuracy: Fraction = Field(
+    checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
+    min_accuracy: Fraction = execution(
         0.55,
-        description=(
-            "If the held-out accuracy is below this, the stage fails, because PPO with such a reward model"
-            " would optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6"
-        ),
+        "If the held-out accuracy is below this, the stage fails, because PPO with such a reward model would"
+        " optimise noise. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6",
     )
 
     @property

@@ -80,7 +80,7 @@ def judge_digests(
     if sources := rule_sources(config):
         rules = [
             {
-                "settings": result_settings(source.model_dump(mode="json")),
+                "settings": result_settings(source),
                 "code": reward_code.get(source_name(source)),
             }
             for source in sources
