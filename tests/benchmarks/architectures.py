@@ -169,7 +169,7 @@ def page(
         "",
         (
             "The result is found by running the loaded model and does not depend on its name (see [decision"
-            " 16](decisions/0016-what-is-tried-at-load.md)). `flash_attention_2` requires a GPU and is not in"
+            " 16](decisions/0016-model-self-test.md)). `flash_attention_2` requires a GPU and is not in"
             " the table. An architecture that is not in vLLM's registry can be used for SFT and as a reward"
             " model, but not for rollouts."
         ),
