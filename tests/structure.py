@@ -1,0 +1,258 @@
+"""Measures of the structure of `rlhf_core` and `flows`, as a Markdown table.
+
+    python -m tests.structure                        the files on disk
+    python -m tests.structure 6afda42 db5b93e .      commits of this repository, one column each, and the disk
+
+Definitions:
+
+- *lines* are all lines of the `.py` files. A function's lines include its decorators, signature and docstring.
+- *import cycles* are groups of modules that import each other, also inside a package. The first number counts
+  imports that run when a module is imported, the second also imports inside functions and `TYPE_CHECKING`.
+- *a PPO step crosses* the files that contain a function or class that the step methods of `PPOController` may
+  reach. References are followed by name: functions and classes that a file imports or defines, methods and
+  properties of classes in its own and its imported modules, and method names in strings, which older commits
+  passed to Ray actors. This is an upper bound, because a name can belong to several classes.
+- *files that name a stage* have the stage's name as a string. They have to be read, and often changed, when a
+  stage is added or renamed. `register` is the best indicator, because its name has no other use.
+- *comments* are lines with a comment, without directives (`type:`, `noqa`, `fmt:`, `pragma`).
+- *comprehensions* include generator expressions.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.source_tree import PACKAGES, Module, SourceTree, cycles
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("data", "sft", "reward", "ppo", "evaluate", "register")
+STEP_METHODS = {"iterate", "step", "sync"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Measures = dict[str, str]
+
+
+def measure(tree: SourceTree) -> Measures:
+    """Return the rows of the table for one version of the code."""
+    modules = list(tree.modules.values())
+    lines = sum(len(module.lines) for module in modules)
+    file_lines = [len(module.lines) for module in modules]
+    functions = [function for module in modules for function in module.functions()]
+    function_lines = [_length(function) for function in functions]
+    nodes = [node for module in modules for node in ast.walk(module.tree)]
+    comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    at_import = cycles(tree.import_graph(only_at_import=True))
+    everywhere = cycles(tree.import_graph(only_at_import=False))
+    step_files = files_of_ppo_step(tree)
+    widths = [len(line) for module in modules for line in module.lines]
+    return {
+        "lines": str(lines),
+        "files": str(len(modules)),
+        "lines of a file: median, longest": f"{statistics.median(file_lines):.0f}, {max(file_lines)}",
+        "functions": str(len(functions)),
+        "lines of a function: median, longest": (
+            f"{statistics.median(function_lines):.0f}, {max(function_lines)}"
+        ),
+        "import cycles: at import, with lazy imports": f"{len(at_import)}, {len(everywhere)}",
+        "a PPO step crosses: files, packages": (
+            f"{len(step_files)}, {len({module.package for module in step_files})}"
+        ),
+        "files that name the stage `register`": str(files_with_string(tree, "register")),
+        "files that name a stage: median of the six": (
+            f"{statistics.median(files_with_string(tree, stage) for stage in STAGES):.0f}"
+        ),
+        "comments per 100 lines": f"{100 * sum(map(comment_lines, modules)) / lines:.1f}",
+        "public functions without `Args` (more than 4 parameters)": str(sum(map(_lacks_args, functions))),
+        "ternaries per 1,000 lines": f"{1000 * sum(isinstance(n, ast.IfExp) for n in nodes) / lines:.1f}",
+        "comprehensions per 1,000 lines": (
+            f"{1000 * sum(isinstance(n, comprehensions) for n in nodes) / lines:.1f}"
+        ),
+        "lines above 100, above 110 characters": (
+            f"{sum(width > 100 for width in widths)}, {sum(width > 110 for width in widths)}"
+        ),
+    }
+
+
+def _length(function: Function) -> int:
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    return (function.end_lineno or function.lineno) - first + 1
+
+
+def _lacks_args(function: Function) -> bool:
+    """Return whether a public function with more than four parameters has no `Args` section."""
+    arguments = function.args
+    names = [argument.arg for argument in arguments.posonlyargs + arguments.args + arguments.kwonlyargs]
+    if names and names[0] in ("self", "cls"):
+        names.pop(0)
+    if function.name.startswith("_") or len(names) <= 4:
+        return False
+    return "Args:" not in (ast.get_docstring(function) or "")
+
+
+def comment_lines(module: Module) -> int:
+    """Return the number of lines with a comment that is not a directive for a tool."""
+    directive = re.compile(r"#\s*(type:|noqa|fmt:|pragma|!)")
+    count = 0
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type == tokenize.COMMENT and not directive.match(token.string):
+            count += 1
+    return count
+
+
+def files_with_string(tree: SourceTree, text: str) -> int:
+    """Return the number of files with `text` as a string constant."""
+    count = 0
+    for module in tree.modules.values():
+        strings = (node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant))
+        count += text in strings
+    return count
+
+
+class _Definitions:
+    """Functions, classes and imported names of one module."""
+
+    def __init__(self, tree: SourceTree, module: Module) -> None:
+        self.module = module
+        self.functions: dict[str, Function] = {}
+        self.methods: dict[str, dict[str, Function]] = {}
+        for node in module.tree.body:
+            if isinstance(node, Function):
+                self.functions[node.name] = node
+            elif isinstance(node, ast.ClassDef):
+                self.methods[node.name] = {
+                    item.name: item for item in node.body if isinstance(item, Function)
+                }
+        self.imported = {entry.target for entry in tree.imports(module)}
+        self.names: dict[str, tuple[str, str]] = {}
+        """Local name -> (module, name in it). The second is empty if the name is a module."""
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ImportFrom):
+                base = module.absolute(node)
+                for alias in node.names:
+                    full = f"{base}.{alias.name}"
+                    target = (full, "") if full in tree.modules else (base, alias.name)
+                    self.names[alias.asname or alias.name] = target
+
+
+def files_of_ppo_step(tree: SourceTree) -> list[Module]:
+    """Return the modules that a PPO step crosses, as the module's docstring defines it."""
+    definitions = {name: _Definitions(tree, module) for name, module in tree.modules.items()}
+    controller = next(name for name, part in definitions.items() if "PPOController" in part.methods)
+    package = tree.modules[controller].package
+    waiting = [
+        (controller, function)
+        for name, function in definitions[controller].methods["PPOController"].items()
+        if name in STEP_METHODS
+    ]
+    crossed = {controller}
+    seen: set[int] = set()
+    while waiting:
+        name, function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        crossed.add(name)
+        for target, definition in _references(definitions, definitions[name], function, package):
+            crossed.add(target)
+            if definition is not None:
+                waiting.append((target, definition))
+    return [tree.modules[name] for name in sorted(crossed)]
+
+
+def _references(
+    definitions: dict[str, _Definitions], here: _Definitions, function: Function, package: str
+) -> Iterator[tuple[str, Function | None]]:
+    """Yield (module, function) for every reference in the body of `function`.
+
+    The function is None for a class without methods, for example a dataclass.
+    """
+    classes_in_reach = [definitions[name] for name in {here.module.name, *here.imported}]
+    remote = [part for part in definitions.values() if part.module.package == package]
+    called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+    for node in _without_annotations(function):
+        if isinstance(node, ast.Name):
+            yield from _named(definitions, here, node.id, id(node) in called)
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and here.names.get(node.value.id, ("", "x"))[1] == "":
+                module = definitions[here.names[node.value.id][0]]
+                yield from _named(definitions, module, node.attr, id(node) in called)
+            else:
+                yield from _methods(classes_in_reach, node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _methods(remote, node.value)
+
+
+def _named(
+    definitions: dict[str, _Definitions], here: _Definitions, name: str, is_called: bool
+) -> Iterator[tuple[str, Function | None]]:
+    """Yield what a plain name refers to. A class counts only where it is called."""
+    module, original = here.names.get(name, (here.module.name, name))
+    if module not in definitions or not original:
+        return
+    part = definitions[module]
+    if original in part.functions:
+        yield module, part.functions[original]
+    elif original in part.methods and is_called:
+        yield module, None
+        for method_name, method in part.methods[original].items():
+            if method_name in ("__init__", "__post_init__", "__enter__", "__exit__", "__call__"):
+                yield module, method
+    elif original in part.names and part is not here:  # re-exported by a package
+        yield from _named(definitions, part, original, is_called)
+
+
+def _methods(parts: list[_Definitions], name: str) -> Iterator[tuple[str, Function]]:
+    for part in parts:
+        for methods in part.methods.values():
+            if name in methods:
+                yield part.module.name, methods[name]
+
+
+def _without_annotations(function: Function) -> Iterator[ast.AST]:
+    """Yield the nodes of a function's body except type annotations and its docstring."""
+    body: list[ast.AST] = list(function.body)
+    if ast.get_docstring(function) is not None:
+        body = body[1:]
+    while body:
+        node = body.pop()
+        yield node
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns"):
+                continue
+            children = value if isinstance(value, list) else [value]
+            body.extend(child for child in children if isinstance(child, ast.AST))
+
+
+def measure_commit(commit: str) -> Measures:
+    """Return the measures of a commit of this repository, or of the files on disk if it is `.`."""
+    if commit == ".":
+        return measure(SourceTree(ROOT))
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", commit, *PACKAGES], check=True, capture_output=True, timeout=60
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            tar.extractall(folder, filter="data")
+        return measure(SourceTree(Path(folder)))
+
+
+def main(commits: list[str]) -> None:
+    columns = {commit: measure_commit(commit) for commit in commits or ["."]}
+    print("| measure | " + " | ".join("on disk" if name == "." else name for name in columns) + " |")
+    print("|---|" + "---|" * len(columns))
+    for row in next(iter(columns.values())):
+        print(f"| {row} | " + " | ".join(column[row] for column in columns.values()) + " |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""The measures of the structure script, on a small tree.
+
+- import cycles are found inside packages, and lazy imports are told apart
+- the PPO step follows functions, methods, remote method names and re-exported names
+- comments are counted without directives
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.structure import comment_lines, files_of_ppo_step, files_with_string
+from tests.support.source_tree import SourceTree, cycles
+
+FILES = {
+    "rlhf_core/__init__.py": "",
+    "rlhf_core/ppo/__init__.py": "",
+    "rlhf_core/ppo/controller.py": (
+        "from rlhf_core.ppo.fleet import Fleet\n"
+        "from rlhf_core import losses\n"
+        "class PPOController:\n"
+        "    def iterate(self, fleet: Fleet):\n"
+        "        fleet.update()\n"
+        "        losses.clip()\n"
+        "    def save(self):\n"
+        "        from rlhf_core.unused import save\n"
+        "        save()\n"
+    ),
+    "rlhf_core/ppo/fleet.py": (
+        "class Fleet:\n"
+        "    def update(self):  # why\n"
+        "        self.submit('train')  # noqa: S1\n"
+        "    def submit(self, name): ...\n"
+    ),
+    "rlhf_core/ppo/worker.py": "class Worker:\n    def train(self):\n        return 'register'\n",
+    "rlhf_core/losses.py": "def clip():\n    from rlhf_core import ratio\n",
+    "rlhf_core/ratio.py": "from rlhf_core import losses\n",
+    "rlhf_core/unused.py": "def save(): ...\n",
+}
+
+
+def tree(folder: Path) -> SourceTree:
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return SourceTree(folder)
+
+
+def test_cycles_are_found_with_and_without_lazy_imports(tmp_path: Path) -> None:
+    source = tree(tmp_path)
+    assert cycles(source.import_graph(only_at_import=True)) == []
+    assert cycles(source.import_graph(only_at_import=False)) == [["rlhf_core.losses", "rlhf_core.ratio"]]
+    ring = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert cycles(ring) == [["a", "b", "c"]]
+
+
+def test_ppo_step_follows_calls_and_remote_method_names(tmp_path: Path) -> None:
+    names = [module.name for module in files_of_ppo_step(tree(tmp_path))]
+    assert names == [
+        "rlhf_core.losses",
+        "rlhf_core.ppo.controller",
+        "rlhf_core.ppo.fleet",
+        "rlhf_core.ppo.worker",
+    ]
+
+
+def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
+    source = tree(tmp_path)
+    assert comment_lines(source.modules["rlhf_core.ppo.fleet"]) == 1
+    assert files_with_string(source, "register") == 1
