@@ -36,8 +36,8 @@ class ArtifactRef:
     """The stage's headline numbers, copied from the manifest."""
     mlflow_run_id: str | None = None
     """The MLflow run that made it."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """`StageResult.facts` as text, copied from the manifest (`weights_sha256` of the policy, counts)."""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """`StageResult.attributes` as text, copied from the manifest (`weights_sha256` of the policy, counts)."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict; `ArtifactRef(**d)` reads it back."""
@@ -188,14 +188,14 @@ class Lineage:
 
 
 @dataclass(frozen=True)
-class Services:
+class StageContext:
     """What a stage may touch of the outside world."""
 
     inputs: Mapping[str, Path]
     """Verified local folder of each input artifact, by stage name."""
-    out: Path
+    output: Path
     """Empty local folder; what the stage leaves here becomes its artifact."""
-    work: Path
+    scratch: Path
     """Local scratch folder of this attempt."""
     checkpoints: Checkpoints
     metrics: MetricLogger
@@ -206,7 +206,7 @@ class Services:
     """Whether this process was asked to stop."""
     monitor: Monitor | None = None
     """Looks after the processes of this attempt; None outside a pipeline."""
-    journal: Path | None = None
+    rollout_cache: Path | None = None
     """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the external inputs of the stage, from its key or the key of an input. Empty outside of a
@@ -215,7 +215,7 @@ class Services:
     They must be compared with the files that are read.
     """
 
-    def name_of(self, stage: StageName) -> str:
+    def artifact_name(self, stage: StageName) -> str:
         """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its
         folder.
         """
@@ -226,9 +226,9 @@ class Services:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage returns; its files lie in `Services.out`."""
+    """What a stage returns; its files lie in `StageContext.output`."""
 
     metrics: Mapping[str, float]
     """Headline numbers: they go into the manifest, the table at the end and the summary."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     """What else the manifest shall know (counts, digests), as text."""

@@ -20,7 +20,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.types import Services
+from rlhf_core.types import StageContext
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _LOOP = "loop.json"
 
 @contextmanager
 def new_checkpoint(
-    services: Services | None,
+    context: StageContext | None,
     work: Path,
     step: int,
     size: int,
@@ -42,7 +42,7 @@ def new_checkpoint(
     """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
 
     Args:
-        services: Of the process that commits; None on all other ranks, where only the path is computed.
+        context: Of the process that commits; None on all other ranks, where only the path is computed.
         work: Scratch folder of the attempt, shared by all ranks.
         step: Number of the last finished step.
         size: Bytes that the body writes, approximately.
@@ -54,19 +54,19 @@ def new_checkpoint(
     """
     started = time.monotonic()
     folder = work / f"checkpoint-{step:08d}"
-    if services is not None:
-        services.checkpoints.prepare(step, folder, size)
+    if context is not None:
+        context.checkpoints.prepare(step, folder, size)
     yield folder
-    if services is not None:
+    if context is not None:
         # Before the commit: a later attempt continues after this step and does not log its metrics again.
-        services.metrics.flush()
-        services.checkpoints.save(step, folder, score, known=known)
-        services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
+        context.metrics.flush()
+        context.checkpoints.save(step, folder, score, known=known)
+        context.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
 
 
 def save(
     engine: TrainingEngine,
-    services: Services | None,
+    context: StageContext | None,
     work: Path,
     step: int,
     state: dict[str, Any],
@@ -76,7 +76,7 @@ def save(
 
     Args:
         engine: The model of the loop.
-        services: Of rank 0, which commits; None on all other ranks.
+        context: Of rank 0, which commits; None on all other ranks.
         work: Scratch folder of the attempt, shared by all ranks.
         step: Number of the last finished step.
         state: JSON values that `restore` returns.
@@ -85,20 +85,20 @@ def save(
     Raises:
         StoreError: The disk is too small.
     """
-    with new_checkpoint(services, work, step, engine.checkpoint_bytes, score) as folder:
+    with new_checkpoint(context, work, step, engine.checkpoint_bytes, score) as folder:
         heartbeat("checkpoint")
         dist.barrier()  # no rank writes before rank 0 has emptied the folder
         engine.save_checkpoint(folder)
         failpoint("checkpoint.written")
         dist.barrier()
-        if services is not None:
+        if context is not None:
             heartbeat("commit", stall_after=math.inf)  # each request of an upload has its own timeout
             (folder / _LOOP).write_text(json.dumps({"step": step, **state}))
 
 
 def after_step(
     engine: TrainingEngine,
-    services: Services | None,
+    context: StageContext | None,
     work: Path,
     step: int,
     *,
@@ -111,37 +111,37 @@ def after_step(
     operation.
 
     Args:
-        engine, services, work, step, state, score: See `save`.
+        engine, context, work, step, state, score: See `save`.
         every: Steps between checkpoints.
         total: Steps of the whole loop. The last step needs no checkpoint.
     """
     # Only rank 0 gets the signal; the sum tells all ranks.
-    asked = torch.tensor(float(services is not None and services.stop.asked), device=engine.rank.torch_device)
+    asked = torch.tensor(float(context is not None and context.stop.asked), device=engine.rank.torch_device)
     dist.all_reduce(asked)
     stop = bool(asked.item())
     if (step % every == 0 or stop) and step < total:
-        save(engine, services, work, step, state, score)
+        save(engine, context, work, step, state, score)
     if stop and step < total:
         log.info("asked to stop: leaving after step %d", step)
-        (services.stop if services is not None else StopRequest()).leave()
+        (context.stop if context is not None else StopRequest()).leave()
 
 
-def defer_stop(services: Services | None) -> AbstractContextManager[None]:
+def defer_stop(context: StageContext | None) -> AbstractContextManager[None]:
     """Return a context in which a stop request waits for the next `after_step`."""
-    return nullcontext() if services is None else services.stop.deferred()
+    return nullcontext() if context is None else context.stop.deferred()
 
 
-def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any] | None:
+def restore(engine: TrainingEngine, context: StageContext | None) -> dict[str, Any] | None:
     """Load the newest complete checkpoint on every rank. This is a collective operation.
 
     Returns the state of the loop with its `step`, or None if there is no checkpoint.
     """
     checkpoint: list[Any] = [None]
     heartbeat("restore", stall_after=math.inf)  # rank 0 downloads while the others wait in the broadcast
-    if services is not None:
-        latest = services.checkpoints.latest()
+    if context is not None:
+        latest = context.checkpoints.latest()
         if latest is not None:
-            checkpoint = [(latest[1], services.work / "converted")]
+            checkpoint = [(latest[1], context.scratch / "converted")]
     dist.broadcast_object_list(checkpoint, src=0)
     if checkpoint[0] is None:
         return None
@@ -155,7 +155,7 @@ def restore(engine: TrainingEngine, services: Services | None) -> dict[str, Any]
 @contextmanager
 def log_skipped_batch(
     engine: TrainingEngine,
-    services: Services | None,
+    context: StageContext | None,
     step: int,
     batch: Sequence[T],
     row: Callable[[T], dict[str, Any]],
@@ -164,7 +164,7 @@ def log_skipped_batch(
 
     Args:
         engine: The engine that makes the step.
-        services: Of rank 0; None on all other ranks, which log nothing.
+        context: Of rank 0; None on all other ranks, which log nothing.
         step: Number of the step, for the name of the table.
         batch: Samples of the step.
         row: Converts a sample to a row of the table.
@@ -172,5 +172,5 @@ def log_skipped_batch(
     try:
         yield
     finally:  # also where this step is the one that ends the training
-        if engine.grad_nonfinite and services is not None:
-            services.metrics.log_table(f"skipped/step_{step:06d}", [row(sample) for sample in batch])
+        if engine.grad_nonfinite and context is not None:
+            context.metrics.log_table(f"skipped/step_{step:06d}", [row(sample) for sample in batch])

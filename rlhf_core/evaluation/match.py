@@ -28,7 +28,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
-from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, Services, StageName
+from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContext, StageName
 
 log = logging.getLogger(__name__)
 
@@ -65,23 +65,23 @@ class _Champion:
     """The champion's reward model, if a reward model is the judge. None if it is not in this store."""
 
 
-def play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Played | None:
-    """The candidate of `services.inputs` against the version with the tags `champion`, paired by prompt.
+def play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Played | None:
+    """The candidate of `context.inputs` against the version with the tags `champion`, paired by prompt.
 
     None, with the reason in the log, where the champion is not in this store, reads other tokens, cannot be
     served as the candidate can, or where no prompt is left that both can be asked.
     """
     try:
-        prompts = list(load_prompts(services.inputs["data"], "eval"))[: config.evaluate.prompts]
+        prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
         judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
         other = _find(config, champion, judge)
-        tokenizer = _tokenizer(services.inputs["ppo"] / "policy")
+        tokenizer = _tokenizer(context.inputs["ppo"] / "policy")
         if (other.tokenizer, other.template) != (tokenizer, config.data.template):
             raise _NotPlayed("it has another tokenizer or template")
         prompts = [prompt for prompt in prompts if prompt.prompt_id not in other.seen]
         if not prompts:
             raise _NotPlayed("it was trained on all held-out prompts")
-        return _play(config, services, prompts, other, judge)
+        return _play(config, context, prompts, other, judge)
     except _NotPlayed as reason:
         log.warning("no match against the champion: %s; recorded evaluations decide", reason)
         return None
@@ -134,19 +134,23 @@ def _tokenizer(folder: Path) -> str:
 
 
 def _play(
-    config: PipelineConfig, services: Services, prompts: list[PromptExample], champion: _Champion, judge: str
+    config: PipelineConfig,
+    context: StageContext,
+    prompts: list[PromptExample],
+    champion: _Champion,
+    judge: str,
 ) -> Played:
     from rlhf_core.engines.ranks import resolve_device
 
     device = resolve_device(config.run.device)
-    decoder = load_decoder(services.inputs["data"])
+    decoder = load_decoder(context.inputs["data"])
 
     def respond(name: str, files: PolicyFiles) -> list[RewardInput]:
         return generate.responses_of(
-            config, {name: files}, decoder.response, prompts, device=device, progress=services.progress
+            config, {name: files}, decoder.response, prompts, device=device, progress=context.progress
         )[name]
 
-    ours = respond("ppo", policy_files(config.ppo, services.inputs["ppo"], lambda: services.inputs["sft"]))
+    ours = respond("ppo", policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"]))
     try:
         theirs = respond("champion", champion.policy)
     except (
@@ -154,7 +158,7 @@ def _play(
     ) as error:  # it may be larger, older, of another kind: the candidate was just served the same way
         raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
-    code = code_digests(config.ppo.rewards, services.sources)
+    code = code_digests(config.ppo.rewards, context.sources)
 
     def judged(reward: Path | None) -> Comparison:
         scores = scoring.score(
@@ -170,6 +174,6 @@ def _play(
         settings = Intervals(config).settings("match")
         return compare(ScoreJudge(judge), [a for a, _ in pairs], [b for _, b in pairs], **settings)
 
-    home = judged(services.inputs["reward"] / "model" if "reward" in services.inputs else None)
+    home = judged(context.inputs["reward"] / "model" if "reward" in context.inputs else None)
     away = judged(champion.reward) if judge == "reward_model" and champion.reward is not None else None
     return Played(judge, home, away)

@@ -37,7 +37,7 @@ from rlhf_core.ppo.update import Updater
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptAndResponse, PromptExample, Services, SFTExample
+from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PPOController:
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
         composer: RewardComposer,
-        services: Services,
+        context: StageContext,
         *,
         demonstrations: Sequence[SFTExample] = (),
         cpu_seconds: Callable[[], float] | None = None,
@@ -65,17 +65,17 @@ class PPOController:
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
-        self._services = services
+        self._context = context
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        self._journal = RolloutJournal(services.journal or services.work, prompts)
+        self._journal = RolloutJournal(context.rollout_cache or context.scratch, prompts)
         self._updater = Updater(ppo, fleet, seed, demonstrations)
         kl = self._ppo.kl
         self._kl: FixedKL | AdaptiveKL = (
             FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, self._ppo.kl_horizon)
         )
-        self._metrics_file = services.out / "metrics.jsonl"
+        self._metrics_file = context.output / "metrics.jsonl"
         self._clocked: Metrics = {}
         """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest
         must be the same wherever and however fast it is made.
@@ -84,7 +84,7 @@ class PPOController:
         """Scores of the checkpoints by step. A score is known after the checkpoint's policy has sampled the
         next step.
         """
-        self._guards = StepGuards(ppo, lambda: services.checkpoints.best(self._scores))
+        self._guards = StepGuards(ppo, lambda: context.checkpoints.best(self._scores))
         self.done = 0
         """Steps finished: the policy version."""
         self._last: Sequence[PromptAndResponse] = []
@@ -100,7 +100,7 @@ class PPOController:
         """
         self._restore()
         self.sync()
-        stop = self._services.stop
+        stop = self._context.stop
         with stop.deferred():
             while self.done < self._ppo.steps:
                 metrics = self.iterate()
@@ -258,14 +258,14 @@ class PPOController:
                 and name != "rollout/logprob_gap_alarm"
             }
             file.write(json.dumps({"step": self.done, **kept}) + "\n")
-        self._services.metrics.log_metrics(metrics, self.done)
+        self._context.metrics.log_metrics(metrics, self.done)
         # What is not finite is not among the metrics of a step that was skipped.
         shown = {
             short: metrics[name]
             for short, name in (("score", "objective/scores"), ("kl", "objective/kl"))
             if name in metrics
         }
-        self._services.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
+        self._context.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
 
     def _log_samples(
         self, batch: RolloutBatch, experience: Experience, kind: str, step: int, most: int = 16
@@ -288,14 +288,14 @@ class PPOController:
                 strict=False,
             )
         ]
-        self._services.metrics.log_table(f"{kind}/step_{step:06d}", rows)
+        self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far in one folder."""
         started = time.monotonic()
-        folder = self._services.work / f"checkpoint-{self.done:08d}"
+        folder = self._context.scratch / f"checkpoint-{self.done:08d}"
         sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
-        self._services.checkpoints.prepare(
+        self._context.checkpoints.prepare(
             self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size"))
         )
         saving = []
@@ -310,20 +310,20 @@ class PPOController:
             **self._guards.state_dict(),
         }
         (folder / "controller.json").write_text(json.dumps(state))
-        self._services.metrics.flush()
-        self._services.checkpoints.save(self.done, folder, known=self._scores)
-        self._services.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
+        self._context.metrics.flush()
+        self._context.checkpoints.save(self.done, folder, known=self._scores)
+        self._context.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
         self._restorable = self.done
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:
-        latest = self._services.checkpoints.latest()
+        latest = self._context.checkpoints.latest()
         if latest is None:
             return
         _, folder = latest
         loading = []
         for role in self._trained:
-            scratch = self._services.work / f"converted-{role}"
+            scratch = self._context.scratch / f"converted-{role}"
             loading += self._fleet.groups[role].submit(
                 "load_checkpoint", role, str(folder / role), str(scratch)
             )

@@ -168,7 +168,9 @@ class RewardComposer:
 
 
 def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> dict[str, str]:
-    """Convert sha256 digests of Python files from names by field (`Services.sources`) to names of sources."""
+    """Convert sha256 digests of Python files from names by field (`StageContext.sources`) to names of
+    sources.
+    """
     fields = {f"ppo.rewards.{index}": source_name(source) for index, source in enumerate(sources)}
     return {fields[field]: digest for field, digest in digests.items() if field in fields}
 

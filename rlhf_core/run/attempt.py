@@ -32,11 +32,11 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
 
 log = logging.getLogger(__name__)
 
-StageFunction = Callable[[PipelineConfig, Services], StageResult]
+StageFunction = Callable[[PipelineConfig, StageContext], StageResult]
 
 
 def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
@@ -173,7 +173,7 @@ class _Attempt:
                 raise
         failpoint("stage.published")
         checkpoints.clear()
-        shutil.rmtree(spec.journal, ignore_errors=True)
+        shutil.rmtree(spec.rollout_cache, ignore_errors=True)
         return ref
 
     def _make(self, artifacts: ArtifactStore, checkpoints: CheckpointStore) -> ArtifactRef:
@@ -181,24 +181,24 @@ class _Attempt:
         out, scratch = self.work / "out", self.work / "scratch"
         out.mkdir()
         scratch.mkdir()
-        services = Services(
+        context = StageContext(
             inputs={stage: artifacts.fetch(ref) for stage, ref in spec.inputs.items()},
-            out=out,
-            work=scratch,
+            output=out,
+            scratch=scratch,
             checkpoints=checkpoints,
             metrics=self.stage_run,
             progress=self.events.progress,
             lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
             stop=self.stop,
             monitor=self.monitor,
-            journal=spec.journal,
+            rollout_cache=spec.rollout_cache,
             sources=spec.sources,
         )
         failpoint("stage.fetched")
         # Stages with ranks and actors name their own parts in its place.
         register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
-        result = _stage_function(spec.stage)(spec.config, services)
+        result = _stage_function(spec.stage)(spec.config, context)
         unregister()
         self.stage_run.flush()
         failpoint("stage.made")
@@ -208,8 +208,8 @@ class _Attempt:
             out,
             parents=spec.inputs,
             metrics=result.metrics,
-            facts={
-                **{name: str(value) for name, value in result.facts.items()},
+            attributes={
+                **{name: str(value) for name, value in result.attributes.items()},
                 "seconds": f"{checkpoints.seconds:.1f}",
             },
             config=spec.config.model_dump(mode="json", by_alias=True),

@@ -144,7 +144,7 @@ class Pipeline:
         found = self.artifacts.find(spec.stage, spec.key)
         if found is not None and spec.stage == "register":
             model = self.config.registered_model
-            if self.tracking.forgot(model, found.facts["weights_sha256"]):
+            if self.tracking.forgot(model, found.attributes["weights_sha256"]):
                 self.artifacts.set_aside(
                     found, f"The policy was registered once, but MLflow has no such version of {model}."
                 )
@@ -166,7 +166,7 @@ class Pipeline:
             checkpoints.clear()
             if outbox is not None:
                 outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
-        for folder in (spec.journal, spec.work):
+        for folder in (spec.rollout_cache, spec.work):
             shutil.rmtree(folder, ignore_errors=True)
 
     def log_file(self, stage: StageName) -> Path:

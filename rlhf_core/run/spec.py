@@ -41,9 +41,9 @@ class StageSpec:
         return self.home.work(self.stage, self.key)
 
     @property
-    def journal(self) -> Path:
+    def rollout_cache(self) -> Path:
         """What outlives an attempt on this machine: rollouts of the step in hand."""
-        return self.home.journal(self.stage, self.key)
+        return self.home.rollout_cache(self.stage, self.key)
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""

@@ -59,7 +59,7 @@ def summarize(
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
     for name in ("ppo", "evaluate", "register"):
-        facts = records[name].ref.facts if name in records else {}
+        facts = records[name].ref.attributes if name in records else {}
         if "weights_sha256" in facts:
             summary["weights_sha256"] = facts["weights_sha256"]
             break
@@ -69,7 +69,7 @@ def summarize(
 def _made_in(record: StageRecord) -> float | None:
     if record.how == "ran":
         return round(record.seconds, 2)
-    return float(record.ref.facts["seconds"]) if "seconds" in record.ref.facts else None
+    return float(record.ref.attributes["seconds"]) if "seconds" in record.ref.attributes else None
 
 
 def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
             found.setdefault(measure, {})[who] = interval
     if interval := _interval(metrics, "win_rate"):
         found["win_rate"] = interval
-    if "judge" in ref.facts:
-        found["judge"] = ref.facts["judge"]
-        found["judge_trained_on"] = ref.facts.get("judge_trained_on") == "True"
+    if "judge" in ref.attributes:
+        found["judge"] = ref.attributes["judge"]
+        found["judge_trained_on"] = ref.attributes.get("judge_trained_on") == "True"
     if "kl" in metrics:
         found["kl"] = metrics["kl"]
     return found

@@ -8,11 +8,11 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
 from rlhf_core.data.tokenizer import is_local_model
-from rlhf_core.types import Services, StageResult
+from rlhf_core.types import StageContext, StageResult
 
 
-def run(config: PipelineConfig, services: Services) -> StageResult:
-    """Prepare the three sets into `services.out`; log the data card and samples. Reads no input artifact."""
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
+    """Prepare the three sets into `context.output`; log the data card and samples. Reads no input artifact."""
 
     if config.model.path is not None and is_local_model(config.model.path):
         from rlhf_core.models.weights import check_headers
@@ -21,9 +21,9 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         check_headers(Path(config.model.path), attention=config.model.attention)
 
     def report(done: int, total: int) -> None:
-        services.progress("data", done, total, "rows")
+        context.progress("data", done, total, "rows")
 
-    prepared = prepare(config, services.out, report, services.sources)
+    prepared = prepare(config, context.output, report, context.sources)
     card = prepared.card
     metrics: dict[str, float] = {}
     for name, file_name in FILE_NAMES.items():
@@ -36,12 +36,12 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     metrics["data/near_overlap"] = card["overlap"]["near"]
     metrics["data/tokens"] = card["tokenizer"]["tokens"]
     metrics = {name: float(value) for name, value in metrics.items()}
-    services.metrics.log_metrics(metrics, step=0)
-    services.metrics.log_table("data_samples", sample_rows(card))
-    services.metrics.log_file(services.out / "data_card.md", "data")
-    services.metrics.log_file(services.out / "data_card.json", "data")
+    context.metrics.log_metrics(metrics, step=0)
+    context.metrics.log_table("data_samples", sample_rows(card))
+    context.metrics.log_file(context.output / "data_card.md", "data")
+    context.metrics.log_file(context.output / "data_card.json", "data")
     if any(count["bad"] for count in card["counts"].values()):
-        services.metrics.log_file(services.out / "quarantine.jsonl", "data")
-    services.metrics.flush()
+        context.metrics.log_file(context.output / "quarantine.jsonl", "data")
+    context.metrics.flush()
     facts = {f"{row['field']}.digest": row["digest"] for row in card["sources"]}
     return StageResult(metrics, facts)

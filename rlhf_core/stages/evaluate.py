@@ -34,17 +34,17 @@ from rlhf_core.evaluation.summary import (
 )
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, RewardInput, Services, StageResult
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
 
-def run(config: PipelineConfig, services: Services) -> StageResult:
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Evaluates; see the module's docstring. Raises `DataError` without held-out prompts, `ConfigError` for a
     judge that this run does not have, and what engines, models and reward sources raise.
     """
     from rlhf_core.data.dataset import load_prompts
     from rlhf_core.engines.ranks import resolve_device
 
-    prompts: list[PromptExample] = list(load_prompts(services.inputs["data"], "eval"))[
+    prompts: list[PromptExample] = list(load_prompts(context.inputs["data"], "eval"))[
         : config.evaluate.prompts
     ]
     if not prompts:
@@ -53,17 +53,17 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         )
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
-    decoder = load_decoder(services.inputs["data"])
+    decoder = load_decoder(context.inputs["data"])
     device = resolve_device(config.run.device)
 
-    policy = policy_files(config.ppo, services.inputs["ppo"], lambda: services.inputs["sft"])
-    models = {"sft": PolicyFiles(services.inputs["sft"] / "model"), "ppo": policy}
+    policy = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
+    models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), "ppo": policy}
     responses = generate.responses_of(
-        config, models, decoder.response, prompts, device=device, progress=services.progress
+        config, models, decoder.response, prompts, device=device, progress=context.progress
     )
     sources = [prompt.source or "unnamed" for prompt in prompts]
     measured = _measure(
-        config, services, policy, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device
+        config, context, policy, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device
     )
     responses, measured = scored(responses, measured)
     failpoint("evaluate.measured")
@@ -72,20 +72,20 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
     evaluation["judge_digests"] = scoring.judge_digests(
-        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, services.sources)
+        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
     )
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
     evaluation["unscored"] = len(prompts) - len(measured.kl)
     samples = sample_rows(sft, ppo, comparison, config.evaluate.samples)
     metrics = flat_metrics(evaluation)
-    _write(config, services, evaluation, samples, measured, metrics)
+    _write(config, context, evaluation, samples, measured, metrics)
     return StageResult(metrics, {"prompts": len(prompts), "judge": judge, "judge_trained_on": trained})
 
 
 def _measure(
     config: PipelineConfig,
-    services: Services,
+    context: StageContext,
     policy: PolicyFiles,
     responses: Mapping[str, list[RewardInput]],
     prompt_sources: list[str],
@@ -96,12 +96,12 @@ def _measure(
 ) -> Measured:
     """Each measure scores both models' responses in one call."""
     sources = scoring.rule_sources(config)
-    parts = gold_known + ("reward" in services.inputs) + bool(sources) + 1
+    parts = gold_known + ("reward" in context.inputs) + bool(sources) + 1
     done = 0
 
     def report() -> None:
         nonlocal done
-        services.progress("evaluate scores", done, parts, "measures")
+        context.progress("evaluate scores", done, parts, "measures")
         done += 1
 
     count = len(responses["sft"])
@@ -116,18 +116,18 @@ def _measure(
     if gold_known:
         measures["gold"] = pair(scoring.score_gold(both))
         report()
-    if "reward" in services.inputs:
-        folder = services.inputs["reward"] / "model"
+    if "reward" in context.inputs:
+        folder = context.inputs["reward"] / "model"
         scores = scoring.score_reward_model(config, folder, both, pad_id=pad_id, device=device)
         measures["reward_model"] = pair(scores)
         report()
     if sources:
-        batch = scoring.score_rules(sources, both, code_digests(config.ppo.rewards, services.sources))
+        batch = scoring.score_rules(sources, both, code_digests(config.ppo.rewards, context.sources))
         if any(source.weight for source in sources):
             measures["rules"] = pair(batch.total)
         rules = {name: pair(values) for name, values in batch.by_source.items()}
         report()
-    reference = services.inputs["sft"] / "model"
+    reference = context.inputs["sft"] / "model"
     kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
     report()
     return Measured(measures, rules, kl, prompt_sources)
@@ -135,7 +135,7 @@ def _measure(
 
 def _write(
     config: PipelineConfig,
-    services: Services,
+    context: StageContext,
     evaluation: Mapping[str, Any],
     samples: list[dict[str, Any]],
     measured: Measured,
@@ -144,25 +144,25 @@ def _write(
     """Files of the artifact, and the same things for the tracker."""
     from rlhf_core.evaluation import plots, report
 
-    out = services.out
+    out = context.output
     text = json.dumps(evaluation, indent=2, allow_nan=False)
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     lines = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in samples)
     (out / "samples.jsonl").write_text(lines, encoding="utf-8")
     (out / "figures").mkdir()
     images: list[report.Plot] = []
-    history = read_history(services.inputs["ppo"] / "metrics.jsonl")
+    history = read_history(context.inputs["ppo"] / "metrics.jsonl")
     for name, title, caption, figure in _figures(history, measured):
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
-        services.metrics.log_figure(name, figure)
+        context.metrics.log_figure(name, figure)
         images.append(report.Plot(title, caption, png))
-    html = report.render(_report(config, services, evaluation, samples, images))
+    html = report.render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
-    services.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
-    services.metrics.log_table("samples", [_table_row(row) for row in samples])
-    services.metrics.log_file(out / "report.html")
-    services.metrics.flush()
+    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_table("samples", [_table_row(row) for row in samples])
+    context.metrics.log_file(out / "report.html")
+    context.metrics.flush()
 
 
 def _figures(history: History, measured: Measured) -> list[tuple[str, str, str, Any]]:
@@ -211,7 +211,7 @@ def _over_optimisation(history: History) -> str:
 
 def _report(
     config: PipelineConfig,
-    services: Services,
+    context: StageContext,
     evaluation: Mapping[str, Any],
     samples: list[dict[str, Any]],
     images: list[Any],
@@ -222,7 +222,7 @@ def _report(
 
     dump = config.model_dump(mode="json", by_alias=True)
     sections = {name: dump[name] for name in ("model", "data", "sft", "reward", "ppo", "evaluate")}
-    inputs = services.lineage.inputs if services.lineage else {}
+    inputs = context.lineage.inputs if context.lineage else {}
     return Report(
         name=config.run.name,
         evaluation=evaluation,
@@ -230,7 +230,7 @@ def _report(
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
         lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
-        data_card=_data_card(services.inputs["data"]),
+        data_card=_data_card(context.inputs["data"]),
         facts={
             "base model": config.model.path or "tiny Llama from scratch",
             "PPO steps": str(config.ppo.steps),

@@ -10,10 +10,10 @@ from pathlib import Path
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role, plan
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.types import Services, StageResult
+from rlhf_core.types import StageContext, StageResult
 
 
-def run(config: PipelineConfig, services: Services) -> StageResult:
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Start the fleet, run the controller, save the policy."""
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.decoding import load_decoder
@@ -24,57 +24,57 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     from rlhf_core.rewards.compose import RewardComposer, code_digests
     from rlhf_core.storage.digests import weights_sha256
 
-    data, ppo = services.inputs["data"], config.ppo
+    data, ppo = context.inputs["data"], config.ppo
     device = resolve_device(config.run.device)
     decoder = load_decoder(data)
     prompts = load_prompts(data, "train")
     require_answers(prompts, config.ppo.rewards)
     placement = plan(ppo)
-    services.progress("ppo start", 0, placement.processes, "processes")
+    context.progress("ppo start", 0, placement.processes, "processes")
     with (
         RewardComposer(
-            ppo.rewards, code_digests(ppo.rewards, services.sources), score_clip=ppo.score_clip
+            ppo.rewards, code_digests(ppo.rewards, context.sources), score_clip=ppo.score_clip
         ) as composer,
-        Fleet(config, placement, device, _folders(config, services), decoder.pad, services.monitor) as fleet,
+        Fleet(config, placement, device, _folders(config, context), decoder.pad, context.monitor) as fleet,
     ):
-        services.progress("ppo start", placement.processes, placement.processes, "processes")
+        context.progress("ppo start", placement.processes, placement.processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         controller = PPOController(
-            config, fleet, prompts, decoder.response, composer, services, demonstrations=demonstrations
+            config, fleet, prompts, decoder.response, composer, context, demonstrations=demonstrations
         )
         controller.run()
-        controller.save_policy(services.out / "policy")
+        controller.save_policy(context.output / "policy")
         trained = None
         if ppo.lora is not None:
-            controller.save_adapter(services.out / "adapter", f"{services.name_of('sft')}/model")
+            controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
             trained = Trained(*controller.trained_logprobs(SEQUENCES))
         if ppo.ema_decay is not None:
-            controller.save_policy(services.out / "policy_ema", average=True)
-    for folder in services.out.glob("policy*"):
+            controller.save_policy(context.output / "policy_ema", average=True)
+    for folder in context.output.glob("policy*"):
         shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}
     if trained is not None:  # the fleet's memory is free now
-        sft = services.inputs["sft"]
-        published = measure_published(config, trained, services.out, sft, pad_id=decoder.pad, device=device)
-        services.metrics.log_metrics(published, ppo.steps)
+        sft = context.inputs["sft"]
+        published = measure_published(config, trained, context.output, sft, pad_id=decoder.pad, device=device)
+        context.metrics.log_metrics(published, ppo.steps)
         check_gate(config, "ppo", published)
-    services.metrics.flush()
-    last = json.loads((services.out / "metrics.jsonl").read_text().splitlines()[-1])
+    context.metrics.flush()
+    last = json.loads((context.output / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
         {**metrics, **published, "steps": float(ppo.steps)},
-        {"weights_sha256": weights_sha256(services.out / "policy")},
+        {"weights_sha256": weights_sha256(context.output / "policy")},
     )
 
 
-def _folders(config: PipelineConfig, services: Services) -> dict[Role, Path]:
+def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
     """Return the model that each role starts from.
 
     The critic starts from the reward model if that provides the rewards. Otherwise its scale would be wrong,
     so the critic starts from the SFT model with a new head.
     """
-    sft = services.inputs["sft"] / "model"
-    reward = services.inputs["reward"] / "model" if "reward" in services.inputs else sft
+    sft = context.inputs["sft"] / "model"
+    reward = context.inputs["reward"] / "model" if "reward" in context.inputs else sft
     critic = reward if config.ppo.uses_reward_model else sft
     return {"policy": sft, "reference": sft, "critic": critic, "reward": reward}

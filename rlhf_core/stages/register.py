@@ -24,7 +24,7 @@ from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import clean_name
 from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
-from rlhf_core.types import ArtifactRef, Lineage, Services, StageResult
+from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +32,19 @@ TRACKER_SECONDS = 300.0
 """An MLflow server that is started again has some minutes for it."""
 
 
-def run(config: PipelineConfig, services: Services) -> StageResult:
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Register the policy of the PPO artifact. The source is its address in the store: nothing is copied.
 
     MLflow is waited for. Raises InfrastructureError if it does not answer; a second run then finds what the
     first one made.
     """
-    lineage = services.lineage
+    lineage = context.lineage
     if lineage is None:
         raise InputError(
-            "The stage register needs the lineage of its inputs (Services.lineage); run it by the pipeline."
+            "The stage register needs the lineage of its inputs (StageContext.lineage); run it by the pipeline."
         )
-    digest = weights_sha256(services.inputs["ppo"] / "policy")
-    content = _evaluation(services.inputs["evaluate"])
+    digest = weights_sha256(context.inputs["ppo"] / "policy")
+    content = _evaluation(context.inputs["evaluate"])
     reward, sft = lineage.inputs.get("reward"), lineage.inputs.get("sft")
     ppo = lineage.inputs["ppo"]
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
@@ -69,7 +69,7 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         config.registered_model,
         candidate,
         gate=Gate(config.register_.min_win_rate, config.register_.min_prompts, config.register_.alpha),
-        play=lambda tags: _play(config, services, tags),
+        play=lambda tags: _play(config, context, tags),
     )
     log.info(
         "%s version %s: champion=%s (%s)",
@@ -91,15 +91,15 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         "source": candidate.source,
         "weights_sha256": digest,
     }
-    (services.out / "registration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (context.output / "registration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     metrics = {"version": float(done.version), "champion": float(done.decision.champion)}
     if done.match is not None:
         metrics["win_rate_over_champion"] = done.match.win_rate
     return StageResult(metrics, {name: value for name, value in facts.items() if value is not None})
 
 
-def _play(config: PipelineConfig, services: Services, champion: Mapping[str, str]) -> Match | None:
-    played = play(config, services, champion)
+def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Match | None:
+    played = play(config, context, champion)
     if played is None:
         return None
     rate, verdicts = played.home.win_rate, played.home.verdicts

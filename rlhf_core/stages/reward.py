@@ -12,10 +12,10 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.types import PairExample, Services, StageResult
+from rlhf_core.types import PairExample, StageContext, StageResult
 
 
-def run(config: PipelineConfig, services: Services) -> StageResult:
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the
     stage.
     """
@@ -26,22 +26,28 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
         config.reward.deepspeed.ranks,
         resolve_device(config.run.device),
         config,
-        services.inputs["data"],
-        services.inputs["sft"],
-        services.work,
-        services.out,
-        rank_zero=services,
+        context.inputs["data"],
+        context.inputs["sft"],
+        context.scratch,
+        context.output,
+        rank_zero=context,
         timeouts=config.run.timeouts,
-        monitor=services.monitor,
+        monitor=context.monitor,
     )
-    shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
-    services.metrics.flush()
+    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
+    context.metrics.flush()
     check_gate(config, "reward", metrics)
     return StageResult(metrics)
 
 
 def _train(
-    rank: Any, config: PipelineConfig, data: Path, sft: Path, work: Path, out: Path, services: Services | None
+    rank: Any,
+    config: PipelineConfig,
+    data: Path,
+    sft: Path,
+    work: Path,
+    out: Path,
+    context: StageContext | None,
 ) -> dict[str, float]:
     import torch
 
@@ -75,18 +81,20 @@ def _train(
     )
     seed = derive_seed(config.run.seed, "reward")
     metrics = train_reward(
-        engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, services=services
+        engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, context=context
     )
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     statistics = model.statistics = ScoreStatistics.of(scores)
     exchanged = exchange_pairs(held_out)
     of_exchanged = {} if exchanged is None else evaluate_reward(engine, exchanged, reward, pad_id)[0]
     engine.save_model(out / "model", model.save)
-    engine.save_adapter(out / "adapter", f"{services.name_of('sft')}/model" if services is not None else "")
+    engine.save_adapter(
+        out / "adapter", f"{context.artifact_name('sft')}/model" if context is not None else ""
+    )
     steps_done = engine.steps_done
     del model
     engine.close()  # with an adapter, rank 0 continues with the saved model
-    if services is not None:
+    if context is not None:
         if reward.lora is not None:
             # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
             # that model.
@@ -99,23 +107,23 @@ def _train(
             statistics.save(out / "model")
         if of_exchanged:
             evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
-        evaluation |= _examine(held_out, scores.numpy(), out, services)
-        services.metrics.log_metrics(evaluation, steps_done)
-        services.metrics.log_table("reward_pairs", _table(data, held_out, scores))
+        evaluation |= _examine(held_out, scores.numpy(), out, context)
+        context.metrics.log_metrics(evaluation, steps_done)
+        context.metrics.log_table("reward_pairs", _table(data, held_out, scores))
     return {
         "accuracy": evaluation["eval/accuracy"],
         **({"accuracy_exchanged": of_exchanged["eval/accuracy"]} if of_exchanged else {}),
         "margin": evaluation["eval/margin"],
         "eval_loss": evaluation["eval/loss"],
         "pairs": float(len(held_out)),
-        **({"calibration_error": evaluation["eval/calibration_error"]} if services is not None else {}),
+        **({"calibration_error": evaluation["eval/calibration_error"]} if context is not None else {}),
         "score_mean": statistics.mean,
         "score_std": statistics.std,
         **metrics,
     }
 
 
-def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, services: Services) -> dict[str, float]:
+def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: StageContext) -> dict[str, float]:
     """Calibration, length bias, accuracy by source and length: `examination.json`, a plot, and metrics."""
     from dataclasses import asdict
 
@@ -132,8 +140,8 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, services: Serv
         "accuracy_by_length": accuracy_by_length(scores_P2, lengths),
     }
     (out / "examination.json").write_text(json.dumps(content, indent=2) + "\n")
-    services.metrics.log_file(out / "examination.json")
-    services.metrics.log_figure("reliability", reliability(found))
+    context.metrics.log_file(out / "examination.json")
+    context.metrics.log_figure("reliability", reliability(found))
     return {
         "eval/calibration_error": found.error,
         **{f"eval/length_{name}": value for name, value in bias.items()},

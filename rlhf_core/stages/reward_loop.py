@@ -29,7 +29,7 @@ from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.seeds import epoch_batches
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PairExample, Services
+from rlhf_core.types import PairExample, StageContext
 
 
 @dataclass
@@ -65,7 +65,7 @@ def train_reward(
     seed: int,
     pad_id: int,
     work: Path,
-    services: Services | None,
+    context: StageContext | None,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one; returns `tokens_per_s`.
 
@@ -74,36 +74,36 @@ def train_reward(
     """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
-    state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
+    state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
     best = BestSoFar(**state["best"])
-    with checkpointing.defer_stop(services):
+    with checkpointing.defer_stop(context):
         while step < total and not best.is_final(config):
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with log_skipped_batch(engine, services, step + 1, batch, _table_row):
+            with log_skipped_batch(engine, context, step + 1, batch, _table_row):
                 metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("reward.step")
             step += 1
             tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
             seconds += time.monotonic() - started
             evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
-            if services is not None:
+            if context is not None:
                 if step < total and not best.is_final(
                     config
                 ):  # at the end those of the best weights are logged
                     metrics |= evaluation
                 metrics["train/tokens_per_s"] = tokens / seconds
-                services.metrics.log_metrics(metrics, step)
+                context.metrics.log_metrics(metrics, step)
                 shown = {
                     name: metrics[f"train/{name}"]
                     for name in ("loss", "accuracy")
                     if f"train/{name}" in metrics
                 }
-                services.progress("reward", step, total, "steps", **shown)
+                context.progress("reward", step, total, "steps", **shown)
             checkpointing.after_step(
-                engine, services, work, step, every=config.checkpoint_every, total=total,
+                engine, context, work, step, every=config.checkpoint_every, total=total,
                 state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
                 score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
             )  # fmt: skip

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import Services, StageResult
+from rlhf_core.types import StageContext, StageResult
 
 if TYPE_CHECKING:
     from rlhf_core.data.sources import ModelState
 
 
-def run(config: PipelineConfig, services: Services) -> StageResult:
+def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and sample some answers for reading."""
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
@@ -31,23 +31,23 @@ def run(config: PipelineConfig, services: Services) -> StageResult:
     # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each
     # other.
     state = model_state(config)
-    require_unchanged(model_digests(config), services.sources, config)
+    require_unchanged(model_digests(config), context.sources, config)
     metrics = run_ranks(
         _train,
         config.sft.deepspeed.ranks,
         device,
         config,
-        services.inputs["data"],
-        services.work,
-        services.out,
+        context.inputs["data"],
+        context.scratch,
+        context.output,
         state,
-        rank_zero=services,
+        rank_zero=context,
         timeouts=config.run.timeouts,
-        monitor=services.monitor,
+        monitor=context.monitor,
     )
-    shutil.copytree(services.inputs["data"] / "tokenizer", services.out / "model", dirs_exist_ok=True)
-    services.metrics.log_table("sft_samples", _samples(config, services, device))
-    services.metrics.flush()
+    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
+    context.metrics.log_table("sft_samples", _samples(config, context, device))
+    context.metrics.flush()
     return StageResult(metrics)
 
 
@@ -69,7 +69,7 @@ def _train(
     work: Path,
     out: Path,
     state: ModelState,
-    services: Services | None,
+    context: StageContext | None,
 ) -> dict[str, float]:
     import torch
     from transformers import GenerationConfig
@@ -96,7 +96,7 @@ def _train(
         pack=sft.pack,
         head_dtype=config.model.head_dtype,
     )
-    if services is not None:
+    if context is not None:
         require_same_state(state, config)
     sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
@@ -117,13 +117,13 @@ def _train(
         seed=derive_seed(config.run.seed, "sft"),
         pad_id=ids.pad,
         work=work,
-        services=services,
+        context=context,
     )
     engine.save_model(out / "model", policy.save)
     engine.save_adapter(out / "adapter", str(folder), revision)
     del policy
     engine.close()  # rank 0 goes on with another copy of the model
-    if sft.lora is not None and services is not None:
+    if sft.lora is not None and context is not None:
         # Later stages load the merge, rounded to `dtype`: the metrics are those of that model.
         saved = evaluate_saved(config, out / "model", held_out, ids.pad, rank.torch_device)
         gap = saved["eval/loss"] - metrics["eval_loss"]
@@ -131,7 +131,7 @@ def _train(
     return metrics
 
 
-def _samples(config: PipelineConfig, services: Services, device: str) -> list[dict[str, Any]]:
+def _samples(config: PipelineConfig, context: StageContext, device: str) -> list[dict[str, Any]]:
     """Held-out prompts and what the new model says, one sample each."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -139,15 +139,15 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
     from rlhf_core.data.dataset import load_prompts
     from rlhf_core.data.decoding import load_decoder
 
-    folder = services.out / "model"
-    decode = load_decoder(services.inputs["data"])
+    folder = context.output / "model"
+    decode = load_decoder(context.inputs["data"])
     model = (
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
         .to(device)
         .eval()
     )
     rows = []
-    prompts = load_prompts(services.inputs["data"], "eval")[: config.sft.samples]
+    prompts = load_prompts(context.inputs["data"], "eval")[: config.sft.samples]
     for i, prompt in enumerate(prompts):
         torch.manual_seed(derive_seed(config.run.seed, "sft", "sample", prompt.prompt_id))
         ids = torch.tensor([prompt.input_ids], device=device)
@@ -160,5 +160,5 @@ def _samples(config: PipelineConfig, services: Services, device: str) -> list[di
             max_new_tokens=config.ppo.max_new_tokens,
         )[0, ids.shape[1] :]
         rows.append({"prompt": prompt.prompt, "response": decode(output.tolist())})
-        services.progress("sft samples", i + 1, len(prompts), "responses")
+        context.progress("sft samples", i + 1, len(prompts), "responses")
     return rows

@@ -28,7 +28,7 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import epoch_batches
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import Services
+from rlhf_core.types import StageContext
 
 
 def train_sft(
@@ -40,21 +40,21 @@ def train_sft(
     seed: int,
     pad_id: int,
     work: Path,
-    services: Services | None,
+    context: StageContext | None,
 ) -> dict[str, float]:
     """Train to the end, from the last checkpoint if there is one; returns `eval_loss`, `perplexity`,
     `tokens_per_s`.
     """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
-    state = checkpointing.restore(engine, services) or {"step": 0, "tokens": 0, "seconds": 0.0}
+    state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-    with checkpointing.defer_stop(services):
+    with checkpointing.defer_stop(context):
         while step < total:
             started = time.monotonic()
             epoch, index = divmod(step, per_epoch)
             batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
-            with log_skipped_batch(engine, services, step + 1, batch, _table_row):
+            with log_skipped_batch(engine, context, step + 1, batch, _table_row):
                 metrics = train_step(engine, batch, config, total, pad_id)
             failpoint("sft.step")
             step += 1
@@ -62,10 +62,10 @@ def train_sft(
             seconds += time.monotonic() - started
             if step % config.eval_every == 0 and step < total:
                 metrics |= evaluate_sft(engine, held_out, config, pad_id)
-            if services is not None:
+            if context is not None:
                 metrics["train/tokens_per_s"] = tokens / seconds
-                services.metrics.log_metrics(metrics, step)
-                services.progress(
+                context.metrics.log_metrics(metrics, step)
+                context.progress(
                     "sft",
                     step,
                     total,
@@ -73,13 +73,13 @@ def train_sft(
                     **({"loss": metrics["train/loss"]} if "train/loss" in metrics else {}),
                 )
             checkpointing.after_step(
-                engine, services, work, step, every=config.checkpoint_every, total=total,
+                engine, context, work, step, every=config.checkpoint_every, total=total,
                 state={"tokens": tokens, "seconds": seconds},
                 score=-metrics["eval/loss"] if "eval/loss" in metrics else None,
             )  # fmt: skip
     final = evaluate_sft(engine, held_out, config, pad_id)
-    if services is not None:
-        services.metrics.log_metrics(final, total)
+    if context is not None:
+        context.metrics.log_metrics(final, total)
     return {
         "eval_loss": final["eval/loss"],
         "perplexity": final["eval/perplexity"],

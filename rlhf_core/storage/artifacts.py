@@ -78,7 +78,7 @@ class ArtifactStore:
         parents: Mapping[StageName, ArtifactRef] | Mapping[str, ArtifactRef],
         metrics: Mapping[str, float],
         config: Mapping[str, Any],
-        facts: Mapping[str, str] | None = None,
+        attributes: Mapping[str, str] | None = None,
         mlflow_run_id: str | None = None,
         fence: Fence | None = None,
     ) -> ArtifactRef:
@@ -102,7 +102,7 @@ class ArtifactStore:
                 name: {"key": ref.key, "digest": ref.digest} for name, ref in sorted(parents.items())
             },
             "metrics": _finite(metrics),
-            "facts": dict(facts or {}),
+            "facts": dict(attributes or {}),
             "config": json.loads(json.dumps(config, default=str, allow_nan=False)),
             "versions": versions(),
             "mlflow_run_id": mlflow_run_id,
@@ -214,7 +214,7 @@ class ArtifactStore:
                 uri=self._store.uri(manifest.data),
                 metrics=body["metrics"],
                 mlflow_run_id=body["mlflow_run_id"],
-                facts=body["facts"],
+                attributes=body["facts"],
             )
         except KeyError as error:
             raise CorruptArtifact(f"The manifest of {manifest.prefix} has no entry {error}.") from error

@@ -82,7 +82,7 @@ class Home:
         """Return the folder for scratch files of the attempts at a stage key."""
         return self.path / "work" / f"{stage}-{key}"
 
-    def journal(self, stage: str, key: str) -> Path:
+    def rollout_cache(self, stage: str, key: str) -> Path:
         """Return the folder for rollouts, which outlives an attempt at a stage key."""
         return self.path / "journal" / f"{stage}-{key}"
 

@@ -28,7 +28,7 @@ from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.worker import process_usage
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
-from tests.support.small_ppo import ROLES, services
+from tests.support.small_ppo import ROLES, local_context
 from tests.support.tiny_llama import save_tiny_llama
 
 VOCABULARY, PROMPT, RESPONSE, PROMPTS = 2048, 64, 64, 64
@@ -90,7 +90,7 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
             return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())
 
         controller = PPOController(
-            config, fleet, prompts, lambda ids: "", composer, services(work), cpu_seconds=cpu_seconds
+            config, fleet, prompts, lambda ids: "", composer, local_context(work), cpu_seconds=cpu_seconds
         )
         controller.sync()
         rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]

@@ -26,7 +26,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port
 from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
-from tests.support.small_ppo import services as nowhere
+from tests.support.small_ppo import local_context as nowhere
 
 CONFIG = RewardConfig.model_validate(
     {"batch_size": 8, "epochs": 20, "checkpoint_every": 3, "early_stop": {"every": 2, "patience": 3}}
@@ -83,12 +83,12 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
 
     engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keep_best=True)
     store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
-    services = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
+    context = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
     metrics: dict[str, float] = {}
     with contextlib.suppress(_Killed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "evaluate_reward", evaluated)
         metrics = reward.train_reward(
-            engine, pairs(24, 0), pairs(24, 1), CONFIG, seed=0, pad_id=0, work=folder, services=services
+            engine, pairs(24, 0), pairs(24, 1), CONFIG, seed=0, pad_id=0, work=folder, context=context
         )
     best = metrics.get("best_step")
     return {

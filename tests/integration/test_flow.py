@@ -49,16 +49,16 @@ class Toys(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
-        module.run = lambda config, services: run(module.__name__.rpartition(".")[2], config, services)
+        module.run = lambda config, context: run(module.__name__.rpartition(".")[2], config, context)
 
 
-def run(stage, config, services):
+def run(stage, config, context):
     """Counts to `ppo.steps` with a checkpoint each time; `TOY_FAULT` is "stage:step:what", once."""
     from rlhf_core.errors import DataError
     from rlhf_core.types import StageResult
 
     folder = Path(os.environ["TOY_FOLDER"])
-    latest = services.checkpoints.latest()
+    latest = context.checkpoints.latest()
     start = int((latest[1] / "step").read_text()) if latest else 0
     for step in range(start, config.ppo.steps):
         where, at, what = os.environ.get("TOY_FAULT", "none:0:none").split(":")
@@ -76,14 +76,14 @@ def run(stage, config, services):
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             if what in ("hang", "stubborn"):
                 time.sleep(600)
-        services.metrics.log_metrics({"loss": 1.0 / (step + 1)}, step)
-        services.progress(stage, step + 1, config.ppo.steps, "steps")
-        checkpoint = services.work / str(step)
+        context.metrics.log_metrics({"loss": 1.0 / (step + 1)}, step)
+        context.progress(stage, step + 1, config.ppo.steps, "steps")
+        checkpoint = context.scratch / str(step)
         checkpoint.mkdir()
         (checkpoint / "step").write_text(str(step + 1))
-        services.checkpoints.save(step + 1, checkpoint)
-    services.metrics.flush()
-    (services.out / "start.json").write_text(json.dumps({"start": start, "inputs": sorted(services.inputs)}))
+        context.checkpoints.save(step + 1, checkpoint)
+    context.metrics.flush()
+    (context.output / "start.json").write_text(json.dumps({"start": start, "inputs": sorted(context.inputs)}))
     return StageResult({"loss": 0.5, "start": start}, {"weights_sha256": "w"})
 
 

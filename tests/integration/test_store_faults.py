@@ -41,7 +41,7 @@ from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.stopping import EXIT_STOPPED
-from rlhf_core.types import ArtifactRef, Services, StageResult
+from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny.yaml"
@@ -266,10 +266,10 @@ def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploa
     spec = StageSpec("data", "k", PipelineConfig.model_validate(sections))
     made = []
 
-    def stage(config: PipelineConfig, services: Services) -> StageResult:
-        made.append(services.checkpoints.latest())
-        services.checkpoints.save(1, state(services.work, 1))
-        (services.out / "rows.json").write_text("[1, 2]")
+    def stage(config: PipelineConfig, context: StageContext) -> StageResult:
+        made.append(context.checkpoints.latest())
+        context.checkpoints.save(1, state(context.scratch, 1))
+        (context.output / "rows.json").write_text("[1, 2]")
         proxy.restart(lambda n: "expired")
         return StageResult({"rows": 2.0})
 

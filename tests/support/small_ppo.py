@@ -18,7 +18,7 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.types import PromptExample, Services
+from rlhf_core.types import PromptExample, StageContext
 from tests.support.tiny_llama import save_tiny_llama
 
 VOCABULARY = 101
@@ -37,10 +37,10 @@ class Nowhere:
         return lambda *_args, **_kwargs: None
 
 
-def services(folder: Path) -> Services:
+def local_context(folder: Path) -> StageContext:
     """Of a stage that reads nothing and reports to nobody."""
     nowhere: Any = Nowhere()
-    return Services({}, folder, folder, nowhere, nowhere, nowhere.progress)
+    return StageContext({}, folder, folder, nowhere, nowhere, nowhere.progress)
 
 
 def save_small_model(folder: Path, vocabulary: int = VOCABULARY) -> Path:
@@ -108,6 +108,6 @@ def small_ppo(
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
         Fleet(config, plan(config.ppo), config.run.device, folders, 0, monitor) as fleet,
     ):
-        controller = PPOController(config, fleet, prompts, str, composer, services(work))
+        controller = PPOController(config, fleet, prompts, str, composer, local_context(work))
         controller.sync()
         yield controller

@@ -18,7 +18,7 @@ import pytest
 
 from flows import cli, isolated, team
 from rlhf_core.config.load import load_config
-from rlhf_core.types import Services
+from rlhf_core.types import StageContext
 
 NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType", "\x1b", "\0")
 SECONDS = 5.0
@@ -90,8 +90,8 @@ class Command:
         out = self.folder / "out"
         out.mkdir()
         nowhere: Any = _Nowhere()
-        services = Services({}, out, out, nowhere, nowhere, lambda *_, **__: None)
-        data.run(load_config(arguments.config, arguments.overrides), services)
+        context = StageContext({}, out, out, nowhere, nowhere, lambda *_, **__: None)
+        data.run(load_config(arguments.config, arguments.overrides), context)
         return 0
 
 

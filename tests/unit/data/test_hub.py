@@ -96,9 +96,9 @@ def test_the_model_is_fetched_before_the_ranks_start(
         run=SimpleNamespace(device="cpu", timeouts=None),
         sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1)),
     )
-    services: Any = SimpleNamespace(
-        inputs={"data": tmp_path}, work=tmp_path, out=tmp_path, monitor=None, sources={}
+    context: Any = SimpleNamespace(
+        inputs={"data": tmp_path}, scratch=tmp_path, output=tmp_path, monitor=None, sources={}
     )
     with pytest.raises(KeyboardInterrupt):
-        sft.run(config, services)
+        sft.run(config, context)
     assert order == [*([("org/model", COMMIT)] if fetched else []), "ranks"]

@@ -39,7 +39,7 @@ from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.stages.data import run
-from rlhf_core.types import Services, SFTExample
+from rlhf_core.types import SFTExample, StageContext
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
 
@@ -470,21 +470,21 @@ class Recorder:
 
 def test_the_stage_reports_progress_counts_and_card(tmp_path: Path) -> None:
     recorder = Recorder()
-    services: Any = Services(
+    context: Any = StageContext(
         inputs={},
-        out=tmp_path,
-        work=tmp_path,
+        output=tmp_path,
+        scratch=tmp_path,
         checkpoints=None,
         metrics=recorder,
         progress=recorder.report,  # type: ignore[arg-type]
     )
-    result = run(demo(), services)
+    result = run(demo(), context)
     assert result.metrics["data/sft_train"] + result.metrics["data/sft_eval"] == 60
     assert result.metrics == recorder.metrics
     assert recorder.files == ["data_card.md", "data_card.json"] and recorder.flushed
     assert len(recorder.tables["data_samples"]) == 9
     assert recorder.progress[-1] == (160, 160)
-    assert result.facts["data.sft[0].digest"].startswith("synthetic@")
+    assert result.attributes["data.sft[0].digest"].startswith("synthetic@")
 
 
 def test_prompts_that_differ_in_white_space_are_held_out_together() -> None:
@@ -536,9 +536,9 @@ def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: 
     out = tmp_path / "out"
     out.mkdir()
     nowhere: Any = None
-    services = Services({}, out, out, nowhere, nowhere, lambda *_, **__: None, sources=key)
+    context = StageContext({}, out, out, nowhere, nowhere, lambda *_, **__: None, sources=key)
     with pytest.raises(
         DataError, match=r"data.sft\[0\]: .*pairs.jsonl was changed after the run began.*nothing was stored"
     ):
-        run(config, services)
+        run(config, context)
     assert list(out.iterdir()) == []

@@ -24,8 +24,8 @@ from rlhf_core.evaluation import match
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import STAGES, PromptExample, Rollout, Services
-from tests.support.small_ppo import services as nowhere
+from rlhf_core.types import STAGES, PromptExample, Rollout, StageContext
+from tests.support.small_ppo import local_context as nowhere
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -50,12 +50,12 @@ def policy(folder: Path, says: str) -> Path:
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> Services:
+def context(tmp_path: Path) -> StageContext:
     """Of a candidate that says good things."""
     policy(tmp_path / "ppo" / "policy", GOOD)
     TOKENIZER.save_pretrained(tmp_path / "data" / "tokenizer")
     base = nowhere(tmp_path)
-    return Services({name: tmp_path / name for name in ("ppo", "data")}, tmp_path, tmp_path, base.checkpoints,
+    return StageContext({name: tmp_path / name for name in ("ppo", "data")}, tmp_path, tmp_path, base.checkpoints,
                     base.metrics, base.progress)  # fmt: skip
 
 
@@ -109,16 +109,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("says", "rate"), [(BAD, 1.0), (GOOD, 0.5)])
 def test_the_judge_of_the_evaluation_decides_prompt_by_prompt(
-    says: str, rate: float, config: PipelineConfig, services: Services, champion: Any
+    says: str, rate: float, config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
-    played = match.play(config, services, champion(says)[1])
+    played = match.play(config, context, champion(says)[1])
     assert played is not None
     assert (played.home.win_rate.mean, len(played.home.preferences)) == (rate, len(PROMPTS))
 
 
 @pytest.mark.parametrize("judge", ["rules", "reward_model"])
 def test_rules_and_the_candidates_reward_model_can_judge(
-    judge: str, config: PipelineConfig, services: Services, champion: Any, monkeypatch: pytest.MonkeyPatch
+    judge: str, config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["ppo"]["rewards"] = [{"type": "model"}, {"type": "keywords", "words": ["rotten"]}]
@@ -133,8 +133,8 @@ def test_rules_and_the_candidates_reward_model_can_judge(
         ]
 
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
-    inputs = {**services.inputs, "reward": Path("/its/reward")}
-    with_reward = Services(inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress)  # fmt: skip
+    inputs = {**context.inputs, "reward": Path("/its/reward")}
+    with_reward = StageContext(inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress)  # fmt: skip
     played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1])
     assert played is not None
     assert played.home.win_rate.mean == 0.0
@@ -144,7 +144,11 @@ def test_rules_and_the_candidates_reward_model_can_judge(
 
 
 def test_the_champions_reward_model_judges_the_same_answers(
-    config: PipelineConfig, services: Services, champion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: PipelineConfig,
+    context: StageContext,
+    champion: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["evaluate"]["judge"] = "reward_model"
@@ -160,9 +164,9 @@ def test_the_champions_reward_model_judges_the_same_answers(
         return [float(likes in sample.response) for sample in samples]
 
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
-    inputs = {**services.inputs, "reward": Path("/its/reward")}
-    ours = Services(
-        inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress
+    inputs = {**context.inputs, "reward": Path("/its/reward")}
+    ours = StageContext(
+        inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress
     )
     played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
     assert played is not None and played.away is not None and played.judge == "reward_model"
@@ -170,15 +174,15 @@ def test_the_champions_reward_model_judges_the_same_answers(
 
 
 def test_prompts_that_the_champion_was_trained_on_are_left_out(
-    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = champion(BAD)[1]
     SEEN.extend(["p0", "p5", "another"])
-    played = match.play(config, services, tags)
+    played = match.play(config, context, tags)
     assert played is not None
     assert len(played.home.preferences) == len(PROMPTS) - 2
     SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
-    assert match.play(config, services, tags) is None
+    assert match.play(config, context, tags) is None
     assert "it was trained on all held-out prompts; recorded evaluations decide" in caplog.text
 
 
@@ -202,7 +206,7 @@ def test_the_champion_is_loaded_as_its_own_settings_say(
     candidate: Any,
     theirs: Any,
     apart: bool,
-    services: Services,
+    context: StageContext,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,9 +228,9 @@ def test_the_champion_is_loaded_as_its_own_settings_say(
         tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
         fetched[stage] = store.fetch(ref)
     policy(tmp_path / "sft" / "model", GOOD)
-    inputs = {**services.inputs, "sft": tmp_path / "sft"}
-    ours = Services(
-        inputs, services.out, services.work, services.checkpoints, services.metrics, services.progress
+    inputs = {**context.inputs, "sft": tmp_path / "sft"}
+    ours = StageContext(
+        inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress
     )
     loaded: dict[str, PolicyFiles] = {}
 
@@ -244,19 +248,19 @@ def test_the_champion_is_loaded_as_its_own_settings_say(
 
 
 def test_it_is_not_played_without_the_champions_weights_and_data(
-    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = champion(BAD)[1]
     others = [{}, *({**tags, name: "f" * len(value)} for name, value in tags.items())]
     for other in others:
-        assert match.play(config, services, other) is None
+        assert match.play(config, context, other) is None
         assert "artifact is not in this store; recorded evaluations decide" in caplog.text
         caplog.clear()
 
 
 def test_it_is_not_played_against_other_tokens_templates_or_damaged_weights(
     config: PipelineConfig,
-    services: Services,
+    context: StageContext,
     champion: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -266,24 +270,24 @@ def test_it_is_not_played_against_other_tokens_templates_or_damaged_weights(
         own = tmp_path / "ppo" / "policy" / name
         whole = own.read_text()
         own.write_text(whole + " ")
-        assert match.play(config, services, tags) is None
+        assert match.play(config, context, tags) is None
         assert "another tokenizer or template" in caplog.text
         own.write_text(whole)
         caplog.clear()
     (folder / "says").write_text("rot")
-    assert match.play(config, services, tags) is None
+    assert match.play(config, context, tags) is None
     assert "no match against the champion: " in caplog.text and "recorded evaluations decide" in caplog.text
 
 
 def test_it_is_not_played_against_a_champion_of_another_template(
-    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert match.play(config, services, champion(BAD, template="plain")[1]) is None
+    assert match.play(config, context, champion(BAD, template="plain")[1]) is None
     assert "another tokenizer or template" in caplog.text
 
 
 def test_a_store_that_fails_decides_nothing(
-    config: PipelineConfig, services: Services, champion: Any, monkeypatch: pytest.MonkeyPatch
+    config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_arguments: Any) -> None:
         raise StoreError("503 for 120 s")
@@ -291,15 +295,15 @@ def test_a_store_that_fails_decides_nothing(
     tags = champion(BAD)[1]
     monkeypatch.setattr(ArtifactStore, "fetch", fail)
     with pytest.raises(StoreError):
-        match.play(config, services, tags)
+        match.play(config, context, tags)
 
 
 def test_a_champion_that_cannot_be_served_is_not_played_and_a_candidate_must_be(
-    config: PipelineConfig, services: Services, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = champion("FAIL")[1]
-    assert match.play(config, services, tags) is None
+    assert match.play(config, context, tags) is None
     assert "it cannot be served here (RuntimeError: CUDA out of memory); recorded" in caplog.text
-    (services.inputs["ppo"] / "policy" / "says").write_text("FAIL")
+    (context.inputs["ppo"] / "policy" / "says").write_text("FAIL")
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
-        match.play(config, services, tags)
+        match.play(config, context, tags)

@@ -24,7 +24,7 @@ from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
-from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, Services
+from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, StageContext
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -100,7 +100,7 @@ def answer(model: str, prompt: str) -> str:
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> Services:
+def context(tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward", "ppo")}
     for folder in [*inputs.values(), tmp_path / "out"]:
         folder.mkdir()
@@ -109,8 +109,8 @@ def services(tmp_path: Path) -> Services:
     (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")
     lineage = Lineage({"sft": ArtifactRef("sft", "0" * 16, "d" * 64, "uri")})
     progress: list[tuple[Any, ...]] = []
-    return Services(
-        inputs=inputs, out=tmp_path / "out", work=tmp_path, checkpoints=None,  # type: ignore[arg-type]  # not used
+    return StageContext(
+        inputs=inputs, output=tmp_path / "out", scratch=tmp_path, checkpoints=None,  # type: ignore[arg-type]  # not used
         metrics=Recorder(), progress=lambda *report: progress.append(report), lineage=lineage,
     )  # fmt: skip
 
@@ -156,14 +156,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     return use
 
 
-def read(services: Services) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((services.out / "evaluation.json").read_text())
+def read(context: StageContext) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((context.output / "evaluation.json").read_text())
     return document
 
 
-def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, services: Services) -> None:
-    result = evaluate.run(config_of(), services)
-    found = read(services)
+def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context: StageContext) -> None:
+    result = evaluate.run(config_of(), context)
+    found = read(context)
     gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[:6]]
     assert found["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 6)
     # All six won: Wilson's interval, 1 / (1 + 1.96^2 / 6)
@@ -176,26 +176,26 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, services
     assert set(found["rules"]) == {"length", "well_formed"}
     assert result.metrics["gold_reward/ppo/mean"] == found["gold_reward"]["ppo"]["mean"]
     assert result.metrics["win_rate/high"] == 1.0 and result.metrics["length/sft"] == 5.0
-    tracker: Any = services.metrics
+    tracker: Any = context.metrics
     assert tracker.metrics == {f"eval/{name}": value for name, value in result.metrics.items()}
     assert tracker.flushed and tracker.files == ["report.html"]
     assert {f"{name}.png" for name in tracker.figures} == {
-        p.name for p in (services.out / "figures").iterdir()
+        p.name for p in (context.output / "figures").iterdir()
     }
-    rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
     assert (
         [row["prompt"] for row in rows] == PROMPTS[:4] == [row["prompt"] for row in tracker.tables["samples"]]
     )
     assert {row["winner"] for row in rows} == {"ppo"}
     assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
-    document = (services.out / "report.html").read_text()
+    document = (context.output / "report.html").read_text()
     assert "d" * 64 in document and "<b>sets</b>" in document
 
 
-def test_each_measure_is_reported_by_source(scripted: Any, services: Services) -> None:
+def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext) -> None:
     scripted(PROMPTS, ("a.jsonl", "org/b"))
-    result = evaluate.run(config_of(), services)
-    sources = read(services)["by_source"]
+    result = evaluate.run(config_of(), context)
+    sources = read(context)["by_source"]
     assert {name: numbers["prompts"] for name, numbers in sources.items()} == {"a.jsonl": 3, "org/b": 3}
     for first, numbers in zip((0, 1), sources.values(), strict=True):
         gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[first:6:2]]
@@ -207,7 +207,7 @@ def test_each_measure_is_reported_by_source(scripted: Any, services: Services) -
 
 @pytest.mark.parametrize("known", [0, 2])
 def test_a_watched_source_that_fails_leaves_no_prompt_out(
-    scripted: Any, services: Services, tmp_path: Path, known: int
+    scripted: Any, context: StageContext, tmp_path: Path, known: int
 ) -> None:
     """It has values for the first `known` prompts, or for none."""
     file = tmp_path / "watched.py"
@@ -216,17 +216,17 @@ def test_a_watched_source_that_fails_leaves_no_prompt_out(
         f" {PROMPTS[:known]!r} else float('nan') for s in samples]\n"
     )
     watched = {"type": "python", "function": "watched:f", "file": str(file), "weight": 0, "retries": 0}
-    evaluate.run(config_of([*RULES, watched | {"name": "watched"}]), services)
-    found = read(services)
+    evaluate.run(config_of([*RULES, watched | {"name": "watched"}]), context)
+    found = read(context)
     assert found["prompts"] == 6 and found["unscored"] == 0 and found["verdicts"]["wins"] == 6
     assert set(found["rules"]) == {"length", "well_formed"} | ({"watched"} if known else set())
     if known:
         assert found["rules"]["watched"]["ppo"]["mean"] == 1.0
-    rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
     assert ["rule/watched" in row["scores"]["ppo"] for row in rows] == [i < known for i in range(4)]
 
 
-def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, services: Services) -> None:
+def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, context: StageContext) -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 500}))
     sft = [float(i) for i in range(40)]
     pair = interval.pair("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
@@ -250,33 +250,33 @@ def test_a_judge_that_the_policy_was_trained_on_is_known(measure: str, rewards: 
 
 
 def test_exchanged_prompts_lower_the_gold_reward_of_the_policy_that_reads_them(
-    scripted: Any, services: Services
+    scripted: Any, context: StageContext
 ) -> None:
-    result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), services)
-    found = read(services)
+    result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), context)
+    found = read(context)
     own, exchanged = found["gold_reward"], found["gold_reward_exchanged"]
     assert exchanged["ppo"]["mean"] < own["ppo"]["mean"] - 0.3
     assert exchanged["sft"]["mean"] == own["sft"]["mean"]  # its answer is always the same
     assert result.metrics["gold_reward_exchanged/ppo/mean"] == exchanged["ppo"]["mean"]
-    assert "exchanged prompts" in (services.out / "report.html").read_text()
+    assert "exchanged prompts" in (context.output / "report.html").read_text()
     # A gold reward that is only watched is no rule: gold is measured anyway.
     assert found["rules"] == {}
 
 
-def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, services: Services) -> None:
+def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, context: StageContext) -> None:
     evaluate.run(
         config_of([{"type": "well_formed", "normalize": "batch"}], evaluate={"prompts": 4, "judge": "rules"}),
-        services,
+        context,
     )
-    row = json.loads((services.out / "samples.jsonl").read_text().splitlines()[0])
+    row = json.loads((context.output / "samples.jsonl").read_text().splitlines()[0])
     # well-formed: 0.75 for the SFT model (never ended), 1 for the policy; as one batch -1 and +1
     assert row["scores"]["sft"]["rules"] == pytest.approx(-1.0, abs=1e-6)
     assert row["scores"]["ppo"]["rules"] == pytest.approx(1.0, abs=1e-6)
-    assert read(services)["win_rate"]["mean"] == 1.0
+    assert read(context)["win_rate"]["mean"] == 1.0
 
 
 def test_a_prompt_with_a_masked_value_is_left_out_for_both_models(
-    scripted: Any, services: Services, tmp_path: Path
+    scripted: Any, context: StageContext, tmp_path: Path
 ) -> None:
     code = (
         "def f(samples):\n    return [float('nan') if s.prompt_id == 'p2' and s.finished else 1.0 for s in"
@@ -290,29 +290,29 @@ def test_a_prompt_with_a_masked_value_is_left_out_for_both_models(
         "retries": 0,
         "on_error": "mask",
     }
-    result = evaluate.run(config_of([reward, *RULES]), services)
-    found = read(services)
+    result = evaluate.run(config_of([reward, *RULES]), context)
+    found = read(context)
     assert (found["prompts"], found["unscored"], result.metrics["unscored"]) == (5, 1, 1)
     assert found["kl"] == pytest.approx((0 + 1 + 3 + 4 + 5) / 5)
-    rows = [json.loads(line) for line in (services.out / "samples.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
     assert [row["prompt_id"] for row in rows] == ["p0", "p1", "p3", "p4"]
 
 
-def test_without_a_true_reward_the_reward_model_judges(scripted: Any, services: Services) -> None:
+def test_without_a_true_reward_the_reward_model_judges(scripted: Any, context: StageContext) -> None:
     scripted(["How are you?", "Why so?"])
-    evaluate.run(config_of(), services)
-    found = read(services)
+    evaluate.run(config_of(), context)
+    found = read(context)
     assert found["judge"] == "reward_model" and found["gold_reward"] is None
     assert found["reward_model"]["sft"]["mean"] == float(len("It is rotten and dull."))
 
 
-def test_without_reward_model_the_rules_judge(scripted: Any, services: Services) -> None:
+def test_without_reward_model_the_rules_judge(scripted: Any, context: StageContext) -> None:
     scripted(["How are you?", "Why so?"])
-    without = Services(
-        **{**vars(services), "inputs": {k: v for k, v in services.inputs.items() if k != "reward"}}
+    without = StageContext(
+        **{**vars(context), "inputs": {k: v for k, v in context.inputs.items() if k != "reward"}}
     )
     evaluate.run(config_of(reward={"enabled": False}), without)
-    found = read(services)
+    found = read(context)
     assert found["judge"] == "rules" and found["reward_model"] is None
 
 
@@ -324,11 +324,11 @@ def test_without_reward_model_the_rules_judge(scripted: Any, services: Services)
     ],
 )
 def test_a_judge_that_this_run_does_not_have_is_refused(
-    scripted: Any, services: Services, judge: str, sections: dict[str, Any], use: str
+    scripted: Any, context: StageContext, judge: str, sections: dict[str, Any], use: str
 ) -> None:
     scripted(["How are you?"])
     with pytest.raises(ConfigError, match=f"evaluate.judge .* got {judge}; {use}"):
-        evaluate.run(config_of(evaluate={"judge": judge}, **sections), services)
+        evaluate.run(config_of(evaluate={"judge": judge}, **sections), context)
 
 
 @pytest.mark.parametrize(("confidence", "deviations"), [(0.5, 0.674), (0.95, 1.960)])
@@ -341,22 +341,22 @@ def test_intervals_have_the_level_asked_for(confidence: float, deviations: float
     assert interval.confidence == confidence
 
 
-def test_no_held_out_prompt_is_an_error(scripted: Any, services: Services) -> None:
+def test_no_held_out_prompt_is_an_error(scripted: Any, context: StageContext) -> None:
     scripted([])
     with pytest.raises(DataError, match="needs held-out prompts; got 0"):
-        evaluate.run(config_of(), services)
+        evaluate.run(config_of(), context)
 
 
-def test_the_same_run_gives_the_same_bytes(scripted: Any, services: Services, tmp_path: Path) -> None:
-    again = Services(**{**vars(services), "out": tmp_path / "again", "metrics": Recorder()})
-    again.out.mkdir()
-    for each in (services, again):
+def test_the_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:
+    again = StageContext(**{**vars(context), "output": tmp_path / "again", "metrics": Recorder()})
+    again.output.mkdir()
+    for each in (context, again):
         TEXTS.clear()
         evaluate.run(config_of(), each)
-    names = sorted(str(p.relative_to(services.out)) for p in services.out.rglob("*") if p.is_file())
+    names = sorted(str(p.relative_to(context.output)) for p in context.output.rglob("*") if p.is_file())
     assert "report.html" in names
     for name in names:
-        assert (services.out / name).read_bytes() == (again.out / name).read_bytes(), name
+        assert (context.output / name).read_bytes() == (again.output / name).read_bytes(), name
 
 
 def test_evaluation_samples_at_the_temperature_of_training_and_another_one_is_warned_of() -> None:
@@ -372,13 +372,13 @@ def test_evaluation_samples_at_the_temperature_of_training_and_another_one_is_wa
 
 @pytest.mark.parametrize("gold", [True, False])
 def test_the_caption_calls_a_curve_over_optimisation_only_where_the_true_reward_is_in_it(
-    gold: bool, scripted: Any, services: Services
+    gold: bool, scripted: Any, context: StageContext
 ) -> None:
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
     if gold:
         rows = [row | {"rewards/gold/mean": 1.0 - row["step"] / 20} for row in rows]
-    (services.inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluate.run(config_of(), services)
-    document = (services.out / "report.html").read_text()
+    (context.inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate.run(config_of(), context)
+    document = (context.output / "report.html").read_text()
     assert ("Over-optimisation is where the true reward bends down" in document) == gold
     assert ("so this curve cannot show it" in document) != gold

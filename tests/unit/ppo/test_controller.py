@@ -23,7 +23,7 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import Rollout, Services
+from rlhf_core.types import Rollout, StageContext
 from tests.unit.ppo.test_step_checks import GOOD
 
 FLEET: Any = SimpleNamespace(packs=True)
@@ -46,7 +46,7 @@ def controller(tmp_path: Path) -> Any:
         [],
         lambda ids: "",
         nothing,
-        Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+        StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )
 
 
@@ -60,7 +60,7 @@ def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
         [],
         lambda ids: "",
         nothing,
-        Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+        StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )
     controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
     batch = SimpleNamespace(rollouts=[None] * 40)
@@ -86,7 +86,7 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     monkeypatch.setattr(controller, "_log_samples", lambda *arguments: kept.append(arguments[2:]))
     tracker = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(metrics))
     report = SimpleNamespace(metrics=tracker, progress=lambda *place, **numbers: shown.append(numbers))
-    monkeypatch.setattr(controller, "_services", report)
+    monkeypatch.setattr(controller, "_context", report)
     controller._log(controller.iterate())
     assert shown == [{}]
     assert logged[0]["ppo/skipped_steps"] == 1.0
@@ -111,9 +111,9 @@ def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tm
         folder.mkdir()
         tracker: Any = SimpleNamespace(log_metrics=lambda metrics, _step: logged.append(metrics))
         nothing: Any = None
-        services = Services({}, folder, folder, nothing, tracker, lambda *_args, **_shown: None)
+        context = StageContext({}, folder, folder, nothing, tracker, lambda *_args, **_shown: None)
         config = config_from_tree({"ppo": ppo}, "test")
-        controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, services)
+        controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, context)
         found = dict(GOOD) | {"rollout/logprob_gap_mean": 1e-5}
         controller._guards.check(found, 1)
         controller._log(found)
@@ -134,11 +134,11 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
         )
         tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
         nothing: Any = None
-        services = Services(
+        context = StageContext(
             {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, 1), tracker, nothing
         )
         config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
-        return PPOController(config, fleet, [], lambda ids: "", nothing, services)
+        return PPOController(config, fleet, [], lambda ids: "", nothing, context)
 
     high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
     first = started("first")
@@ -200,7 +200,7 @@ def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
     }
     controller: Any = PPOController(
         config_from_tree({"ppo": ppo}, "test"),
-        fleet, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+        fleet, [], lambda ids: "", nothing, StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )  # fmt: skip
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
     batch = SimpleNamespace(rollouts=rollouts, replaced=0, scores_before=None)
@@ -214,7 +214,7 @@ def test_metrics_before_and_after_filtering_and_the_clipped_share_are_told(tmp_p
     ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}
     controller: Any = PPOController(
         config_from_tree({"ppo": ppo}, "test"),
-        fleet, [], lambda ids: "", nothing, Services({}, tmp_path, tmp_path, nothing, nothing, nothing),
+        fleet, [], lambda ids: "", nothing, StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )  # fmt: skip
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
     batch = SimpleNamespace(rollouts=rollouts, replaced=3, scores_before=0.165)

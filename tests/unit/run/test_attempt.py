@@ -22,7 +22,7 @@ from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage import checkpoints
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
-from rlhf_core.types import ArtifactRef, Services, StageResult
+from rlhf_core.types import ArtifactRef, StageContext, StageResult
 
 KEY = "0" * 16
 
@@ -39,10 +39,10 @@ class Attempt:
             run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)
         )
 
-    def __call__(self, body: Callable[[Services], object]) -> ArtifactRef:
-        def stage(_config: PipelineConfig, services: Services) -> StageResult:
-            body(services)
-            (services.out / "numbers.json").write_text("{}")
+    def __call__(self, body: Callable[[StageContext], object]) -> ArtifactRef:
+        def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
+            body(context)
+            (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
         self._patch.setattr(run, "_stage_function", lambda _stage: stage)
@@ -53,11 +53,11 @@ class Attempt:
         return sorted({key.split("/")[2] for key in self.store.list(f"checkpoints/{KEY}") if "/step-" in key})
 
 
-def save(services: Services, step: int, score: float | None = None) -> None:
-    folder = services.work / "state"
+def save(context: StageContext, step: int, score: float | None = None) -> None:
+    folder = context.scratch / "state"
     folder.mkdir()
     (folder / "loop.json").write_text(str(step))
-    services.checkpoints.save(step, folder, score)
+    context.checkpoints.save(step, folder, score)
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -66,10 +66,10 @@ def test_an_attempt_that_was_overtaken_commits_nothing(
 ) -> None:
     attempt = Attempt(tmp_path, monkeypatch)
 
-    def overtaken(services: Services) -> None:
+    def overtaken(context: StageContext) -> None:
         claim(attempt.store, KEY)
         if saves:
-            save(services, 1)
+            save(context, 1)
 
     with pytest.raises(Superseded):
         attempt(overtaken)
@@ -83,9 +83,9 @@ def test_the_newest_and_the_best_are_kept_as_the_configuration_says(
     attempt = Attempt(tmp_path, monkeypatch, keep_checkpoints=3, keep_best=2)
     kept = []
 
-    def body(services: Services) -> None:
+    def body(context: StageContext) -> None:
         for step, score in enumerate((0.1, 0.9, 0.2, 0.8, 0.3, 0.0, 0.0), start=1):
-            save(services, step, score)
+            save(context, step, score)
         kept.extend(attempt.saved())
 
     attempt(body)
@@ -118,10 +118,10 @@ def test_a_checkpoint_that_is_damaged_or_of_other_code_stops_the_stage_unless_th
     both = {"allow_fresh_start": not allowed, "allow_other_code": not allowed}
     attempt = Attempt(tmp_path, monkeypatch, **(both | {setting: allowed}))
 
-    def body(services: Services) -> None:
-        save(services, 1)
+    def body(context: StageContext) -> None:
+        save(context, 1)
         change(attempt, monkeypatch)
-        services.checkpoints.latest()
+        context.checkpoints.latest()
 
     if allowed:
         attempt(body)

@@ -24,11 +24,11 @@ from rlhf_core.types import STAGES, StageName
 def test_the_message_has_numbers_to_lower(
     stage: StageName, told_by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_config: Any, services: Any) -> None:
+    def full(_config: Any, context: Any) -> None:
         error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if told_by == "the stage":
             raise error
-        services.monitor.abort(classified(error))
+        context.monitor.abort(classified(error))
 
     told: list[str] = []
 

@@ -118,7 +118,7 @@ def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Pat
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "rank0").write_text("moments")
     CheckpointStore(run.store, spec.key, tmp_path / "w", keep=1).save(3, tmp_path / "state")
-    left = [spec.journal, spec.work]
+    left = [spec.rollout_cache, spec.work]
     for folder in left:
         folder.mkdir(parents=True)
     assert run.store.list(f"checkpoints/{spec.key}")
@@ -305,7 +305,7 @@ def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of
     (tmp_path / "out" / "registration.json").write_text("{}")
     facts = {"weights_sha256": "w" * 64}
     made = store.publish(
-        "register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, facts=facts
+        "register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, attributes=facts
     )
 
     registered: Any = {"versions": lambda name: [ModelVersion("1", {WEIGHTS: "w" * 64})]}

@@ -37,7 +37,7 @@ def test_the_lower_the_held_out_loss_the_higher_the_score(
         reward, "evaluate_reward", lambda *_: ({"eval/loss": next(losses)}, torch.zeros(0, 2))
     )
     engine: Any = SimpleNamespace(grad_nonfinite=False, snapshot_best=lambda: None, restore_best=lambda: None)
-    known: Any = {"seed": 0, "pad_id": 0, "work": tmp_path, "services": None}
+    known: Any = {"seed": 0, "pad_id": 0, "work": tmp_path, "context": None}
     if stage == "sft":
         rows = [TokenSequence((1, 2), (0, 1))] * 6
         sft.train_sft(engine, rows, rows, SFT, **known)

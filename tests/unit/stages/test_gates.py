@@ -14,7 +14,7 @@ from rlhf_core.engines import ranks as launch
 from rlhf_core.errors import GateFailed
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.types import ArtifactRef, Services
+from rlhf_core.types import ArtifactRef, StageContext
 
 
 def test_an_accuracy_below_the_limit_is_named_with_both() -> None:
@@ -32,14 +32,14 @@ def test_a_reward_model_below_the_limit_fails_its_stage(
     config = config_from_tree({"run": {"device": "cpu"}, "reward": {"min_accuracy": 0.6}}, "test")
     nothing: Any = None
     tracker: Any = SimpleNamespace(flush=lambda: None)
-    services = Services(
+    context = StageContext(
         {"data": tmp_path, "sft": tmp_path}, tmp_path / "out", tmp_path / "work", nothing, tracker, nothing
     )
     monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.6})
-    assert reward.run(config, services).metrics == {"accuracy": 0.6}
+    assert reward.run(config, context).metrics == {"accuracy": 0.6}
     monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.59})
     with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
-        reward.run(config, services)
+        reward.run(config, context)
 
 
 def test_a_reward_model_made_earlier_below_the_limit_is_not_reused(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Controller(PPOController):
     """Trains nothing."""
 
     def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
-        self._fleet, self._out = fleet, given[3].out
+        self._fleet, self._out = fleet, given[3].output
 
     def run(self) -> None:
         (self._out / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
@@ -89,11 +89,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
     def run(**section: Any) -> Path:
         config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
-        services: Any = SimpleNamespace(
-            inputs=inputs, out=out, monitor=None, sources={}, progress=lambda *report: None,
+        context: Any = SimpleNamespace(
+            inputs=inputs, output=out, monitor=None, sources={}, progress=lambda *report: None,
             metrics=SimpleNamespace(flush=lambda: None),
         )  # fmt: skip
-        assert ppo.run(config, services).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
+        assert ppo.run(config, context).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}
         return out
 
     return run
@@ -123,5 +123,5 @@ def test_the_critic_starts_from_the_reward_model_only_where_that_gives_the_rewar
     rewards: list[dict[str, Any]], critic: str
 ) -> None:
     config = config_from_tree({"ppo": {"rewards": rewards}}, "test")
-    services: Any = SimpleNamespace(inputs={name: Path(name) for name in ("data", "sft", "reward")})
-    assert ppo._folders(config, services)["critic"] == Path(critic) / "model"
+    context: Any = SimpleNamespace(inputs={name: Path(name) for name in ("data", "sft", "reward")})
+    assert ppo._folders(config, context)["critic"] == Path(critic) / "model"

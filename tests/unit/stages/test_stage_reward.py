@@ -80,19 +80,19 @@ def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_th
     monkeypatch.setattr(reward, "_table", lambda *_given: [])
     monkeypatch.setattr("rlhf_core.engines.distributed.all_ranks_pack", lambda model, *_given: model.packs)
     monkeypatch.setattr(
-        reward, "_examine", lambda pairs, scores, out, services: {"eval/calibration_error": 0.0}
+        reward, "_examine", lambda pairs, scores, out, context: {"eval/calibration_error": 0.0}
     )
     tree = {"run": {"device": "cpu"}, "reward": {"lora": {}, "deepspeed": {"dtype": "bfloat16"}}}
     config = PipelineConfig.model_validate_json(json.dumps(tree))
     logged: dict[str, float] = {}
-    services: Any = SimpleNamespace(
-        name_of=lambda stage: stage,
+    context: Any = SimpleNamespace(
+        artifact_name=lambda stage: stage,
         metrics=SimpleNamespace(
             log_metrics=lambda metrics, step: logged.update(metrics), log_table=lambda *_given: None
         ),
     )
     rank: Any = SimpleNamespace(torch_device="cpu")
-    metrics = reward._train(rank, config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", services)
+    metrics = reward._train(rank, config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", context)
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
     scores = raw_scores(loaded)

@@ -29,7 +29,7 @@ def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
     (model / "model.safetensors").write_bytes(b"first")
     config = PipelineConfig.model_validate({"model": {"path": str(model)}}, strict=False)
     key, state = source_digests(config), model_state(config)
-    services: Any = SimpleNamespace(sources={"model": key["model"]})
+    context: Any = SimpleNamespace(sources={"model": key["model"]})
     rank: Any = SimpleNamespace(torch_device="cpu")
 
     def load_policy(*_: Any, **__: Any) -> None:
@@ -37,10 +37,10 @@ def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
 
     monkeypatch.setattr("rlhf_core.models.policy.load_policy", load_policy)
     with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
-        sft._train(rank, config, tmp_path, tmp_path, tmp_path, state, services)
+        sft._train(rank, config, tmp_path, tmp_path, tmp_path, state, context)
     monkeypatch.setattr("rlhf_core.engines.ranks.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
-        sft.run(config, services)
+        sft.run(config, context)
 
 
 class Engine:

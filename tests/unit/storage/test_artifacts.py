@@ -53,7 +53,7 @@ def publish(
         "parents": {"sft": parent},
         "metrics": {"kl": 1.5},
         "config": {"a": 1},
-        "facts": {"weights_sha256": "w"},
+        "attributes": {"weights_sha256": "w"},
     }
     return artifacts.publish("ppo", KEY, folder, fence=fence, mlflow_run_id="run", **{**known, **changes})  # type: ignore[arg-type]
 
@@ -67,7 +67,7 @@ def test_a_published_folder_is_found_and_fetched_with_the_same_bytes(
     }
     ref = publish(artifacts, output(tmp_path))
     assert artifacts.find("ppo", KEY) == ref
-    assert (ref.kind, ref.key, ref.metrics, ref.facts, ref.mlflow_run_id) == (
+    assert (ref.kind, ref.key, ref.metrics, ref.attributes, ref.mlflow_run_id) == (
         "ppo", KEY, {"kl": 1.5}, {"weights_sha256": "w"}, "run",
     )  # fmt: skip
     folder = artifacts.fetch(ref)

@@ -22,7 +22,7 @@ from rlhf_core.tracking import registry
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
 from rlhf_core.tracking.registry import Candidate, register
-from rlhf_core.types import ArtifactRef, Lineage, Services
+from rlhf_core.types import ArtifactRef, Lineage, StageContext
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +322,7 @@ def test_a_registry_that_is_down_is_one_sentence_that_can_be_retried() -> None:
         register(Mlflow("sqlite:////proc/nowhere/x.db", "e"), "m", candidate("a", 1.0), gate=GATE)
 
 
-def services(tmp_path: Path, evaluation: str) -> Services:
+def context(tmp_path: Path, evaluation: str) -> StageContext:
     for name in ("ppo/policy", "evaluate", "out", "work"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "ppo" / "policy" / "model.safetensors").write_bytes(b"1")
@@ -345,10 +345,10 @@ def services(tmp_path: Path, evaluation: str) -> Services:
             },
         ),
     }
-    return Services(
+    return StageContext(
         inputs={"ppo": tmp_path / "ppo", "evaluate": tmp_path / "evaluate"},
-        out=tmp_path / "out",
-        work=tmp_path / "work",
+        output=tmp_path / "out",
+        scratch=tmp_path / "work",
         checkpoints=unused,
         metrics=unused,
         progress=unused,
@@ -374,7 +374,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(
     config = PipelineConfig.model_validate(
         {"run": {"home": str(tmp_path), "name": "stage"}, "tracking": {"uri": f"sqlite:///{database}"}}
     )
-    result = register_stage.run(config, services(tmp_path, json.dumps(EVALUATION)))
+    result = register_stage.run(config, context(tmp_path, json.dumps(EVALUATION)))
     facts = json.loads((tmp_path / "out" / "registration.json").read_text())
     assert result.metrics == {"version": 1.0, "champion": 1.0}
     assert (facts["model"], facts["version"], facts["champion"], facts["rule"]) == (
@@ -392,7 +392,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(
         "MLflow refuses most signs in a tag's name"
     )
     assert len(version.tags) < 40, "the metrics of 1,500 data sources are not tags of the version"
-    assert version.tags["rlhf.weights_sha256"] == result.facts["weights_sha256"]
+    assert version.tags["rlhf.weights_sha256"] == result.attributes["weights_sha256"]
     # printf 1 | sha256sum
     assert (
         version.tags["rlhf.weights_sha256"]
@@ -412,12 +412,12 @@ def test_the_stage_asks_for_the_win_rate_of_its_configuration(tmp_path: Path, da
             "register": {"min_win_rate": 0.8},
         }
     )
-    result = register_stage.run(config, services(tmp_path, json.dumps(EVALUATION)))
-    assert (result.metrics["champion"], result.facts["rule"]) == (0.0, "min_win_rate")
+    result = register_stage.run(config, context(tmp_path, json.dumps(EVALUATION)))
+    assert (result.metrics["champion"], result.attributes["rule"]) == (0.0, "min_win_rate")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_the_stage_refuses_an_evaluation_without_a_win_rate(tmp_path: Path, content: str) -> None:
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
     with pytest.raises((CorruptArtifact, RLHFError), match=r"evaluation\.json"):
-        register_stage.run(config, services(tmp_path, content))
+        register_stage.run(config, context(tmp_path, content))
