@@ -12,7 +12,7 @@ import re
 import secrets
 from pathlib import Path
 
-from rlhf_core.run.home import replace_private
+from rlhf_core.system.files import write_atomic
 
 _FORM = re.compile(r"rlhf:[\w-]{20,}")
 
@@ -45,5 +45,5 @@ def ensure_login(home: Path) -> str:
     login = read_login(home)
     if login is None or file.stat().st_uid != os.getuid() or file.stat().st_mode & 0o077:
         login = new_login()  # another user may have read or written the old password
-        replace_private(file, login + "\n")
+        write_atomic(file, login + "\n", private=True)
     return login

@@ -12,9 +12,9 @@ from prefect.states import Completed
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
-from rlhf_core.run.home import read_json
 from rlhf_core.run.parameters import DEFAULT_CONFIG
 from rlhf_core.run.pipeline import outside_digests
+from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.tracker import open_tracking
 

@@ -23,7 +23,7 @@ from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS
 from flows.team import mlflow_address, prefect_address, prefect_answers
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.environment import past_proxies
-from rlhf_core.run.home import read_json
+from rlhf_core.system.files import read_json
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.processes import ProcessId, carriers, stop, wait_gone
 

@@ -36,7 +36,8 @@ from flows.reconcile import ENGINE_VARIABLE, Reconciler
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import InputError, RLHFError, StageFailed
 from rlhf_core.run.environment import DATABASE_VARIABLES, NO_TELEMETRY, past_proxies, prefect_environment
-from rlhf_core.run.home import replace_private, rotate_logs, write_json
+from rlhf_core.run.home import rotate_logs
+from rlhf_core.system.files import write_atomic, write_json
 from rlhf_core.system.launch import SAFE_PATH, python_module
 from rlhf_core.system.processes import ProcessId, carriers, free_port, stop
 
@@ -232,10 +233,11 @@ class Supervisor:
         if not self._team_mlflow:
             self._await("MLflow's server", "mlflow", self.servers["mlflow"].serves)
         if not self._team_api:
-            replace_private(
+            write_atomic(
                 self.profiles,
                 'active = "rlhf"\n\n[profiles.rlhf]\n'
                 f'PREFECT_API_URL = "{self.api}"\nPREFECT_API_AUTH_STRING = "{self._login}"\n',
+                private=True,
             )
 
     def _await(self, what: str, server: str, ready: Callable[[], bool]) -> None:

@@ -31,7 +31,7 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.tokenizer import is_local_model
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import filesystem, patiently
+from rlhf_core.storage.s3 import filesystem, with_retries
 from rlhf_core.system.files import UnfitFile, open_regular, read_bounded, unfit
 
 _CHUNK = 2**20
@@ -334,7 +334,7 @@ def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
     should.
     """
     try:
-        return patiently(what, store.retry_seconds, call)
+        return with_retries(what, store.retry_seconds, call)
     except StoreUnavailable as error:
         raise StoreUnavailable(f"{error.message}; correct its address, or wait until it answers") from error
     except (StoreError, FileNotFoundError) as error:

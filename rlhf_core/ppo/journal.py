@@ -20,6 +20,7 @@ from typing import Any
 
 from rlhf_core.ppo.rollouts import RolloutBatch
 from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.system.files import write_atomic
 from rlhf_core.types import PromptExample, Rollout
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,7 @@ class RolloutJournal:
                 "scores_before": batch.scores_before,
             }
         )
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_suffix(".part")
-        part.write_text(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}", encoding="utf-8")
-        part.replace(self._file)
+        write_atomic(self._file, f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
 
     def read(self, step: int) -> RolloutBatch | None:
         """The batch of `step`; None if another was kept, or none, or it is damaged, which is said."""

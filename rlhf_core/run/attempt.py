@@ -52,7 +52,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
         events.send("reused")
         return made
     for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
-        store.forget_uploads(folder)
+        store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
     stage_run = tracking.stage_run(

@@ -1,35 +1,14 @@
-"""The folder of a run, and small JSON files in it that other processes read while they are written: always
-whole.
-"""
+"""Files of a run: logs that are rotated, and `run.json`."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
-def replace_private(path: Path, text: str) -> None:
-    """Replace `path` atomically by a file that only this user can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    part.replace(path)
-
+from rlhf_core.system.files import read_json
 
 LOG_BYTES = 10_000_000
 """Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for
@@ -48,15 +27,6 @@ def rotate_logs(folder: Path, most: int = LOG_BYTES) -> None:
             if file.stat().st_size > most:
                 shutil.copyfile(file, file.with_suffix(".log.1"))
                 os.truncate(file, 0)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The content of `path`; None if there is no such file or it is not a JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def read_run(path: Path) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import kind_of, pinned, source_digests, source_name
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
-from rlhf_core.run.home import read_run, write_json
+from rlhf_core.run.home import read_run
 from rlhf_core.run.parameters import check_range
 from rlhf_core.run.settings import checked_config
 from rlhf_core.run.spec import StageSpec
@@ -39,6 +39,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
+from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId, lives
 from rlhf_core.tracking.tracker import DataSet, Status, Tracking, open_tracking, origin_tags
@@ -313,7 +314,7 @@ def open_pipeline(
     logging.getLogger("flows").setLevel(
         logging.INFO
     )  # Prefect shows our lines on a run's page, but leaves the level
-    settings, warnings = checked_config(config, overrides, patient=True)
+    settings, warnings = checked_config(config, overrides, retry_store=True)
     for warning in warnings:
         log.warning("%s", warning)
     run = Pipeline(pinned(settings), config, start, until)

@@ -14,11 +14,11 @@ from rlhf_core.system.home import Home
 
 
 def checked_config(
-    path: str, overrides: Sequence[str], *, patient: bool = False
+    path: str, overrides: Sequence[str], *, retry_store: bool = False
 ) -> tuple[PipelineConfig, list[str]]:
     """The configuration and what the user should know of it; its home is made, its store answers.
 
-    `patient`: nobody waits for the answer, so an outage of the store is sat out for `store.retry_seconds`.
+    `retry_store`: retry temporary failures of the store for `store.retry_seconds`, because no user is waiting.
     Raises InputError with everything that is wrong, StoreUnavailable if only the store does not answer.
     """
     with checking(path):
@@ -27,7 +27,7 @@ def checked_config(
         check_memory(config)
     Home.of(config.run.home).make()
     store = open_store(config)
-    if patient:
+    if retry_store:
         store.check(config.store.retry_seconds)
     else:
         store.check()

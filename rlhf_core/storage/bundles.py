@@ -24,8 +24,9 @@ from typing import Any
 
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.storage.space import on_one_disk, require_free
-from rlhf_core.storage.store import TEMPORARY, Store, check_key
+from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import TEMPORARY
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A store in a local folder: every file appears whole, by a rename in its own folder after an fsync."""
+"""Storage in a local folder. Each file appears complete: it is written under a temporary name, synced and renamed."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import StoreError
-from rlhf_core.storage.store import SMALL_BYTES, TEMPORARY
-from rlhf_core.system.files import UnfitFile, read_bounded
+from rlhf_core.storage.backend import SMALL_BYTES
+from rlhf_core.system.files import TEMPORARY, UnfitFile, fsync, read_bounded, replacing
 
 log = logging.getLogger(__name__)
 
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS)
+"""Errors of file systems that cannot link two paths."""
 
 
 class LocalFiles:
-    """`Backend` over `root`; see `Store` for what the methods promise."""
+    """`Backend` in the folder `root`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
-        self._set_folder_aside(key)
-        with self._errors("write", key), _writing(self._root / key) as temporary:
+        self._rename_folder_at(key)
+        with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
             if not (link and _linked(source, temporary)):
                 shutil.copyfile(source, temporary)
 
     def get_file(self, key: str, target: Path, size: int | None = None) -> None:
-        with self._errors("read", key), _writing(target) as temporary:
+        with self._errors("read", key), replacing(target, sync=True) as temporary:
             shutil.copyfile(self._root / key, temporary)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._set_folder_aside(key)
-        with self._errors("write", key), _writing(self._root / key) as temporary:
+        self._rename_folder_at(key)
+        with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
             temporary.write_bytes(data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         target = self._root / key
-        self._set_folder_aside(key)
+        self._rename_folder_at(key)
         temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
         with self._errors("create", key):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(data)
-                _fsync(temporary)
+                fsync(temporary)
                 return _created(temporary, target, data)
             finally:
                 temporary.unlink(missing_ok=True)
-                _fsync(target.parent)
+                fsync(target.parent)
 
     def read_bytes(self, key: str) -> bytes | None:
         path = self._root / key
@@ -65,30 +66,29 @@ class LocalFiles:
             except UnfitFile:
                 if path.is_file():
                     raise
-                return b""  # a folder, pipe or device instead of an object counts as damaged
+                return b""  # a folder, pipe or device at the path of an object counts as damage
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        start, found = self._root / prefix, {}
+        start = self._root / prefix
+        sizes: dict[str, int] = {}
         with self._errors("list", prefix):
             if start.is_file():
                 return {prefix: start.stat().st_size}
             for folder, _, names in os.walk(start):
                 for name in names:
+                    if name.startswith(TEMPORARY):
+                        continue
                     path = Path(folder, name)
-                    # A file may vanish while we walk: another process prunes.
+                    # Another process may delete the file during the walk.
                     with contextlib.suppress(FileNotFoundError):
-                        if not name.startswith(TEMPORARY):
-                            found[path.relative_to(self._root).as_posix()] = path.stat().st_size
-        return found
+                        sizes[path.relative_to(self._root).as_posix()] = path.stat().st_size
+        return sizes
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._set_folder_aside(key)
+            self._rename_folder_at(key)
             with self._errors("delete", key):
                 (self._root / key).unlink(missing_ok=True)
-
-    def forget_uploads(self, prefix: str) -> None:
-        """There are none: a file is written beside its place, and moved."""
 
     def delete_prefix(self, prefix: str) -> None:
         path = self._root / prefix
@@ -98,15 +98,19 @@ class LocalFiles:
             else:
                 shutil.rmtree(path)
 
+    def abort_multipart_uploads(self, prefix: str) -> None:
+        """Do nothing: a local file is never uploaded in parts."""
+
     def uri(self, key: str) -> str:
         return str(self._root / key)
 
     def local_path(self, key: str) -> Path | None:
         return self._root / key
 
-    def _set_folder_aside(self, key: str) -> None:
-        """Rename a folder at the path of an object that will be written or deleted. The store never creates
-        such folders.
+    def _rename_folder_at(self, key: str) -> None:
+        """Rename a folder at the path of an object that will be written or deleted.
+
+        The store never creates such a folder.
         """
         path = self._root / key
         if path.is_dir() and not path.is_symlink():
@@ -127,22 +131,8 @@ class LocalFiles:
             raise StoreError(f"The store could not {action} {self._root / key}: {reason}{hint}.") from error
 
 
-@contextlib.contextmanager
-def _writing(target: Path) -> Iterator[Path]:
-    """A temporary file beside `target`; afterwards it is on disk and renamed to it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-    try:
-        yield temporary
-        _fsync(temporary)
-        os.replace(temporary, target)
-        _fsync(target.parent)
-    finally:
-        # Also after success: renaming a file onto a hard link of itself leaves both names.
-        temporary.unlink(missing_ok=True)
-
-
 def _linked(source: Path, target: Path) -> bool:
+    """Create `target` as a hard link to `source`; return False if the file system cannot."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
@@ -153,10 +143,10 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _created(temporary: Path, target: Path, data: bytes) -> bool:
-    """`target` now has `data` by this call. A link is atomic; without links, exclusive creation is the next
-    best.
-    """
+    """Create `target` with `data` from the finished file `temporary`; return False if `target` exists."""
     try:
+        # A link appears at once with all its data. The fallback without links creates the file exclusively,
+        # but a kill can leave it incomplete.
         if _linked(temporary, target):
             return True
         descriptor = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -171,15 +161,3 @@ def _created(temporary: Path, target: Path, data: bytes) -> bool:
         target.unlink(missing_ok=True)
         raise
     return True
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and container file systems refuse fsync on folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

@@ -1,13 +1,12 @@
-"""A store in an S3 bucket, or in one of a compatible server.
+"""Storage in a bucket of S3 or of a compatible server.
 
-Files are finished on the local disk before they are uploaded: an upload that a signal interrupts then leaves
-either nothing or the whole object, because a single put carries its length and a multipart one must be
-completed.
+A file is complete on the local disk before its upload starts. An upload that a signal interrupts therefore leaves
+nothing or the complete object: a single put announces its length, and a multipart upload must be completed.
 
-    answer                                   what happens
-    5xx, SlowDown, timeout, reset, cut body  tried again, with pauses of random length, until `patience` seconds have
-                                             passed since the first failure; then StoreUnavailable
-    403, expired credentials, no bucket      StoreError at once: only a person can help
+    answer                                   result
+    5xx, SlowDown, timeout, reset, cut body  retried with random back-off until `retry_seconds` have passed since
+                                             the first failure; then StoreUnavailable
+    403, expired credentials, no bucket      StoreError at once: a retry cannot help
 """
 
 from __future__ import annotations
@@ -17,43 +16,42 @@ import contextlib
 import errno
 import functools
 import logging
-import os
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import StoreError, StoreUnavailable
-from rlhf_core.storage.store import SMALL_BYTES, TEMPORARY
+from rlhf_core.storage.backend import SMALL_BYTES
+from rlhf_core.system.files import replacing
+from rlhf_core.system.retries import backoff, stop_after_failing
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS, READ_SECONDS = 5, 20
 REQUEST_SECONDS = 300.0
-"""For one request that sends, up to the head of its answer: `_AT_ONCE` parts share the line, and less than
-0.25 MB/s is none.
+"""Time limit from the start of a request to the head of its answer. `_CONCURRENCY` parts share the bandwidth;
+slower than 0.25 MB/s counts as an outage.
 """
 LISTED = 100_000
 """Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 SETTLE_SECONDS = 0.5
-"""How long writers of one key wait before they look who won, on servers without conditional puts."""
+"""Time before concurrent writers of one key read back which of them won, on servers without conditional puts."""
 
 _LEAST_SECONDS = 10.0
-"""Minimum time limit for a small call, even with short patience, because the first call initializes the
-client.
-"""
+"""Minimum time limit for a small call, even with a small `retry_seconds`: the first call initializes the client."""
 _BYTES_PER_SECOND = 250_000
 _PART_BYTES = 16 * 2**20
-_AT_ONCE = 4
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_CONCURRENCY = 4
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.4, 5.0
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
-_HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
-             "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
-"""Errors of the client itself that no second try can change, by name: some of its versions lack some of them.
-"""
+_PERMANENT = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnauthorizedSSOTokenError",
+              "SSOTokenLoadError", "TokenRetrievalError", "ParamValidationError")  # fmt: skip
+"""Names of the client's own errors that a retry cannot change. By name, because not all versions have all."""
 _REFUSED = (
     "400",
     "ExpiredToken",
@@ -62,23 +60,21 @@ _REFUSED = (
     "AuthorizationHeaderMalformed",
     "301",
 )
-"""Codes of answers that are about who asks and where; a bare 400 is what a HEAD gets for an expired token."""
+"""Codes of answers about credentials or the region. A HEAD request with an expired token gets a bare 400."""
 
 _T = TypeVar("_T")
-_jitter = random.Random()
-"""Apart from the generator that everybody shares: an outage must not change what a run draws."""
 
 
 def filesystem(endpoint: str | None) -> Any:
-    """An `s3fs.S3FileSystem` whose every request is bounded; see `patiently` for what may fail and pass.
+    """Return an `s3fs.S3FileSystem` that limits the time and size of every request; combine with `with_retries`.
 
-    `endpoint`: address of an S3-compatible server; None: AWS.
+    `endpoint` is the address of an S3-compatible server; None is AWS.
     """
     import s3fs
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
         async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
-            # A server that stops reading would hold a request for ever: the client bounds its silence only.
+            # A server that stops reading blocks a request forever: the client limits only the time between reads.
             # `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same time as
             # the answer.
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -121,11 +117,11 @@ def filesystem(endpoint: str | None) -> Any:
         endpoint_url=endpoint,
         use_listings_cache=False,
         skip_instance_cache=True,
-        max_concurrency=_AT_ONCE,
+        max_concurrency=_CONCURRENCY,
         config_kwargs={
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
-            # One quick try more for a part of a large file; the patience is in `patiently`.
+            # One quick retry for a part of a large file; `with_retries` handles longer outages.
             "retries": {"total_max_attempts": 2, "mode": "standard"},
             # Compatible servers corrupt uploads with checksum trailers; the manifests' sha256 is our check.
             "request_checksum_calculation": "when_required",
@@ -137,21 +133,22 @@ def filesystem(endpoint: str | None) -> Any:
 
 
 def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
-    """Callback for downloads. It calls `allow` with the seconds for the announced size, and stops downloads
-    above `limit`.
+    """Return a callback that stops a download above `limit` bytes.
+
+    It calls `allow` with the additional seconds for the announced size.
     """
     from fsspec.callbacks import Callback
 
     class Arriving(Callback):  # type: ignore[misc]  # untyped
-        came = 0
+        received = 0
 
         def set_size(self, size: int | None) -> None:
             refuse(size or 0)
             allow((size or 0) / _BYTES_PER_SECOND)
 
         def relative_update(self, inc: int = 1) -> None:
-            self.came += inc
-            refuse(self.came)
+            self.received += inc
+            refuse(self.received)
 
     def refuse(size: int) -> None:
         if limit is not None and size > limit:
@@ -161,14 +158,13 @@ def _arriving(limit: int | None, allow: Callable[[float], None]) -> Any:
 
 
 class S3Objects:
-    """`Backend` over `s3://bucket/prefix`; see `Store` for what the methods promise."""
+    """`Backend` at `s3://bucket/prefix`."""
 
-    def __init__(self, bucket: str, prefix: str, endpoint: str | None, patience: float) -> None:
-        """`patience`: seconds for which a failing call is tried again."""
+    def __init__(self, bucket: str, prefix: str, endpoint: str | None, retry_seconds: float) -> None:
         self._root = f"{bucket}/{prefix}" if prefix else bucket
         self._endpoint = endpoint
-        self._patience = patience
-        self._seconds = max(patience, _LEAST_SECONDS)
+        self._retry_seconds = retry_seconds
+        self._seconds = max(retry_seconds, _LEAST_SECONDS)
         """Time limit for one attempt of a small call."""
 
     @functools.cached_property
@@ -177,7 +173,7 @@ class S3Objects:
 
     @functools.cached_property
     def _conditional(self) -> bool:
-        """Whether this server refuses to create what exists; found out once, with a probe object."""
+        """Whether this server refuses to create an existing object; determined once, with a probe object."""
         probe = f"{self._root}/probe-{uuid.uuid4().hex}"
         refused = self._call("create", "probe", lambda: self._refuses(probe))
         if not refused:
@@ -195,11 +191,11 @@ class S3Objects:
         except FileExistsError:
             refused = True
         except OSError as error:
-            # An outage says nothing about what the server can do.
+            # After any other error, such as an outage, the answer is still unknown.
             if error.errno not in _NOT_SUPPORTED:
                 raise
             log.debug("conditional put: %s", error)
-            # A plain put tells "no conditional puts" from "no access at all".
+            # A plain put distinguishes "no conditional puts" from "no access at all".
             self._pipe(probe, b"plain")
         self._remove(probe)
         return refused
@@ -211,19 +207,14 @@ class S3Objects:
             except FileNotFoundError as error:
                 if _code(error) != "NoSuchUpload":
                     raise
-                # The answer to the end of a multipart upload was lost, and it cannot be ended twice.
+                # The answer to the completion of a multipart upload was lost, and the client completed it again.
                 raise ConnectionResetError(f"lost the answer to the end of an upload: {error}") from error
 
         self._call("write", key, put)
 
     def get_file(self, key: str, target: Path, size: int | None = None) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-        try:
+        with replacing(target) as temporary:
             self._call("read", key, lambda: self._fs.get_file(self._path(key), str(temporary), limit=size))
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def put_bytes(self, key: str, data: bytes) -> None:
         self._call("write", key, lambda: self._pipe(self._path(key), data))
@@ -232,7 +223,7 @@ class S3Objects:
         if self.read_bytes(key) is not None:
             return False
         mode = "create" if self._conditional else "overwrite"
-        # After a lost answer a second try meets its own object; reading back tells.
+        # After a lost answer, the retry finds its own object. Reading it back decides.
         with contextlib.suppress(FileExistsError):
             self._call("create", key, lambda: self._pipe(self._path(key), data, mode))
         if mode == "overwrite":
@@ -249,14 +240,14 @@ class S3Objects:
         return content
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        found = self._call(
+        listed = self._call(
             "list", prefix, lambda: self._within(lambda: self._fs._find(self._path(prefix), detail=True))
         )
         start = len(self._root) + 1
-        return {path[start:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
+        return {path[start:]: int(info["size"]) for path, info in listed.items() if info["type"] == "file"}
 
     def delete(self, keys: Sequence[str]) -> None:
-        # One by one: the bulk call of s3fs does not report what could not be deleted.
+        # One by one: the bulk call of s3fs does not report the objects that it could not delete.
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 self._call("delete", key, functools.partial(self._remove, self._path(key)))
@@ -264,22 +255,20 @@ class S3Objects:
     def delete_prefix(self, prefix: str) -> None:
         self.delete(sorted(self.sizes(prefix)))
 
-    def forget_uploads(self, prefix: str) -> None:
+    def abort_multipart_uploads(self, prefix: str) -> None:
         bucket, _, _ = self._root.partition("/")
         start = self._path(prefix).removeprefix(f"{bucket}/") + "/"
-
-        def abort() -> int:
-            ask = functools.partial(self._fs.call_s3, Bucket=bucket, timeout=REQUEST_SECONDS)
-            found = ask("list_multipart_uploads", Prefix=start).get("Uploads") or []
-            for upload in found:
-                ask("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
-            return len(found)
-
-        try:  # once: not every server can, and nothing depends on it
-            if count := abort():
-                log.info("dropped what %d interrupted uploads had left below %s", count, self.uri(prefix))
-        except _errors_of_the_client() as error:
-            log.info("what interrupted uploads may have left below %s stays: %s", self.uri(prefix), error)
+        request = functools.partial(self._fs.call_s3, Bucket=bucket, timeout=REQUEST_SECONDS)
+        # Without retries: not every server supports it, and nothing depends on it.
+        try:
+            uploads = request("list_multipart_uploads", Prefix=start).get("Uploads") or []
+            for upload in uploads:
+                request("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+        except _client_errors() as error:
+            log.info("parts of interrupted uploads may remain below %s: %s", self.uri(prefix), error)
+            return
+        if uploads:
+            log.info("deleted the parts of %d interrupted uploads below %s", len(uploads), self.uri(prefix))
 
     def uri(self, key: str) -> str:
         return f"s3://{self._path(key)}"
@@ -297,8 +286,7 @@ class S3Objects:
         self._within(lambda: self._fs._pipe_file(path, data, mode=mode), len(data))
 
     def _within(self, call: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        """Run a coroutine of the client with all its requests and retries within the time limit for `size`
-        bytes.
+        """Run a coroutine of the client, with all its requests, within the time limit for `size` bytes.
 
         Raises TimeoutError.
         """
@@ -311,14 +299,14 @@ class S3Objects:
                 return await call()
 
         try:
-            done: _T = sync(self._fs.loop, bounded)
+            result: _T = sync(self._fs.loop, bounded)
         except TimeoutError as error:
             raise TimeoutError(f"no whole answer within {seconds:.0f} s") from error
-        return done
+        return result
 
     def _call(self, action: str, key: str, call: Callable[[], _T]) -> _T:
         try:
-            return patiently(f"The store could not {action} {self.uri(key)}", self._patience, call)
+            return with_retries(f"The store could not {action} {self.uri(key)}", self._retry_seconds, call)
         except FileNotFoundError as error:
             if _code(error) == "NoSuchBucket" or "bucket does not exist" in str(error):
                 raise StoreError(
@@ -327,39 +315,59 @@ class S3Objects:
             raise
 
 
-def patiently(what: str, patience: float, call: Callable[[], _T]) -> _T:
-    """`call()`, tried again while its failure may pass, for `patience` seconds.
+def with_retries(what: str, retry_seconds: float, call: Callable[[], _T]) -> _T:
+    """Return `call()`, retried after temporary failures for `retry_seconds` from the first one.
 
-    Raises StoreUnavailable, beginning with `what`, where it does not pass, StoreError where it never will;
-    lets FileNotFoundError and FileExistsError through.
+    Raises StoreUnavailable if the failure persists and StoreError if a retry cannot help; both messages start with
+    `what`. FileNotFoundError and FileExistsError pass through.
     """
-    failed, since = 0, 0.0
-    while True:
+
+    def attempt() -> _T:
         try:
             return call()
         except (FileNotFoundError, FileExistsError):
             raise
-        except _errors_of_the_client() as error:
+        except _client_errors() as error:
             if isinstance(error, PermissionError) or _code(error) in _REFUSED:
                 raise StoreError(
                     f"{what}: access denied ({_reason(error)}); check the credentials and the bucket's"
                     " policy."
                 ) from error
-            if type(error).__name__ in _HOPELESS or isinstance(error, _TooMuch):
+            if type(error).__name__ in _PERMANENT or isinstance(error, _TooMuch):
                 raise StoreError(f"{what}: {_reason(error)}") from error
-            failed, since = failed + 1, since or time.monotonic()
-            pause = _jitter.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**failed))
-            if time.monotonic() + pause - since > patience:
-                raise StoreUnavailable(
-                    f"{what}, in {failed} tries over {time.monotonic() - since:.0f} s: {_reason(error)}"
-                ) from error
-            log.log(
-                logging.WARNING if failed == 1 else logging.DEBUG,
-                "%s (%s); trying again.",
-                what,
-                _reason(error),
-            )
-            time.sleep(pause)
+            raise
+
+    retrying = Retrying(
+        retry=retry_if_exception(_is_temporary),
+        wait=backoff(_FIRST_PAUSE, _LONGEST_PAUSE),
+        stop=stop_after_failing(retry_seconds),
+        before_sleep=functools.partial(_log_retry, what),
+        retry_error_callback=functools.partial(_raise_unavailable, what),
+    )
+    return retrying(attempt)
+
+
+def _is_temporary(error: BaseException) -> bool:
+    return isinstance(error, _client_errors()) and not isinstance(error, FileNotFoundError | FileExistsError)
+
+
+def _log_retry(what: str, state: RetryCallState) -> None:
+    level = logging.WARNING if state.attempt_number == 1 else logging.DEBUG
+    log.log(level, "%s (%s); trying again.", what, _reason(_error_of(state)))
+
+
+def _raise_unavailable(what: str, state: RetryCallState) -> NoReturn:
+    error = _error_of(state)
+    raise StoreUnavailable(
+        f"{what}, in {state.attempt_number} tries over {state.seconds_since_start:.0f} s: {_reason(error)}"
+    ) from error
+
+
+def _error_of(state: RetryCallState) -> BaseException:
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    assert error is not None
+    return error
 
 
 class _TooMuch(OSError):
@@ -367,7 +375,7 @@ class _TooMuch(OSError):
 
 
 @functools.cache
-def _errors_of_the_client() -> tuple[type[Exception], ...]:
+def _client_errors() -> tuple[type[Exception], ...]:
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
     from s3fs.core import S3_RETRYABLE_ERRORS
@@ -376,7 +384,7 @@ def _errors_of_the_client() -> tuple[type[Exception], ...]:
 
 
 def _code(error: BaseException) -> str:
-    """The code of the server's answer; '' if there was none."""
+    """Return the code of the server's answer; '' if there was none."""
     response = getattr(error.__cause__ or error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 

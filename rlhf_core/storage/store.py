@@ -1,7 +1,7 @@
-"""Objects under keys, in a local folder or in a bucket: the only door to what outlives a process.
+"""Objects under keys, in a local folder or in a bucket: the only access to data that outlives a process.
 
-A key is a relative POSIX path. Data is written whole and then becomes visible at its key; what must be
-decided once for all (a manifest, the number of an attempt) goes through `put_if_absent`.
+A key is a relative POSIX path. An object becomes visible at its key when it is complete. Decisions that must be
+made only once (a manifest, the number of an attempt) use `put_if_absent`.
 """
 
 from __future__ import annotations
@@ -11,153 +11,144 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import has_credentials, scrubbed
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
+from rlhf_core.storage.backend import Backend
+from rlhf_core.storage.local import LocalFiles
+from rlhf_core.storage.s3 import S3Objects
+from rlhf_core.system.files import TEMPORARY
 
-TEMPORARY = ".tmp-"
-"""File names that begin so are unfinished writes: never listed, never allowed in a key."""
-
-SMALL_BYTES = 64 * 2**20
-"""Size of the largest object that is read into memory. Manifests are much smaller."""
-
-_CHECK_PATIENCE = 2.0
+_CHECK_SECONDS = 2.0
+_MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
 _BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
 
 
-def open_store(config: PipelineConfig) -> Store:
-    """Return the store of `config`. Its backend is opened at the first use."""
-    return Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
-
-
-class Backend(Protocol):
-    """What `Store` needs of a place. Keys and prefixes are checked before they come here."""
-
-    def put_file(self, source: Path, key: str, *, link: bool) -> None: ...
-    def get_file(self, key: str, target: Path, size: int | None = None) -> None: ...
-    def put_bytes(self, key: str, data: bytes) -> None: ...
-    def put_if_absent(self, key: str, data: bytes) -> bool: ...
-    def read_bytes(self, key: str) -> bytes | None: ...
-    def sizes(self, prefix: str) -> Mapping[str, int]: ...
-    def delete(self, keys: Sequence[str]) -> None: ...
-    def delete_prefix(self, prefix: str) -> None: ...
-    def forget_uploads(self, prefix: str) -> None: ...
-    def uri(self, key: str) -> str: ...
-    def local_path(self, key: str) -> Path | None: ...
-
-
 def check_key(key: str) -> str:
-    """`key` itself, if it stays inside the store on every backend; else InputError."""
-    parts = key.split("/")
-    inside = key and len(key.encode(errors="replace")) <= 900 and not _UNSAFE.search(key)
-    if not inside or any(not part or part in (".", "..") or part.startswith(TEMPORARY) for part in parts):
+    """Return `key`. Raises InputError if it could leave the store, or be refused, on some backend."""
+    names = key.split("/")
+    if (
+        not key
+        or len(key.encode(errors="replace")) > _MAX_KEY_BYTES
+        or _UNSAFE.search(key)
+        or any(not name or name in (".", "..") or name.startswith(TEMPORARY) for name in names)
+    ):
         raise InputError(
-            f"The storage key {key[:80]!r} must be a relative path of at most 900 bytes without empty parts,"
-            f" '.', '..', control characters, '?', backslashes or names starting with {TEMPORARY!r}; rename"
+            f"The storage key {key[:80]!r} must be a relative path of at most {_MAX_KEY_BYTES} bytes without empty"
+            f" parts, '.', '..', control characters, '?', backslashes or names starting with {TEMPORARY!r}; rename"
             " the file."
         )
-    if any(len(part.encode()) > 255 for part in parts):
-        raise InputError(f"A name in the storage key {key[:80]!r} is longer than 255 bytes; shorten it.")
+    if any(len(name.encode()) > _MAX_NAME_BYTES for name in names):
+        raise InputError(
+            f"A name in the storage key {key[:80]!r} is longer than {_MAX_NAME_BYTES} bytes; shorten it."
+        )
     return key
 
 
 class Store:
-    """A folder (`path` or `file:///path`) or `s3://bucket/prefix`. Every method raises StoreError if the
-    place fails.
+    """A folder (`path` or `file:///path`) or `s3://bucket/prefix`.
+
+    Every method raises StoreError if the storage fails.
     """
 
-    def __init__(self, url: str | Path, endpoint: str | None = None, patience: float = 60.0) -> None:
-        """`endpoint`: address of an S3-compatible server; None: AWS, or what AWS_ENDPOINT_URL_S3 says.
-        `patience`: seconds for which a bucket's passing failures are tried again.
+    def __init__(self, url: str | Path, endpoint: str | None = None, retry_seconds: float = 60.0) -> None:
+        """Parse the address; nothing is read or written yet. Raises ConfigError for an unusable address.
 
-        Raises ConfigError for an address that cannot be a store; touches nothing yet.
+        Args:
+            url: address of the store.
+            endpoint: address of an S3-compatible server; None for AWS_ENDPOINT_URL_S3 or AWS.
+            retry_seconds: how long temporary failures of a bucket are retried.
         """
         self.url = str(url)
         self._endpoint = endpoint
-        self._backend = _open(self.url, endpoint, patience)
+        self._backend = _open(self.url, endpoint, retry_seconds)
 
     @property
     def is_local(self) -> bool:
-        """Whether its files lie on this machine's disks."""
+        """Whether the files are on this machine's disks."""
         return self.local_path("any") is not None
 
     def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
-        """Copy a finished local file to `key`, replacing what was there. `link` may share the file's disk
-        blocks: only for files that nobody will write to any more.
+        """Copy a complete local file to `key`, replacing an existing object.
+
+        With `link`, both may share their disk blocks: only for files that are never written to again.
         """
         self._backend.put_file(local, check_key(key), link=link)
 
     def get_file(self, key: str, local: Path, size: int | None = None) -> None:
-        """Copy an object to a local file atomically. Raises FileNotFoundError if there is no such object.
+        """Copy an object to a local file atomically. Raises FileNotFoundError if it does not exist.
 
-        `size` is the expected number of bytes. If a bucket sends more, the download stops.
+        `size` is the expected number of bytes; a download of more is stopped.
         """
         self._backend.get_file(check_key(key), local, size)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Write a small object, replacing what was there."""
+        """Write a small object, replacing an existing one."""
         self._backend.put_bytes(check_key(key), data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create an object; False if it exists already, whoever made it. Of racing callers with different
-        data one wins.
+        """Create an object; return False if it exists already.
+
+        Exactly one of several concurrent callers with different data succeeds.
         """
         return self._backend.put_if_absent(check_key(key), data)
 
     def read_bytes(self, key: str) -> bytes | None:
-        """A small object's content, None if it does not exist."""
+        """Return the content of a small object; None if it does not exist."""
         return self._backend.read_bytes(check_key(key))
 
     def exists(self, key: str) -> bool:
-        """Whether there is an object at `key`."""
+        """Return whether there is an object at `key`."""
         return key in self._backend.sizes(check_key(key))
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        """Bytes of each object at or below the folder `prefix`, by full key."""
+        """Return the bytes of each object at or below the folder `prefix`, by full key."""
         return self._backend.sizes(check_key(prefix))
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys at or below the folder `prefix`."""
+        """Return the sorted keys at or below the folder `prefix`."""
         return sorted(self.sizes(prefix))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that do not exist are passed over."""
+        """Delete objects. Keys without an object are ignored."""
         self._backend.delete([check_key(key) for key in keys])
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete everything at or below the folder `prefix`, unfinished writes as well."""
+        """Delete everything at or below the folder `prefix`, unfinished writes included."""
         self._backend.delete_prefix(check_key(prefix))
 
-    def forget_uploads(self, prefix: str) -> None:
-        """Drop the parts of uploads below the folder `prefix` that were killed: a bucket keeps them, and no
-        listing shows them. Only for who alone writes there. A bucket that does not allow it is left as it is,
-        and that is said.
+    def abort_multipart_uploads(self, prefix: str) -> None:
+        """Delete the parts of interrupted uploads below the folder `prefix`.
+
+        A bucket keeps and bills them, but does not list them. Only for the sole writer at `prefix`. If the bucket
+        does not allow it, the parts stay, which is logged.
         """
-        self._backend.forget_uploads(check_key(prefix))
+        self._backend.abort_multipart_uploads(check_key(prefix))
 
     def uri(self, key: str) -> str:
-        """Full address for people and for lineage: an absolute path or `s3://...`."""
+        """Return the full address for users and lineage: an absolute path or `s3://...`."""
         return self._backend.uri(check_key(key))
 
     def local_path(self, key: str) -> Path | None:
-        """Where `key` lies on this machine's disk; None if the store is remote."""
+        """Return the path of `key` on this machine's disk; None if the store is remote."""
         return self._backend.local_path(check_key(key))
 
-    def check(self, patience: float = _CHECK_PATIENCE) -> None:
-        """Write, list, read and delete a small object. Raises ConfigError if that does not work,
-        StoreUnavailable if that may pass and has not within `patience` seconds.
+    def check(self, retry_seconds: float = _CHECK_SECONDS) -> None:
+        """Write, list, read and delete a small object.
+
+        Raises StoreUnavailable for a failure that may be temporary and lasts `retry_seconds`, ConfigError for any
+        other.
         """
         key, data = f"probe-{uuid.uuid4().hex}", b"probe"
-        place = _open(self.url, self._endpoint, patience)
+        backend = _open(self.url, self._endpoint, retry_seconds)
         try:
-            place.put_bytes(key, data)
-            whole = place.sizes(key) == {key: len(data)} and place.read_bytes(key) == data
-            place.delete([key])
+            backend.put_bytes(key, data)
+            intact = backend.sizes(key) == {key: len(data)} and backend.read_bytes(key) == data
+            backend.delete([key])
         except StoreUnavailable as error:
             raise StoreUnavailable(
                 f"store.url={self.url!r} cannot be used now: {error.message}; correct its address, or wait"
@@ -175,13 +166,18 @@ class Store:
                 f"store.url={self.url!r} cannot be used: {type(error).__name__}:"
                 f" {scrubbed(str(error))[:200]}; correct store.url or store.endpoint"
             ) from error
-        if not whole:
+        if not intact:
             raise ConfigError(
                 f"store.url={self.url!r} cannot be used: it did not give back what was written to it."
             )
 
 
-def _open(url: str, endpoint: str | None, patience: float) -> Backend:
+def open_store(config: PipelineConfig) -> Store:
+    """Return the store of a configuration; nothing is read or written yet."""
+    return Store(config.store_url, config.store.endpoint, config.store.retry_seconds)
+
+
+def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
     for name, value in (("store.url", url), ("store.endpoint", endpoint or "")):
         if has_credentials(value):
             raise ConfigError(
@@ -190,7 +186,7 @@ def _open(url: str, endpoint: str | None, patience: float) -> Backend:
             )
     scheme = urlsplit(url).scheme if "://" in url else ""
     if scheme == "s3":
-        return _open_s3(url, endpoint, patience)
+        return _open_s3(url, endpoint, retry_seconds)
     if scheme == "file":
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
@@ -204,19 +200,18 @@ def _open(url: str, endpoint: str | None, patience: float) -> Backend:
         )
     if not url.strip() or "\0" in url:
         raise ConfigError(f"store.url={url!r} must name a folder or s3://bucket/prefix.")
-    from rlhf_core.storage.local import LocalFiles
-
     return LocalFiles(Path(url).expanduser().absolute())
 
 
-def _open_s3(url: str, endpoint: str | None, patience: float) -> Backend:
+def _open_s3(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     if not _BUCKET.match(bucket):
         raise ConfigError(
             f"store.url={url!r} must be s3://bucket/prefix; {bucket!r} is not a bucket name (3 to 63 of a-z,"
             " 0-9, '.', '-')."
         )
-    if prefix := prefix.strip("/"):
+    prefix = prefix.strip("/")
+    if prefix:
         try:
             check_key(prefix)
         except InputError as error:
@@ -228,6 +223,4 @@ def _open_s3(url: str, endpoint: str | None, patience: float) -> Backend:
             f"store.endpoint={endpoint!r} must be the address of a server; write it like"
             " http://127.0.0.1:9000."
         )
-    from rlhf_core.storage.s3 import S3Objects
-
-    return S3Objects(bucket, prefix, endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), patience)
+    return S3Objects(bucket, prefix, endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), retry_seconds)

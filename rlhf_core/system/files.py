@@ -1,16 +1,26 @@
-"""Safe reading of untrusted files: only regular files of limited size are opened.
+"""Reading untrusted files safely, and replacing files atomically.
 
-Opening a FIFO can wait for a writer forever, and reading a device such as /dev/zero never ends. Both can have
-the name of a configuration, a data file or a model file.
+Only regular files of limited size are opened: opening a FIFO can wait for a writer forever, and reading a device
+such as /dev/zero never ends. Both can have the name of a configuration, a data file or a model file.
+
+A file that other processes read, or that a kill must not damage, is written under a temporary name in its own
+folder and then renamed: a reader sees the old content or the new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import stat
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+TEMPORARY = ".tmp-"
+"""Prefix of the names of unfinished writes. A kill can leave such files: readers skip them."""
 
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
@@ -87,3 +97,61 @@ def _problem(path: Path | str, status: os.stat_result, limit: int | None) -> OSE
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`, which is created; afterwards it replaces `path` atomically.
+
+    With `sync`, the content is on the disk before it replaces the old one, and so is the new name. An exception
+    leaves `path` unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        yield temporary
+        if sync:
+            fsync(temporary)
+        os.replace(temporary, path)
+        if sync:
+            fsync(path.parent)
+    finally:
+        # Also after success: renaming a file onto a hard link of itself leaves both names.
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Replace `path` atomically by a file with `content`; with `private` only this user can read it."""
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path) as temporary:
+        # The mode is set at the creation: a file that is restricted later can be opened before.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace `path` atomically by a JSON file."""
+    write_atomic(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of `path`; None if there is no such file or it is not a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def fsync(path: Path) -> None:
+    """Write a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and container file systems refuse fsync on folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

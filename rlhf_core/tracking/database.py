@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import TEMPORARY
 
 LOCK_SECONDS = 120.0
 """Migrations take a few seconds, a minute on a busy machine."""
@@ -38,7 +39,7 @@ def ensure_database(file: Path) -> None:
 
 
 def _make(file: Path) -> None:
-    part = file.with_name(f".{file.name}.part")
+    part = file.with_name(f"{TEMPORARY}{file.name}")
     for left in part.parent.glob(f"{part.name}*"):
         left.unlink()
     _create(part, artifacts_of(file))

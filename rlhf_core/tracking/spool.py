@@ -15,13 +15,11 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from rlhf_core.errors import InputError
-
-TEMPORARY = ".tmp-"
+from rlhf_core.system.files import TEMPORARY, replacing, write_atomic
 
 
 class Spool:
@@ -63,9 +61,8 @@ class Spool:
 
     def add_file(self, source: Path, path: str) -> None:
         """Keep a copy of a small file, to be sent as `path`."""
-        target, temporary = self._place(path), self._temporary()
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
+        with replacing(self._place(path)) as temporary:
+            shutil.copyfile(source, temporary)
 
     def add_text(self, text: str, path: str) -> None:
         """Keep a text file, to be sent as `path`."""
@@ -73,14 +70,11 @@ class Spool:
 
     def add_bytes(self, data: bytes, path: str) -> None:
         """Keep a file with this content, to be sent as `path`."""
-        target, temporary = self._place(path), self._temporary()
-        temporary.write_bytes(data)
-        os.replace(temporary, target)
+        write_atomic(self._place(path), data)
 
     def files(self) -> list[tuple[Path, str]]:
         """(local file, path among the run's artifacts) of every file still to be sent."""
-        found = (path for path in sorted(self._files.rglob("*")) if path.is_file())
-        return [(path, path.relative_to(self._files).as_posix()) for path in found]
+        return [(path, path.relative_to(self._files).as_posix()) for path in _finished(self._files)]
 
     def remove(self) -> None:
         """Delete the spool if it is empty."""
@@ -98,9 +92,9 @@ class Spool:
         if points.exists():
             with self._points.open("a", encoding="utf-8") as file:
                 file.write("\n" + points.read_text(encoding="utf-8", errors="replace"))
-        for path in sorted((earlier / self._files.name).rglob("*")):
-            if path.is_file():
-                os.replace(path, self._place(path.relative_to(earlier / self._files.name).as_posix()))
+        files = earlier / self._files.name
+        for path in _finished(files):
+            os.replace(path, self._place(path.relative_to(files).as_posix()))
         shutil.rmtree(earlier)
 
     def _place(self, path: str) -> Path:
@@ -110,9 +104,6 @@ class Spool:
         self._files.mkdir(exist_ok=True)  # fails where a later attempt has taken the folder
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
-
-    def _temporary(self) -> Path:
-        return self.folder / f"{TEMPORARY}{uuid.uuid4().hex}"
 
     def _read(self) -> dict[tuple[str, int], float]:
         found: dict[tuple[str, int], float] = {}
@@ -130,6 +121,13 @@ class Spool:
                 found.pop(point, None)
                 found[point] = value
         return found
+
+
+def _finished(folder: Path) -> list[Path]:
+    """Return the files below `folder` that were written completely, sorted."""
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TEMPORARY)
+    )
 
 
 def next_attempt(root: Path) -> int:

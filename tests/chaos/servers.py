@@ -33,7 +33,7 @@ from flows.login import read_login
 from flows.reconcile import ENGINE_VARIABLE
 from flows.supervisor import flow_processes
 from rlhf_core.run.environment import DATABASE_VARIABLES
-from rlhf_core.run.home import read_json
+from rlhf_core.system.files import read_json
 from rlhf_core.system.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 from tests.support.postgres import postgres

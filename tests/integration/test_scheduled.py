@@ -19,7 +19,7 @@ import pytest
 
 from flows.local_http import get
 from flows.supervisor import MARK
-from rlhf_core.run.home import read_json
+from rlhf_core.system.files import read_json
 from rlhf_core.system.processes import carriers
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait

@@ -118,8 +118,8 @@ def state(tmp_path: Path, step: int) -> Path:
 class Attempt:
     """One attempt at a stage, over the proxy."""
 
-    def __init__(self, url: str, endpoint: str, tmp_path: Path, patience: float = 30.0) -> None:
-        self.store = Store(url, endpoint, patience)
+    def __init__(self, url: str, endpoint: str, tmp_path: Path, retry_seconds: float = 30.0) -> None:
+        self.store = Store(url, endpoint, retry_seconds)
         self.fence = claim(self.store, "k")
         outbox = Outbox(self.store, tmp_path / "outbox")
         self.artifacts = ArtifactStore(self.store, tmp_path / "cache", outbox)
@@ -156,7 +156,7 @@ def test_a_passing_fault_is_survived_with_the_right_bytes(
     started = time.monotonic()
     # A fault with a period can meet the same request of a file again and again. A loaded machine makes few
     # tries in 30 s.
-    attempt = Attempt(url, proxy.endpoint, tmp_path, patience=120.0)
+    attempt = Attempt(url, proxy.endpoint, tmp_path, retry_seconds=120.0)
     for step in (1, 2, 3):
         attempt.checkpoints.save(step, state(tmp_path, step))
     ref = attempt.publish(tmp_path)
@@ -195,7 +195,7 @@ def test_what_cannot_be_uploaded_is_kept_and_the_same_command_uploads_it(
     summary_lines: list[str],
 ) -> None:
     proxy.restart(lambda n: "")
-    attempt = Attempt(url, proxy.endpoint, tmp_path, patience=0.5)
+    attempt = Attempt(url, proxy.endpoint, tmp_path, retry_seconds=0.5)
     attempt.checkpoints.save(1, state(tmp_path, 1))
     attempt.checkpoints.finish()
     attempt.artifacts.find("ppo", "k")
@@ -231,7 +231,7 @@ def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_n
     for allowed in range(1, 100, 3):
         place = tmp_path / str(allowed)
         proxy.restart(lambda n: "")
-        attempt = Attempt(f"{url}/{allowed}", proxy.endpoint, place, patience=0.3)
+        attempt = Attempt(f"{url}/{allowed}", proxy.endpoint, place, retry_seconds=0.3)
         attempt.artifacts.find("ppo", "k")
         proxy.restart(lambda n, allowed=allowed: fault if n > allowed else "")  # type: ignore[misc]
         eyes = ArtifactStore(Store(f"{url}/{allowed}", s3_server.endpoint), place / "eyes")
@@ -378,7 +378,7 @@ def test_preflight_says_what_is_wrong_with_the_store_in_one_message(
 
 def test_a_flow_sits_out_an_outage_at_its_start(proxy: FaultyProxy, url: str) -> None:
     proxy.restart(lambda n: "503" if n < 12 else "")
-    Store(url, proxy.endpoint).check(patience=60.0)
+    Store(url, proxy.endpoint).check(retry_seconds=60.0)
     assert proxy.seen["503"] == 11
 
 

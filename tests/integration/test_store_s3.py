@@ -107,9 +107,9 @@ def test_what_a_killed_upload_left_is_dropped_below_its_folder_alone(store: Stor
     objects = s3fs.S3FileSystem(endpoint_url=s3_server.endpoint)
     for key in ("checkpoints/k/step-1/shard", "checkpoints/k2/step-1/shard"):
         begin(key)
-    store.forget_uploads("checkpoints/k")
+    store.abort_multipart_uploads("checkpoints/k")
     assert unfinished() == ["checkpoints/k2/step-1/shard"]
-    store.forget_uploads("checkpoints/k2")
+    store.abort_multipart_uploads("checkpoints/k2")
     assert unfinished() == []
 
 

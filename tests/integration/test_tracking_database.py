@@ -34,7 +34,7 @@ def _usable(file: Path) -> bool:
 
 @pytest.mark.parametrize("moment", ["half way", "before the rename"])
 def test_killed_while_it_is_made_the_next_attempt_makes_it(tmp_path: Path, moment: str) -> None:
-    file, part = tmp_path / "new" / "mlflow.db", tmp_path / "new" / ".mlflow.db.part"
+    file, part = tmp_path / "new" / "mlflow.db", tmp_path / "new" / ".tmp-mlflow.db"
     fail = {"RLHF_FAIL": "mlflow.created:1:kill"} if moment == "before the rename" else {}
     maker = subprocess.Popen([*MAKE, str(file)], env={**os.environ, **fail}, stderr=subprocess.DEVNULL)
     enough = 200_000 if moment == "half way" else 2**40

@@ -40,7 +40,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.run.display import Lines
 from rlhf_core.run.environment import stage_environment
-from rlhf_core.run.home import rotate_logs, write_json
+from rlhf_core.run.home import rotate_logs
+from rlhf_core.system.files import write_json
 from rlhf_core.system.processes import ProcessId, free_port, stop, wait_gone
 
 DEMO = "deployments/configs/demo.yaml"

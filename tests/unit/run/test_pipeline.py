@@ -331,7 +331,7 @@ def test_only_where_nobody_waits_is_the_store_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(Store, "check", lambda self, patience=2.0: asked.append(patience))
+    monkeypatch.setattr(Store, "check", lambda self, retry_seconds=2.0: asked.append(retry_seconds))
     file = tmp_path / "c.yaml"
     file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nstore: {{retry_seconds: 45}}\n")
     checked_config(str(file), [])

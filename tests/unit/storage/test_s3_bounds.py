@@ -95,7 +95,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Store
         server.daemon_threads = True
         servers.append(server)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        return Store("s3://bucket/x", f"http://127.0.0.1:{server.server_port}", patience=0.2)
+        return Store("s3://bucket/x", f"http://127.0.0.1:{server.server_port}", retry_seconds=0.2)
 
     yield start
     for server in servers:

@@ -1,6 +1,4 @@
-"""What is not a regular file of bounded size is refused before it is opened; nothing waits and nothing is
-read without end.
-"""
+"""Untrusted files are refused before they are opened unless regular and small; files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.system import files
-from rlhf_core.system.files import UnfitFile, open_regular, read_bounded, unfit
+from rlhf_core.system.files import (
+    UnfitFile,
+    open_regular,
+    read_bounded,
+    read_json,
+    replacing,
+    unfit,
+    write_atomic,
+    write_json,
+)
 
 
 def test_reads_a_regular_file_and_through_a_link(tmp_path: Path) -> None:
@@ -67,3 +74,20 @@ def test_refuses_more_than_the_limit(tmp_path: Path) -> None:
 def test_a_nul_in_a_path_is_no_path() -> None:
     with pytest.raises(UnfitFile, match="not a path"):
         read_bounded("a\0b", 3)
+
+
+def test_replaces_a_file_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "state.json"
+    write_json(path, {"step": 1})
+    with pytest.raises(RuntimeError), replacing(path, sync=True) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert read_json(path) == {"step": 1}
+    write_atomic(path, "[2]")
+    assert read_json(path) is None  # not an object
+    assert [file.name for file in path.parent.iterdir()] == ["state.json"]
+
+
+def test_private_file_is_only_for_its_user(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "login", "secret", private=True)
+    assert (tmp_path / "login").stat().st_mode & 0o777 == 0o600
