@@ -17,15 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from rlhf_core.config.devices import gpu_names, leads_to_gpu
+from rlhf_core.config.messages import Place, dotted, locate, out_of_range, sentences, unknown
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.problems import Place, dotted, sentences, unknown
-from rlhf_core.config.ranges import out_of_range
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
-from rlhf_core.config.schema import Keys, kinds, locate
-from rlhf_core.config.yaml import Document, parse, parse_value, read
+from rlhf_core.config.yaml import Document, Keys, parse, parse_value, read
 from rlhf_core.errors import ConfigError
 
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
@@ -169,7 +167,7 @@ def _fill(tree: dict[str, Any], path: Keys, name: str, value: Any) -> None:
 
 
 def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    return _merged(tree, json.loads(_default_json()), PipelineConfig)
+    return _merged(tree, json.loads(_default_json()))
 
 
 @cache
@@ -177,14 +175,16 @@ def _default_json() -> str:
     return PipelineConfig().model_dump_json(by_alias=True)
 
 
-def _merged(tree: dict[str, Any], defaults: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def _merged(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Fill the fields that sections of `tree` leave out. Lists are not merged."""
     merged = dict(defaults)
-    known = kinds(model)
     for key, value in tree.items():
-        section = known[key].section if key in known else None
-        # A section that is absent by default has no defaults here: pydantic fills those of its fields.
-        both = section is not None and isinstance(value, dict) and defaults[key] is not None
-        merged[key] = _merged(value, defaults[key], section) if both and section else value
+        default = defaults.get(key)
+        # A section that is absent by default (null) has no defaults here: pydantic fills those of its fields.
+        if isinstance(value, dict) and isinstance(default, dict):
+            merged[key] = _merged(value, default)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -210,34 +210,28 @@ def _override(tree: dict[str, Any], text: str) -> Keys:
 
 
 def _path(key: str, name: str) -> Keys:
-    """`ppo.rewards.0.weight` as keys, checked against the schema. Raises ConfigError for an unknown one."""
+    """Return `ppo.rewards.0.weight` as keys. Raises ConfigError for a key that the schema does not have."""
     steps: list[str | int] = []
     for step in key.split("."):
-        before = locate(steps)
-        in_list = before.kind is not None and before.kind.items is not None
-        if in_list and not (step.isascii() and step.isdigit() and len(step) < 5):
-            raise ConfigError(
-                f"{name}: {dotted(steps)} is a list; got {shown(step)}; use an index, such as"
-                f" {dotted(steps)}.0"
-            )
-        steps.append(int(step) if in_list else step)
-        here = locate(steps)
-        if here.kind is None and before.kind is not None and before.kind.section is not None:
-            raise ConfigError(f"{name}: {unknown(tuple(steps), before.kind.section)}")
-        if (
-            here.kind is None
-            and before.kind is not None
-            and not before.kind.variants
-            and not _is_map(before.kind.annotation)
-        ):
-            raise ConfigError(
-                f"{name}: {dotted(steps[:-1])} is a value and has no fields; override {dotted(steps[:-1])}"
-            )
+        parent = locate(steps).schema
+        if parent is not None and parent.get("type") == "array":
+            if not (step.isascii() and step.isdigit() and len(step) < 5):
+                raise ConfigError(
+                    f"{name}: {dotted(steps)} is a list; got {shown(step)}; use an index, such as"
+                    f" {dotted(steps)}.0"
+                )
+            steps.append(int(step))
+            continue
+        steps.append(step)
+        # The fields of a reward depend on its `type`, and a map may have any keys.
+        if parent is None or "discriminator" in parent or parent.get("additionalProperties"):
+            continue
+        if "properties" not in parent:
+            owner = dotted(steps[:-1])
+            raise ConfigError(f"{name}: {owner} is a value and has no fields; override {owner}")
+        if step not in parent["properties"]:
+            raise ConfigError(f"{name}: {unknown(tuple(steps), parent)}")
     return tuple(steps)
-
-
-def _is_map(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is dict
 
 
 def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:

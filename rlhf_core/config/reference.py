@@ -1,27 +1,20 @@
-"""The table of configuration, made from the schema: `python -m rlhf_core.config.reference >
-docs/configuration.md`.
+"""Write docs/configuration.md from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
 
-The descriptions of the fields are the one source; a test compares the file with what this makes.
+A test compares the file with the schema.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from rlhf_core.config.base import effect_of
-from rlhf_core.config.data import Source
+from rlhf_core.config.messages import Schema, child, number, root, rule, variants
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ranges import RANGES, number
 from rlhf_core.config.rewards import RewardSource
-from rlhf_core.config.schema import fields, kind, kinds, rule
 
 _HEAD = """# Configuration
 
@@ -56,107 +49,118 @@ Numbers outside these ranges are refused, even if their type would allow them (`
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD]
-    for name, info in fields(PipelineConfig).items():
-        section = info.get_default(call_default_factory=True)
-        parts += list(_section(name, type(section), section))
+    defaults = PipelineConfig()
+    for attribute, info in PipelineConfig.model_fields.items():
+        name = info.alias or attribute
+        parts += _section_parts(name, _field(root(), name), getattr(defaults, attribute))
     parts.append("## Items of `data.sft`, `data.preference` and `data.prompts`\n")
-    parts.append(_table(type(Source(path="x")), None))
-    parts.append("## Items of `ppo.rewards`\n\nTold apart by `type`. All of them have:\n")
-    parts.append(_table(RewardSource, None))
-    parts += list(_rewards())
+    source = _field(_field(_field(root(), "data"), "sft"), 0)
+    parts.append(_table(source, source["properties"]))
+    parts.append(
+        "## Items of `ppo.rewards`\n\nThe `type` of an item decides which fields it has. All have:\n"
+    )
+    parts += _reward_parts()
     parts.append(_RANGES)
     parts.append("| field | from | to | why |\n|---|---|---|---|")
-    parts += [
-        f"| `{name}` | {number(low)} | {number(high)} | {why} |" for name, (low, high, why) in RANGES.items()
-    ]
+    parts += _range_rows(root(), "")
     parts.append("")
     return "\n".join(parts)
 
 
-def _section(path: str, model: type[BaseModel], section: BaseModel | None) -> Iterator[str]:
-    """A section's table and those of the sections in it. `section`: the defaults, None for one that is
-    absent.
+def _field(schema: Schema, step: str | int) -> Schema:
+    field = child(schema, step)
+    assert field is not None
+    return field
+
+
+def _section_parts(path: str, schema: Schema, defaults: BaseModel | None) -> list[str]:
+    """Return the heading and the table of a section, and of the sections in it.
+
+    `defaults` is the section with the default values; None for a section that is absent by default.
     """
-    absent = "" if section is not None else " Absent (`null`) by default."
-    yield f"## `{path}`\n\n{_summary(model)}{absent}\n"
-    yield _table(model, section, leave_out_sections=True)
-    for name, found in kinds(model).items():
-        if found.section is not None:
-            yield from _section(f"{path}.{name}", found.section, getattr(section, name))
+    absent = "" if defaults is not None else " Absent (`null`) by default."
+    parts = [f"## `{path}`\n\n{_summary(schema)}{absent}\n"]
+    sections = {}
+    values = []
+    for name in schema["properties"]:
+        field = _field(schema, name)
+        if "properties" in field:
+            sections[name] = field
+        else:
+            values.append(name)
+    parts.append(_table(schema, values, defaults))
+    for name, section in sections.items():
+        parts += _section_parts(f"{path}.{name}", section, getattr(defaults, name))
+    return parts
 
 
-def _rewards() -> Iterator[str]:
-    items = kinds(PPOConfig)["rewards"].items
-    assert items is not None
-    for tag, model in items.variants.items():
-        yield f"### `type: {tag}`\n\n{_summary(model)}\n"
-        own = {
-            name: info
-            for name, info in fields(model).items()
-            if name not in fields(RewardSource) and name != "type"
-        }
+def _reward_parts() -> list[str]:
+    common = RewardSource.model_fields
+    sections = variants(_field(_field(_field(root(), "ppo"), "rewards"), 0))
+    parts = [_table(next(iter(sections.values())), common)]
+    for name, section in sections.items():
+        parts.append(f"### `type: {name}`\n\n{_summary(section)}\n")
+        own = [field for field in section["properties"] if field not in common and field != "type"]
         if own:
-            yield _rows(own, None)
+            parts.append(_table(section, own))
+    return parts
 
 
-def _summary(model: type[BaseModel]) -> str:
-    return " ".join((inspect.getdoc(model) or "").split())
+def _range_rows(schema: Schema, path: str) -> list[str]:
+    rows: list[str] = []
+    if "within" in schema:
+        low, high, reason = schema["within"]
+        rows.append(f"| `{path}` | {number(low)} | {number(high)} | {reason} |")
+    for name in schema.get("properties", ()):
+        rows += _range_rows(_field(schema, name), f"{path}.{name}".removeprefix("."))
+    if "items" in schema:
+        item = _field(schema, 0)
+        # Rewards of several types have the same fields, with the same ranges.
+        for section in variants(item).values():
+            rows += [row for row in _range_rows(section, f"{path}.*") if row not in rows]
+    return rows
 
 
-def _table(model: type[BaseModel], values: BaseModel | None, leave_out_sections: bool = False) -> str:
-    shown = fields(model)
-    if leave_out_sections:
-        shown = {name: info for name, info in shown.items() if kinds(model)[name].section is None}
-    return _rows(shown, values) if shown else ""
+def _summary(schema: Schema) -> str:
+    return " ".join(schema["summary"].split())
 
 
-def _rows(shown: Mapping[str, FieldInfo], values: BaseModel | None) -> str:
+def _table(schema: Schema, names: Iterable[str], defaults: BaseModel | None = None) -> str:
     lines = ["| field | type | default | affects | meaning |", "|---|---|---|---|---|"]
-    for name, info in shown.items():
-        default = getattr(values, name) if values is not None else _default(info)
-        meaning = _cell(info.description or "")
-        lines.append(
-            f"| `{name}` | {_cell(_type(info))} | {_value(default)} | {effect_of(info)} | {meaning} |"
-        )
+    for name in names:
+        field = _field(schema, name)
+        default = field.get("default") if defaults is None else getattr(defaults, name)
+        shown = "required" if name in schema.get("required", ()) else _value(default)
+        meaning = _cell(field["description"])
+        lines.append(f"| `{name}` | {_cell(_type(field))} | {shown} | {field['affects']} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
-def _type(info: FieldInfo) -> str:
-    """The rule, without the article and without the bound that only keeps nonsense out."""
-    text = re.sub(r"^an? |finite | from -1e\+09 to 1000000000", "", rule(kind(info.annotation, info)))
-    return re.sub(
-        r"from (\S+) to 1000000000|, at most 1000000000",
-        lambda found: f">= {found[1]}" if found[1] else "",
-        text,
-    )
-
-
-def _default(info: FieldInfo) -> Any:
-    return ... if info.is_required() else info.get_default(call_default_factory=True)
+def _type(field: Schema) -> str:
+    """Return the rule without the article and without the limit that all numbers have."""
+    text = re.sub(r"^an? |finite | from -1e\+09 to 1000000000", "", rule(field))
+    text = re.sub(r"from (\S+) to 1000000000", r">= \1", text)
+    return text.replace(", at most 1000000000", "")
 
 
 def _value(default: Any) -> str:
-    """A default as the YAML would write it; `...` (no default) in words."""
-    if default is ...:
-        return "required"
+    """Return a default as the YAML file has it."""
     if default is None:
         return "null"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
-    if isinstance(default, tuple):
+    if isinstance(default, list | tuple):
         return f"`[{', '.join(_item(item) for item in default)}]`"
-    if isinstance(default, dict):
-        return "`{}`"
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
 
 
 def _item(item: Any) -> str:
-    if isinstance(item, BaseModel):
-        given = item.model_dump(exclude_defaults=True) or {"type": getattr(item, "type", "")}
-        return "{" + ", ".join(f"{name}: {value}" for name, value in given.items()) + "}"
-    return str(item)
+    if not isinstance(item, BaseModel):
+        return str(item)
+    given = item.model_dump(exclude_defaults=True) or {"type": getattr(item, "type", "")}
+    return "{" + ", ".join(f"{name}: {value}" for name, value in given.items()) + "}"
 
 
 def _cell(text: str) -> str:

@@ -11,7 +11,7 @@ Locked here:
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
 from hypothesis import HealthCheck, assume, event, given, settings
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import config_from_tree, parse_config
-from rlhf_core.config.schema import Kind, all_fields, locate
+from rlhf_core.config.messages import Schema, all_fields, locate
 from rlhf_core.errors import ConfigError
 
 NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType")
@@ -106,36 +106,42 @@ def test_any_tree_ends_in_a_configuration_or_a_config_error(tree: dict[str, Any]
         assert not [word for word in NOT_FOR_USERS if word in error.message]
 
 
-LEAVES = sorted(path for path in all_fields() if locate(path).kind.section is None)  # type: ignore[union-attr]
+def field_schema(path: tuple[str, ...]) -> Schema:
+    schema = locate(path).schema
+    assert schema is not None
+    return schema
 
 
-def values(wanted: Kind) -> st.SearchStrategy[Any]:
+LEAVES = sorted(path for path in all_fields() if "properties" not in field_schema(path))
+
+
+def values(schema: Schema) -> st.SearchStrategy[Any]:
     """Values that the schema allows at a field, and that leave most other rules alone."""
-    annotation = wanted.annotation
-    low, above, high, below = (wanted.limit(name) for name in ("ge", "gt", "le", "lt"))
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
     some: st.SearchStrategy[Any]
-    if annotation is bool:
+    if "enum" in schema or "const" in schema:
+        some = st.sampled_from(schema.get("enum") or [schema["const"]])
+    elif schema.get("type") == "boolean":
         some = st.booleans()
-    elif annotation is int:
-        some = st.integers(int(low or 0), min(int(high), 64))
-    elif annotation is float:
+    elif schema.get("type") == "integer":
+        some = st.integers(int(low or 0), min(int(high or 64), 64))
+    elif schema.get("type") == "number":
         most = min(high, 1e6) if high is not None else below
         some = st.floats(
             low if low is not None else above, most, exclude_min=above is not None, exclude_max=high is None
         )
-    elif get_origin(annotation) is Literal:
-        some = st.sampled_from(get_args(annotation))
-    elif annotation is str and wanted.limit("pattern"):
+    elif "pattern" in schema:
         some = st.from_regex(r"[a-z][a-z0-9_]{0,20}", fullmatch=True)
-    elif annotation is str:
+    elif schema.get("type") == "string":
         some = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=20)
     else:
         return st.nothing()  # lists and maps: below
-    return st.none() | some if wanted.optional else some
+    return st.none() | some if schema.get("nullable") else some
 
 
-FIELD_VALUES = st.sampled_from([path for path in LEAVES if not values(locate(path).kind).is_empty]).flatmap(  # type: ignore[arg-type]
-    lambda path: st.tuples(st.just(path), values(locate(path).kind))  # type: ignore[arg-type]
+FIELD_VALUES = st.sampled_from([path for path in LEAVES if not values(field_schema(path)).is_empty]).flatmap(
+    lambda path: st.tuples(st.just(path), values(field_schema(path)))
 )
 LISTS: dict[str, Any] = {
     "data.sft": [

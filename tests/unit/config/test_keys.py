@@ -21,7 +21,7 @@ from rlhf_core.config.base import Section
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.schema import all_fields, locate
+from rlhf_core.config.messages import all_fields, locate, variants
 from rlhf_core.types import STAGES
 
 
@@ -177,11 +177,12 @@ def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(
         if path != "run.device"
     }
     assert found == {path: _stages_of(path) for path in found}
-    single = {".".join(path) for path in all_fields() if locate(path).kind.section is None}  # type: ignore[union-attr]
+    single = {".".join(path) for path in all_fields() if "properties" not in (locate(path).schema or {})}
     assert single - set(found) == {"run.device", "data.sft", "data.preference", "data.prompts", "ppo.rewards"}
     assert set(found) >= IN_NO_KEY | set(OUTSIDE)
-    rewards: Any = locate(("ppo", "rewards")).kind
-    assert {source.type for source in config.ppo.rewards} == set(rewards.items.variants)
+    reward = locate(("ppo", "rewards", 0)).schema
+    assert reward is not None
+    assert {source.type for source in config.ppo.rewards} == set(variants(reward))
 
 
 def test_a_folder_may_move_but_its_content_counts() -> None:

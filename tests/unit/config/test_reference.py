@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_core.config.messages import all_fields, locate, variants
 from rlhf_core.config.reference import markdown
-from rlhf_core.config.schema import all_fields, fields, kind, locate
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
@@ -24,27 +24,24 @@ def test_every_field_has_a_row_in_the_table_of_its_section() -> None:
     tables = {part.split("`")[1]: part for part in markdown().split("\n## ") if part.startswith("`")}
     missing = []
     for path in all_fields():
-        found = locate(path)
-        assert found.kind is not None
-        wanted = ".".join(path) if found.kind.section else ".".join(path[:-1])
-        row = f"| `{path[-1]}` |"
-        if wanted not in tables or (found.kind.section is None and row not in tables[wanted]):
+        schema = locate(path).schema
+        assert schema is not None
+        is_section = "properties" in schema
+        table = tables.get(".".join(path if is_section else path[:-1]))
+        if table is None or (not is_section and f"| `{path[-1]}` |" not in table):
             missing.append(".".join(path))
     assert missing == []
 
 
-def test_every_field_has_a_description() -> None:
-    places = [locate(path) for path in all_fields()]
-    rewards = locate(("ppo", "rewards", 0)).kind
-    assert rewards is not None
-    bare = [".".join(map(str, found.path)) for found in places if not (found.info and found.info.description)]
-    bare += [
-        f"{tag}.{name}"
-        for tag, model in rewards.variants.items()
-        for name, info in fields(model).items()
-        if name != "type" and not info.description
-    ]
-    assert bare == []
+def test_every_field_declares_its_description_and_effect() -> None:
+    reward = locate(("ppo", "rewards", 0)).schema
+    assert reward is not None
+    fields = {".".join(path): locate(path).schema or {} for path in all_fields()}
+    for name, section in variants(reward).items():
+        fields |= {f"{name}.{field}": schema for field, schema in section["properties"].items()}
+        del fields[f"{name}.type"]
+    assert [name for name, schema in fields.items() if not schema.get("description")] == []
+    assert [name for name, schema in fields.items() if "affects" not in schema] == []
 
 
 def test_a_default_is_that_of_its_section_not_of_its_class() -> None:
@@ -55,4 +52,3 @@ def test_a_default_is_that_of_its_section_not_of_its_class() -> None:
 def test_no_bound_of_nonsense_is_shown() -> None:
     assert "1000000000" not in markdown()
     assert "e+09" not in markdown()
-    assert kind(int).section is None

@@ -1,0 +1,393 @@
+"""Messages about a configuration: `FILE:LINE: field: rule; got VALUE; fix`.
+
+Pydantic finds the problems and their locations. The rules in words, the suggestions and the fixes come from
+the JSON schema of `PipelineConfig`. docs/configuration.md is made from the same schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.redact import shown, shown_key
+from rlhf_core.config.yaml import Keys, scalar
+
+Schema = dict[str, Any]
+"""A JSON schema, as `resolved` returns it."""
+
+Place = Callable[[Keys], str]
+"""Returns `FILE:LINE` or the override that sets the field at a path."""
+
+_FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
+
+
+# The schema
+
+
+@cache
+def root() -> Schema:
+    """Return the schema of the whole configuration."""
+    return PipelineConfig.model_json_schema()
+
+
+def resolved(schema: Schema) -> Schema:
+    """Return a schema in one level, with its reference followed.
+
+    `nullable` is true where null is allowed, and `summary` is the docstring of a section.
+    """
+    options = schema.get("anyOf", [])
+    if {"type": "null"} in options:
+        (option,) = (option for option in options if option != {"type": "null"})
+        field = {key: value for key, value in schema.items() if key != "anyOf"}
+        schema = {**option, **field, "nullable": True}
+    if "$ref" in schema:
+        section = root()["$defs"][schema["$ref"].rpartition("/")[2]]
+        schema = {**section, **schema, "summary": section.get("description", "")}
+    return schema
+
+
+def child(schema: Schema, step: str | int) -> Schema | None:
+    """Return the schema of a section's field or of a list's item, or None if there is no such field."""
+    found = None
+    if "properties" in schema:
+        found = schema["properties"].get(step)
+    elif "prefixItems" in schema and isinstance(step, int):
+        found = schema["prefixItems"][min(step, len(schema["prefixItems"]) - 1)]
+    elif "items" in schema and isinstance(step, int):
+        found = schema["items"]
+    return None if found is None else resolved(found)
+
+
+def variants(schema: Schema) -> dict[str, Schema]:
+    """Return the sections by `type`, if the schema has several; empty otherwise."""
+    if "discriminator" not in schema:
+        return {}
+    # The mapping is sorted by name, and `oneOf` has the order of the declaration.
+    types = {reference: name for name, reference in schema["discriminator"]["mapping"].items()}
+    return {types[option["$ref"]]: resolved(option) for option in schema["oneOf"]}
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a path of the configuration refers to."""
+
+    path: Keys
+    """The path in the file, without the types of rewards that pydantic adds to its locations."""
+    schema: Schema | None
+    """The schema of the field; None if there is no such field."""
+    section: Schema | None
+    """The schema of the section to which the last key belongs."""
+    variant: str | None
+    """The last `type` of a reward in the location."""
+
+
+def locate(location: Sequence[str | int]) -> Location:
+    """Follow a path of keys and indices, or the location of a pydantic error."""
+    path: list[str | int] = []
+    schema: Schema | None = root()
+    section: Schema | None = None
+    variant: str | None = None
+    for step in location:
+        if schema is not None and "discriminator" in schema:
+            sections = variants(schema)
+            if step in sections:
+                variant = str(step)
+                schema = sections[variant]
+                continue
+            schema = None
+        path.append(step)
+        if schema is not None:
+            section = schema if "properties" in schema else None
+            schema = child(schema, step)
+    return Location(tuple(path), schema, section, variant)
+
+
+def all_fields(schema: Schema | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all fields that are not in lists, those of sections included."""
+    for name, field in (schema or root())["properties"].items():
+        yield (*path, name)
+        section = resolved(field)
+        if "properties" in section:
+            yield from all_fields(section, (*path, name))
+
+
+# Rules
+
+
+def rule(schema: Schema) -> str:
+    """Return the rule in words: `an integer from 1 to 1000000000`, `one of chat, plain`."""
+    words = _rule(schema)
+    return f"{words}, or null" if schema.get("nullable") else words
+
+
+def _rule(schema: Schema) -> str:
+    if "properties" in schema:
+        return "a section"
+    if "discriminator" in schema:
+        return "a section with `type`: one of " + ", ".join(variants(schema))
+    choices = _choices(schema)
+    if choices:
+        return "one of " + ", ".join(choices)
+    if "anyOf" in schema:
+        return "true, false or " + ", ".join(choice for part in schema["anyOf"] for choice in _choices(part))
+    match schema["type"]:
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return "an integer" + _limits(schema)
+        case "number":
+            return "a finite number" + _limits(schema)
+        case "string" if "pattern" in schema:
+            return f"text: {schema.get('form', schema['pattern'])}"
+        case "string":
+            return "non-empty text" if "minLength" in schema else "text"
+        case "array":
+            return _list_rule(schema)
+        case _:
+            return "a map of text to text"
+
+
+def _choices(schema: Schema) -> list[str]:
+    choices = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    return [str(choice) for choice in choices]
+
+
+def _list_rule(schema: Schema) -> str:
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}, each {rule(schema['prefixItems'][0])}"
+    item = resolved(schema["items"])
+    if "properties" in item:
+        items = "sections"
+    elif "discriminator" in item:
+        items = "sections, each with a `type`"
+    else:
+        items = "texts"
+    least = f", at least {schema['minItems']}" if "minItems" in schema else ""
+    return f"a list of {items}{least}"
+
+
+def _limits(schema: Schema) -> str:
+    lower = ""
+    if "minimum" in schema:
+        lower = f" from {schema['minimum']:g}"
+    elif "exclusiveMinimum" in schema:
+        lower = f" above {schema['exclusiveMinimum']:g}"
+    if "exclusiveMaximum" in schema:
+        return f"{lower} to below {schema['exclusiveMaximum']:g}"
+    upper = number(schema["maximum"])
+    return f"{lower}, at most {upper}" if "exclusiveMinimum" in schema else f"{lower} to {upper}"
+
+
+def number(value: float) -> str:
+    """Return a limit as a configuration has it: 1000000, not 1e+06."""
+    return str(int(value)) if float(value).is_integer() and value < 1e12 else f"{value:g}"
+
+
+# Problems
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """Return a path as one name: `ppo.rewards.0.type`."""
+    return ".".join(shown_key(str(step)) for step in path)
+
+
+def sentences(error: ValidationError, place: Place) -> list[str]:
+    """Return one line per problem."""
+    return [
+        _sentence(problem, place)
+        for problem in error.errors(include_url=False)
+        if not _repeats_its_items(problem)
+    ]
+
+
+def _repeats_its_items(problem: ErrorDetails) -> bool:
+    """Return whether the problem is a list that pydantic calls too short only because its items are wrong."""
+    given = problem["input"]
+    return (
+        problem["type"] == "too_short"
+        and isinstance(given, list)
+        and len(given) >= problem["ctx"]["min_length"]
+    )
+
+
+def _sentence(problem: ErrorDetails, place: Place) -> str:
+    kind, at, value = problem["type"], locate(problem["loc"]), problem["input"]
+    name = dotted(at.path) or "the configuration"
+    start = f"{place(at.path)}: {name}"
+    if kind == "value_error":
+        text = problem["msg"].removeprefix("Value error, ")
+        # The rule of a section names the field itself, with its full path.
+        named = _FIELD_IN_MESSAGE.match(text)
+        if named:
+            return f"{place(tuple(named[0].split('.')))}: {text}"
+        return f"{start}: {text.removeprefix(f'{at.path[-1]} ') if at.path else text}"
+    if kind == "extra_forbidden" and at.section is not None:
+        return f"{place(at.path)}: {unknown(at.path, at.section, at.variant)}"
+    if kind.startswith("union_tag") and at.schema is not None:
+        return _type_sentence(problem, at.path, list(variants(at.schema)), place)
+    if kind == "missing":
+        wanted = f" ({rule(at.schema)})" if at.schema else ""
+        return f"{start}: is required{wanted}; got nothing; add it"
+    got = shown(value, str(at.path[-1]) if at.path else "")
+    if at.schema is None:
+        return f"{start}: {problem['msg']}; got {got}"
+    return f"{start}: must be {rule(at.schema)}; got {got}; {_fix(at.schema, at.path, value)}"
+
+
+def _type_sentence(problem: ErrorDetails, path: Keys, types: list[str], place: Place) -> str:
+    path = (*path, "type")
+    start = f"{place(path)}: {dotted(path)}"
+    if problem["type"] == "union_tag_not_found":
+        return f"{start}: is required (one of {', '.join(types)}); got nothing; add it"
+    given = problem["input"].get("type") if isinstance(problem["input"], dict) else None
+    near = difflib.get_close_matches(str(given), types, n=1)
+    fix = f"did you mean {near[0]}?" if near else f"use, for example, {types[0]}"
+    return f"{start}: must be one of {', '.join(types)}; got {shown(given, 'type')}; {fix}"
+
+
+def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
+    """Return `ppo.stpes: unknown key; did you mean ppo.steps?`"""
+    owner = f" for a reward of type {variant}" if variant else ""
+    return f"{dotted(path)}: unknown key{owner}; {suggest(str(path[-1]), section, path[:-1])}"
+
+
+def suggest(key: str, section: Schema, path: Keys) -> str:
+    """Return `did you mean ...`, or the list of the keys of the section."""
+    names = list(section["properties"])
+    same = [field for field in all_fields() if field[-1] == key]
+    alike = [field for field in all_fields() if _abbreviates(key, field[-1])]
+    # Two or three letters are more often an abbreviation than a typing error.
+    cutoff = 0.6 if len(key) > 3 else 0.8
+    guesses: tuple[Sequence[Keys], ...] = (
+        [(*path, name) for name in difflib.get_close_matches(key, names, n=1, cutoff=cutoff)],
+        [field for field in same if field[: len(path)] == path],
+        [(*path, name) for name in names if _abbreviates(key, name)][:1],
+        [field for field in alike if field[: len(path)] == path],
+        same,
+        alike,
+    )
+    for guess in guesses:
+        if guess:
+            return f"did you mean {' or '.join(dotted(field) for field in guess[:2])}?"
+    return "known keys: " + ", ".join(names)
+
+
+def _abbreviates(key: str, name: str) -> bool:
+    """Return True for `lr` and `learning_rate`, `batch` and `batch_size`, `decay` and `weight_decay`."""
+    parts = name.split("_")
+    initials = "".join(part[:1] for part in parts)
+    return len(parts) > 1 and key in (initials, parts[0], parts[-1])
+
+
+# Fixes
+
+
+def _fix(schema: Schema, path: Keys, value: Any) -> str:
+    example = _example(schema)
+    kind = schema.get("type")
+    word = str(value).lower()
+    if "properties" in schema or "discriminator" in schema:
+        return "write its fields below it, indented, or leave the key out"
+    if kind == "array":
+        if not isinstance(value, list | dict) and value is not None:
+            return "write it as a list: [...]"
+        return f"use, for example, {example}" if example else "add one, or leave the key out for the default"
+    if _choices(schema):
+        near = difflib.get_close_matches(str(value), _choices(schema), n=1)
+        if near:
+            return f"did you mean {near[0]}?"
+    elif kind in ("integer", "number") and not isinstance(value, bool):
+        return _number_fix(schema, value, example)
+    elif kind == "boolean" and word in ("no", "off", "n", "yes", "on", "y"):
+        return f"write {'true' if word in ('yes', 'on', 'y') else 'false'}"
+    elif kind == "string" and isinstance(value, int | float):
+        return "put it in quotes"
+    elif "pattern" in schema and path[-1] == "name" and isinstance(value, str):
+        valid = re.sub(r"[^a-z0-9_]+", "_", word).strip("_")[:32]
+        return f"use, for example, {valid or 'rlhf'}"
+    return f"use, for example, {example}" if example else "write a value of that form"
+
+
+def _example(schema: Schema) -> str | None:
+    """Return the default, if it is short enough to show."""
+    default = schema.get("default")
+    if default is None or isinstance(default, dict):
+        return None
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list):
+        if any(isinstance(item, dict) for item in default):
+            return None
+        return "[" + ", ".join(str(item) for item in default) + "]"
+    return str(default)
+
+
+def _number_fix(schema: Schema, value: Any, example: str | None) -> str:
+    given = _as_number(value)
+    if given is None or not math.isfinite(given):
+        return f"use, for example, {example or '1'}"
+    such_as = f", such as {example}" if example else ""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and given < low:
+        return f"use {low:g} or more"
+    if "exclusiveMinimum" in schema and given <= schema["exclusiveMinimum"]:
+        return f"use a number above {schema['exclusiveMinimum']:g}{such_as}"
+    if high is not None and given > high:
+        return f"use at most {number(high)}"
+    if "exclusiveMaximum" in schema and given >= schema["exclusiveMaximum"]:
+        return f"use a number below {schema['exclusiveMaximum']:g}{such_as}"
+    if schema["type"] == "number":
+        return f"write {given:g} without quotes"
+    if given != int(given):
+        return f"use {max(int(low or 0), math.floor(given))} or {math.ceil(given)}"
+    return f"write {int(given)}"
+
+
+def _as_number(value: Any) -> float | None:
+    """Return the number that a value is, or that a text such as `012` or `1_000` means."""
+    if isinstance(value, str):
+        value = scalar(value.strip().lstrip("0").replace("_", "") or "0")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+# Ranges
+
+
+def out_of_range(tree: Any) -> Iterator[tuple[Keys, str]]:
+    """Yield path and message for each number in `tree` that its type allows but its `Range` does not.
+
+    This is not part of the validation, because pydantic checks the rules of a section only if all its fields
+    are right. All problems are to be listed at once.
+    """
+    yield from _out_of_range(tree, root(), ())
+
+
+def _out_of_range(tree: Any, schema: Schema, path: Keys) -> Iterator[tuple[Keys, str]]:
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(tree, dict):
+        schema = variants(schema).get(str(tree.get("type")), schema)
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
+    elif isinstance(tree, int | float) and not isinstance(tree, bool) and "within" in schema:
+        low, high, reason = schema["within"]
+        # Values that the type refuses (0, negative, above 10^9, NaN) are reported by the rule of the type.
+        if 0 < tree <= 1e9 and not low <= tree <= high:
+            fix = f"use {number(low)} or more" if tree < low else f"use at most {number(high)}"
+            limits = f"must be from {number(low)} to {number(high)} ({reason})"
+            yield path, f"{dotted(path)}: {limits}; got {shown(tree)}; {fix}"
+    for key, value in items:
+        field = child(schema, key)
+        if field is not None:
+            yield from _out_of_range(value, field, (*path, key))
