@@ -26,12 +26,12 @@ def create_app() -> Any:
     """Create Prefect's application from the settings in the environment."""
     from prefect.server.api.server import create_app
 
-    _take_turns()
-    _let_schedules_insert()
+    _lock_transactions_at_begin()
+    _fix_schedules()
     return OwnAddressOnly(create_app())
 
 
-def _take_turns() -> None:
+def _lock_transactions_at_begin() -> None:
     """Make every SQLite transaction of Prefect take the write lock at its beginning.
 
     Most transactions begin with a read. If another transaction has written in the meantime, SQLite then
@@ -49,7 +49,7 @@ def _take_turns() -> None:
     AioSqliteConfiguration.begin_transaction = begin_transaction  # type: ignore[method-assign]
 
 
-def _let_schedules_insert() -> None:
+def _fix_schedules() -> None:
     """Make Prefect's scheduler work with SQLAlchemy 2.1.
 
     The scheduler inserts rows with the key `state`, which is not a column but a hybrid property. SQLAlchemy

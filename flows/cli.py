@@ -1,8 +1,13 @@
 """The command line: `rlhf run`, `plan`, `serve-reward`, `up`, `down`, `status`.
 
-Everything slow is imported inside the commands: a mistake in the configuration is reported before that.
-Exit codes: 0 done; 2 the user's input is wrong; 3 a fault, the same command continues; 130, 143 stopped by a
-signal.
+Slow imports are inside the commands, so that errors of the configuration are reported before them.
+
+Exit codes:
+    0       done
+    2       the user's input is wrong
+    3       a failure; the same command continues
+    130     interrupted with Ctrl-C
+    129, 143    stopped by SIGHUP or SIGTERM
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -21,18 +26,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_core.config.redact import ScrubbingFormatter, printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
+from rlhf_core.system.home import Home
 from rlhf_core.types import STAGES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-log = logging.getLogger("flows.cli")  # also where this file is run as a script
+log = logging.getLogger("flows.cli")  # not __name__, which is __main__ for `python -m flows.cli`
 
 CONTINUE = "type the same command again to continue from there"
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGHUP; unwinds like Ctrl-C, so that the stage's process is stopped."""
+    """SIGTERM or SIGHUP. Like KeyboardInterrupt it is not an Exception, so that no handler of errors stops it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -40,7 +46,7 @@ class Stopped(BaseException):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     _open_missing_streams()
     arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_signal)
@@ -51,23 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # report a closed pipe here if a reader such as `head` has ended
         return code
     except InputError as error:
-        _complain(f"error: {error.message}")
+        _print_error(f"error: {error.message}")
         return error.exit_code
     except RLHFError as error:
-        _complain(f"failed: {error.message}\n{_what_next(error)}")
+        _print_error(f"failed: {error.message}\n{_what_next(error)}")
         return error.exit_code
     except KeyboardInterrupt:
-        _complain(f"interrupted; {CONTINUE}")
+        _print_error(f"interrupted; {CONTINUE}")
         return 128 + signal.SIGINT
     except Stopped as stop:
-        _complain(f"stopped by {stop}; {CONTINUE}")
+        _print_error(f"stopped by {stop}; {CONTINUE}")
         return stop.exit_code
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the interpreter flushes it at its end
         return 0
     except Exception as error:
         log.exception("unexpected error")
-        _complain(f"failed: {type(error).__name__}: {error}\n{CONTINUE}")
+        _print_error(f"failed: {type(error).__name__}: {error}\n{CONTINUE}")
         return RLHFError.exit_code
 
 
@@ -97,14 +103,11 @@ def _check_working_folder() -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes the overrides only in one piece; here they may stand anywhere after CONFIG."""
     parser = _parser()
+    # argparse accepts the overrides only in one block. Those after an option are in `rest`.
     arguments, rest = parser.parse_known_args(argv)
-    unknown = [
-        text
-        for text in rest
-        if text.startswith("-") or "=" not in text or not hasattr(arguments, "overrides")
-    ]
+    takes_overrides = hasattr(arguments, "overrides")
+    unknown = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
@@ -117,88 +120,75 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf", description="End-to-end RLHF: raw data to a registered, evaluated policy."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_plan(commands)
+    _add_serve_reward(commands)
+    for name, text, command in (
+        ("up", "start Prefect, MLflow and a worker on this machine", _up),
+        ("down", "stop what `rlhf up` started, and nothing else", _down),
+        ("status", "show servers, recent runs and where things are", _status),
+    ):
+        sub = _add_command(commands, name, text, command, f"rlhf {name} --home .rlhf")
+        _add_home(sub, "folder for logs and databases")
+    return parser
 
-    run = _command(
+
+def _add_run(commands: Any) -> None:
+    sub = _add_command(
         commands, "run", "run the pipeline here, with no server needed", _run,
         "rlhf run deployments/configs/demo.yaml run.seed=1 ppo.kl.coef=0.02 --until reward",
     )  # fmt: skip
-    run.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
-    run.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="fields to override, such as ppo.steps=50"
-    )
-    run.add_argument(
+    _add_config(sub, "ppo.steps=50")
+    sub.add_argument(
         "--from",
         dest="start",
         choices=STAGES,
         default=STAGES[0],
         help="stages before this one must have been made already",
     )
-    run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage")
+    sub.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage")
 
-    plan = _command(
-        commands, "plan", "show the memory and time a configuration needs, and whether it fits (exit code 2: it does not)",
-        _plan, "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8",
-    )  # fmt: skip
-    plan.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
-    plan.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="fields to override, such as 'sft.lora={r: 16}'"
-    )
-    plan.add_argument(
+
+def _add_plan(commands: Any) -> None:
+    text = "show the memory and time a configuration needs, and whether it fits (exit code 2: it does not)"
+    example = "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8"
+    sub = _add_command(commands, "plan", text, _plan, example)
+    _add_config(sub, "'sft.lora={r: 16}'")
+    sub.add_argument(
         "--gpus", metavar="8xA100-80G", help="count and kind of GPUs (default: those of this machine)"
     )
-    plan.add_argument(
+    sub.add_argument(
         "--model-config",
         metavar="FILE",
-        help=(
-            "config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/"
-            " has some"
-        ),
+        help="config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/"
+        " has some",
     )
-    plan.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
-    _add_serve_reward(commands)
-
-    for name, text, command in (
-        ("up", "start Prefect, MLflow and a worker on this machine", _up),
-        ("down", "stop what `rlhf up` started, and nothing else", _down),
-        ("status", "show servers, recent runs and where things are", _status),
-    ):
-        sub = _command(commands, name, text, command, f"rlhf {name} --home .rlhf")
-        sub.add_argument(
-            "--home", default=".rlhf", help="folder for logs and databases (default: %(default)s)"
-        )
-    return parser
+    sub.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
 
 
 def _add_serve_reward(commands: Any) -> None:
-    serve = _command(
-        commands, "serve-reward", "serve a trained reward model over HTTP, for rewards of type remote", _serve_reward,
-        "rlhf serve-reward .rlhf/store/artifacts/reward/0123456789abcdef --port 8600",
-    )  # fmt: skip
-    serve.add_argument(
-        "artifact", metavar="ARTIFACT_OR_FOLDER", help="address of a `reward` artifact, or a model folder"
-    )
-    serve.add_argument(
+    text = "serve a trained reward model over HTTP, for rewards of type remote"
+    example = "rlhf serve-reward .rlhf/store/artifacts/reward/0123456789abcdef --port 8600"
+    sub = _add_command(commands, "serve-reward", text, _serve_reward, example)
+    add = sub.add_argument
+    add("artifact", metavar="ARTIFACT_OR_FOLDER", help="address of a `reward` artifact, or a model folder")
+    add(
         "--host",
         default="127.0.0.1",
         help="others than loopback need RLHF_REWARD_TOKEN (default: %(default)s)",
     )
-    serve.add_argument("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
-    serve.add_argument(
-        "--home", default=".rlhf", help="folder for logs and for copies of artifacts (default: %(default)s)"
-    )
-    serve.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
-    serve.add_argument(
+    add("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
+    _add_home(sub, "folder for logs and for copies of artifacts")
+    add("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
+    add(
         "--template",
         choices=("chat", "plain"),
         help="how prompts are rendered (default: as the artifact's data were)",
     )
-    serve.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s"
-    )
-    serve.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
-    )
-    serve.add_argument(
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="float32", help="default: %(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add(
         "--micro-batch-tokens",
         type=int,
         default=16384,
@@ -206,12 +196,26 @@ def _add_serve_reward(commands: Any) -> None:
     )
 
 
-def _command(commands: Any, name: str, text: str, command: Any, example: str) -> argparse.ArgumentParser:
+def _add_command(
+    commands: Any, name: str, text: str, command: Callable[[argparse.Namespace], int], example: str
+) -> argparse.ArgumentParser:
+    description = text[0].upper() + text[1:] + "."
     sub: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=f"example: {example}"
+        name, help=text, description=description, epilog=f"example: {example}"
     )
     sub.set_defaults(command=command)
     return sub
+
+
+def _add_config(sub: argparse.ArgumentParser, override: str) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
+    sub.add_argument(
+        "overrides", metavar="key=value", nargs="*", help=f"fields to override, such as {override}"
+    )
+
+
+def _add_home(sub: argparse.ArgumentParser, purpose: str) -> None:
+    sub.add_argument("--home", default=".rlhf", help=f"{purpose} (default: %(default)s)")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -220,19 +224,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
     check_range(arguments.start, arguments.until)
     config, _ = checked_config(arguments.config, arguments.overrides)
-    home = Path(config.run.home).resolve()
+    home = Home.of(config.run.home)
     console = _set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
-    from flows.embedded import EmbeddedPrefect
+    from flows.external import external_prefect_url, prefect_responds
     from flows.isolated import isolate_prefect
-    from flows.servers import use_login
-    from flows.team import prefect_address, prefect_answers
+    from flows.prefect_server import EmbeddedPrefect
+    from flows.servers import use_auth_string
     from rlhf_core.run.environment import NO_TELEMETRY, past_proxies
 
     os.environ.update(past_proxies())
-    if url := prefect_address():
-        use_login(home, url)
-        if prefect_answers(url):
+    url = external_prefect_url()
+    if url is not None:
+        use_auth_string(home, url)
+        if prefect_responds(url):
             os.environ.update(NO_TELEMETRY)
             isolate_prefect()
             return _run_flow(arguments, home, console)
@@ -244,7 +249,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
     isolate_prefect()
-    import flows.rlhf  # noqa: F401 Prefect takes as long to import as its server to start: let them overlap
+    # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
+    import flows.rlhf  # noqa: F401
     from rlhf_core.run.pipeline import warm_up
 
     warm_up(config)
@@ -252,7 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return _run_flow(arguments, home, console)
 
 
-def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> int:
+def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> int:
     import httpx
 
     from flows.rlhf import rlhf
@@ -271,22 +277,24 @@ def _run_flow(arguments: argparse.Namespace, home: Path, console: Console) -> in
             until=arguments.until,
         )
     except httpx.HTTPError as error:  # of Prefect's client
-        if (done := finished()) is None:
+        pipeline = finished()
+        if pipeline is None:
             raise
+        # Only the flow's last state could not be reported. All results are stored.
         log.warning("all stages are done, but Prefect's server did not take that (%s)", type(error).__name__)
-        summary = done.summary()
+        summary = pipeline.summary()
     finally:
         if bars is not None:
             bars.close()
     from rich.console import Console
 
-    out = Console(soft_wrap=not sys.stdout.isatty())
-    out.print(stage_table(summary))
+    output = Console(soft_wrap=not sys.stdout.isatty())
+    output.print(stage_table(summary))
     if summary.get("reward") or summary.get("evaluate"):
-        out.print(result_table(summary))
-    for name, place in summary["where"].items():
-        print(f"{name}: {place}")
-    print(f"summary: {home / 'runs' / summary['run'] / 'summary.json'}")
+        output.print(result_table(summary))
+    for name, address in summary["where"].items():
+        print(f"{name}: {address}")
+    print(f"summary: {home.run(summary['run']) / 'summary.json'}")
     return 0
 
 
@@ -299,9 +307,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        out = Console()
-        out.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign] # rich would exit with 1
-        show(plan, out)
+        console = Console()
+        console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign] # rich would exit with 1
+        show(plan, console)
     return 0 if plan.verdict.fits else InputError.exit_code
 
 
@@ -311,11 +319,10 @@ def _raise_broken_pipe() -> NoReturn:
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.serve_reward import serve_reward
-    from rlhf_core.system.home import Home
 
-    home = Home.of(_home(arguments)).make()
-    _set_up_logging(home.path)
-    with suppress(KeyboardInterrupt, Stopped):  # how a service ends
+    home = _home(arguments).make()
+    _set_up_logging(home)
+    with suppress(KeyboardInterrupt, Stopped):  # the normal end of a service
         serve_reward(
             arguments.artifact,
             host=arguments.host,
@@ -333,9 +340,8 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from flows.servers import up
-    from rlhf_core.system.home import Home
 
-    print(up(Home.of(_home(arguments)).make().path))
+    print(up(_home(arguments).make()))
     return 0
 
 
@@ -353,28 +359,25 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _home(arguments: argparse.Namespace) -> Path:
+def _home(arguments: argparse.Namespace) -> Home:
     from rlhf_core.config.checkplaces import home_problem
 
-    if problem := home_problem(Path(arguments.home)):
+    problem = home_problem(Path(arguments.home))
+    if problem:
         raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
-    return Path(arguments.home).resolve()
+    return Home.of(arguments.home)
 
 
-def _set_up_logging(home: Path) -> Console:
-    """Our lines on the terminal; everything, tracebacks too, in `logs/rlhf.log`; Prefect's lines not on the
-    terminal.
-    """
+def _set_up_logging(home: Home) -> Console:
+    """Log to `logs/rlhf.log`, and without tracebacks to the terminal. Prefect does not log to the terminal."""
     from rich.console import Console
     from rich.logging import RichHandler
 
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     console = Console(stderr=True)
-    (home / "logs").mkdir(parents=True, exist_ok=True)
-    file = RotatingFileHandler(
-        home / "logs" / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8"
-    )
+    home.logs.mkdir(parents=True, exist_ok=True)
+    file = RotatingFileHandler(home.logs / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
     file.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
@@ -401,11 +404,13 @@ def _what_next(error: RLHFError) -> str:
     return CONTINUE
 
 
-def _complain(text: str) -> None:
-    print("\n".join(map(printable, scrubbed(text).split("\n"))), file=sys.stderr)
+def _print_error(text: str) -> None:
+    lines = scrubbed(text).split("\n")
+    print("\n".join(printable(line) for line in lines), file=sys.stderr)
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:
+    # A second signal must not interrupt the clean-up.
     signal.signal(signum, signal.SIG_IGN)
     raise Stopped(signum)
 

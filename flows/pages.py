@@ -25,7 +25,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.embedded import EMBEDDED
+from flows.prefect_server import EMBEDDED
 from rlhf_core.run.pipeline import Pipeline, StageRecord
 from rlhf_core.run.summary import run_markdown, stage_markdown
 from rlhf_core.types import StageName

@@ -1,23 +1,23 @@
-"""Brings lost flow runs back: the small loop beside the worker.
+"""The reconciler: resumes flow runs whose process was lost.
 
-Prefect has no zombie handler, its retries do not cover crashes, and automations lose events on SQLite. This
-loop asks the operating system instead: is there a process on this machine whose environment names this flow
-run?
+Prefect has no handler for zombie runs, its retries do not cover crashes, and automations lose events on SQLite.
+The reconciler asks the operating system instead: is there a process on this machine whose environment names
+this flow run?
 
-    RUNNING, no process in two looks        -> CRASHED, then scheduled again
-    PENDING for over 30 s, no process       -> the same (such a run would block its deployment for ever)
-    CRASHED (the worker saw it die)         -> scheduled again
-    CANCELLING for over 30 s, no process    -> CANCELLED
-    lost `MAX_ATTEMPTS` times in a row, or
-    `MOST_LOSSES` times in all              -> FAILED, with a sentence that says so
+    RUNNING, no process in two consecutive polls    -> CRASHED, then scheduled again
+    PENDING for over 30 s, no process               -> the same (such a run would block its deployment forever)
+    CRASHED (the worker reported its end)           -> scheduled again
+    CANCELLING for over 30 s, no process            -> CANCELLED
+    lost `MAX_CONSECUTIVE_LOSSES` times in a row,
+    or `MAX_LOSSES` times in total                  -> FAILED, with a message that says so
 
-A run that has gone on for ten minutes starts a new count: one of days outlives many failures. The count is
-read from the server's own history of the run, so that nothing is lost with this process. How long a run went
-on is known only up to the look that missed it, so that a machine which is away after each start seems to go
-on; hence the second bound.
+A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
+may be lost often. The counts are read from the server's history of the run, so they survive a restart of this
+process. The end of a period of running is only known up to the poll that missed the process. If the whole
+machine is suspended after each start, such a period seems long although the run makes no progress; the bound
+on the total number covers this case.
 
-Only runs with the tag `auto-recover` are touched. It holds for one machine: server, worker and flows on
-loopback.
+Only runs with the tag `auto-recover` are changed. Server, worker and flow runs must be on the same machine.
 """
 
 from __future__ import annotations
@@ -30,151 +30,157 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from flows.local_http import get, post
+from rlhf_core.system.local_http import get, post
 from rlhf_core.system.processes import carriers
 
 log = logging.getLogger(__name__)
 
 TAG = "auto-recover"
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Set by Prefect for the process that runs a flow; `rlhf_core.run.environment` keeps it from that process's children.
+"""Set by Prefect for the process that runs a flow. `rlhf_core.run.environment` removes it for the stages."""
+MAX_CONSECUTIVE_LOSSES = 5
+MAX_LOSSES = 50
+STABLE_SECONDS = 600.0
+"""A run that continued for this time resets the count of consecutive losses."""
+MISSING_POLLS = 2
+"""A process must be missing in this many consecutive polls: the run may end between the response of the API and
+the search for its process.
 """
-MAX_ATTEMPTS = 5
-"""Losses in a row after which a run is given up."""
-MOST_LOSSES = 50
-"""Losses in all after which it is."""
-SETTLED_SECONDS = 600.0
-"""A run that went on for so long starts a new row."""
-LOOKS = 2
-"""A process must be missing so many times in a row: it may end between the answer of the API and the look."""
-_LOOKS_AFTER_REFUSAL = 15
-"""A run that Prefect refuses to change is tried again half a minute later."""
-SLOW_SECONDS = 30.0
-"""A worker needs time between taking a run and the start of its process."""
-TOO_OLD_SECONDS = 24 * 3600.0
-"""A crash of yesterday is not continued behind the user's back."""
+_POLLS_AFTER_REFUSAL = 15
+"""A run that Prefect refused to change is ignored for this many polls (half a minute)."""
+START_SECONDS = 30.0
+"""The time that a worker may need between taking a run and starting its process."""
+MAX_CRASH_AGE = 24 * 3600.0
+"""An older crash is not resumed, because the user does not expect it any more."""
 
-_AWAY = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError, KeyError)
-"""The server does not answer, answers half, or refuses."""
+_REQUEST_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError, KeyError)
+"""The server does not respond, sends an incomplete response, or refuses the request."""
 
 Action = Literal["leave", "reschedule", "cancel", "give up"]
 
 
 @dataclass(frozen=True)
-class Sighting:
-    """What is known of one flow run at one look."""
+class Observation:
+    """The state of one flow run at one poll."""
 
     state: str
     """Prefect's state type, such as RUNNING."""
     age: float
     """Seconds in this state."""
-    attempts: int
-    """How often in a row it was started and lost, this time included; see `losses`."""
     missing: int
-    """Looks in a row in which no process had it; 0: there is one."""
+    """Consecutive polls in which the run had no process. 0 if it has one."""
+    consecutive_losses: int = 0
+    """See `count_losses`."""
     losses: int = 0
-    """How often in all."""
 
 
-def losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tuple[int, int]:
-    """How often in a row, and in all, a run was lost that is lost `now`; `history`: (since when, state type)
-    of all its states. One that was given up and that somebody started again begins anew.
+def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tuple[int, int]:
+    """Return how often a run that is lost at `now` was lost consecutively and in total, this time included.
+
+    Args:
+        history: Start time and state type of all states of the run.
+        now: The current time.
     """
     states = sorted(history)
     ends = [*(since for since, _ in states[1:]), now]
-    row = total = 0
+    consecutive = total = 0
     for (since, state), end in zip(states, ends, strict=True):
-        if state == "RUNNING" and (end - since).total_seconds() >= SETTLED_SECONDS:
-            row = 0
-        if state == "FAILED":
-            row = total = 0
-        row, total = row + (state == "CRASHED"), total + (state == "CRASHED")
-    unsaid = bool(states and states[-1][1] != "CRASHED")
-    return row + unsaid, total + unsaid
+        if state == "RUNNING" and (end - since).total_seconds() >= STABLE_SECONDS:
+            consecutive = 0
+        elif state == "FAILED":  # given up, then started again by the user
+            consecutive = total = 0
+        elif state == "CRASHED":
+            consecutive += 1
+            total += 1
+    if states and states[-1][1] != "CRASHED":  # this loss is not in the history yet
+        consecutive += 1
+        total += 1
+    return consecutive, total
 
 
-def decide(seen: Sighting) -> Action:
-    """What to do with a flow run."""
-    if seen.missing < LOOKS:
+def decide(seen: Observation) -> Action:
+    """Return what to do with a flow run."""
+    if seen.missing < MISSING_POLLS:
         return "leave"
     if seen.state == "CANCELLING":
-        return "cancel" if seen.age > SLOW_SECONDS else "leave"
-    if seen.state == "PENDING" and seen.age <= SLOW_SECONDS:
+        return "cancel" if seen.age > START_SECONDS else "leave"
+    if seen.state == "PENDING" and seen.age <= START_SECONDS:
         return "leave"
-    if seen.state == "CRASHED" and seen.age > TOO_OLD_SECONDS:
+    if seen.state == "CRASHED" and seen.age > MAX_CRASH_AGE:
         return "leave"
     if seen.state not in ("RUNNING", "PENDING", "CRASHED"):
         return "leave"
-    return "give up" if seen.attempts >= MAX_ATTEMPTS or seen.losses >= MOST_LOSSES else "reschedule"
+    if seen.consecutive_losses >= MAX_CONSECUTIVE_LOSSES or seen.losses >= MAX_LOSSES:
+        return "give up"
+    return "reschedule"
 
 
 class Reconciler:
-    """Looks once per `look`; keeps only a count of looks in memory, so it may be restarted at any time."""
+    """Compares flow runs with processes at each `poll`.
+
+    It only keeps counts of polls in memory, so it may be restarted at any time.
+    """
 
     def __init__(
-        self, api: str, alive: Callable[[], set[str]] | None = None, login: str | None = None
+        self, api: str, find_alive: Callable[[], set[str]] | None = None, auth: str | None = None
     ) -> None:
         self._api = api
-        self._login = login
-        self._alive = alive or flow_runs_alive
+        self._auth = auth
+        self._find_alive = find_alive or flow_runs_alive
         self._missing: dict[str, int] = {}
+        """Flow run id -> consecutive polls without a process. Negative after a refusal."""
 
-    def look(self) -> None:
-        """Compare the server's runs with the machine's processes and act. A server that is away changes
-        nothing.
+    def poll(self) -> None:
+        """Compare the server's runs with the processes of this machine, and act.
+
+        If the server does not respond, nothing is changed.
         """
         try:
-            runs = self._runs()
-        except _AWAY as error:
-            log.debug("look skipped: %s", error)
+            runs = self._active_runs()
+        except _REQUEST_ERRORS as error:
+            log.debug("poll skipped: %s", error)
             return
-        alive = self._alive() if runs else set()
+        alive = self._find_alive() if runs else set()
         for run in runs:
             try:
-                self._judge(run, alive)
-            except _AWAY as error:  # also what Prefect refuses for this run alone: the others come next
+                self._reconcile(run, alive)
+            except _REQUEST_ERRORS as error:
+                # Prefect may refuse to change this run only, so the other runs must still be examined.
                 log.warning("flow run %s: %s", run.get("name"), error)
                 if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                    self._missing[run["id"]] = -_LOOKS_AFTER_REFUSAL
+                    self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
-    def _judge(self, run: Mapping[str, Any], alive: set[str]) -> None:
-        name = run["id"]
-        self._missing[name] = 0 if name in alive else self._missing.get(name, 0) + 1
-        if self._missing[name] < LOOKS:
-            return
+    def _reconcile(self, run: Mapping[str, Any], alive: set[str]) -> None:
+        run_id = run["id"]
+        self._missing[run_id] = 0 if run_id in alive else self._missing.get(run_id, 0) + 1
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
-        seen = Sighting(
-            run["state"]["type"], (now - since).total_seconds(), attempts=0, missing=self._missing[name]
-        )
+        seen = Observation(run["state"]["type"], (now - since).total_seconds(), self._missing[run_id])
         action = decide(seen)
         if action == "leave":
             return
         if action == "reschedule":
-            row, total = losses(self._history(name), now)
-            seen = replace(seen, attempts=row, losses=total)
+            # The history is a separate request, so it is only read for lost runs.
+            consecutive, total = count_losses(self._history(run_id), now)
+            seen = replace(seen, consecutive_losses=consecutive, losses=total)
             action = decide(seen)
-        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], name, seen.state, action)
+        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], run_id, seen.state, action)
         if action == "cancel":
-            self._set(name, "CANCELLED", "Cancelled", "its process is gone")
+            self._set_state(run_id, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
-            text = (
-                f"its process was lost {seen.losses} times, {seen.attempts} in a row; the logs of the last"
-                " one say more"
+            message = (
+                f"its process was lost {seen.losses} times, {seen.consecutive_losses} in a row; the logs of the"
+                " last one say more"
             )
-            self._set(name, "FAILED", "Failed", text)
+            self._set_state(run_id, "FAILED", "Failed", message)
         else:
             if seen.state != "CRASHED":
-                self._set(name, "CRASHED", "Crashed", "its process is gone")
-            self._set(
-                name,
-                "SCHEDULED",
-                "AwaitingRetry",
-                "its process was lost; continuing from the last checkpoint",
-            )
-        self._missing[name] = 0
+                self._set_state(run_id, "CRASHED", "Crashed", "its process is gone")
+            message = "its process was lost; continuing from the last checkpoint"
+            self._set_state(run_id, "SCHEDULED", "AwaitingRetry", message)
+        self._missing[run_id] = 0
 
-    def _runs(self) -> list[dict[str, Any]]:
+    def _active_runs(self) -> list[dict[str, Any]]:
         body = {
             "flow_runs": {
                 "tags": {"all_": [TAG]},
@@ -187,22 +193,23 @@ class Reconciler:
         runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
         return runs
 
-    def _history(self, run: str) -> list[tuple[datetime, str]]:
-        states = get(f"{self._api}/flow_run_states/?flow_run_id={run}", login=self._login)
+    def _history(self, run_id: str) -> list[tuple[datetime, str]]:
+        states = get(f"{self._api}/flow_run_states/?flow_run_id={run_id}", auth=self._auth)
         return [(datetime.fromisoformat(state["timestamp"]), state["type"]) for state in states]
 
-    def _set(self, run: str, kind: str, name: str, message: str) -> None:
-        answer = self._post(
-            f"/flow_runs/{run}/set_state",
-            {"state": {"type": kind, "name": name, "message": message}, "force": False},
+    def _set_state(self, run_id: str, state_type: str, name: str, message: str) -> None:
+        # Without `force`, Prefect's rules refuse transitions that no longer apply to the current state.
+        response = self._post(
+            f"/flow_runs/{run_id}/set_state",
+            {"state": {"type": state_type, "name": name, "message": message}, "force": False},
         )
-        if answer["status"] != "ACCEPT":
-            log.warning("Prefect did not set flow run %s to %s: %s", run, name, answer.get("details"))
+        if response["status"] != "ACCEPT":
+            log.warning("Prefect did not set flow run %s to %s: %s", run_id, name, response.get("details"))
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return post(f"{self._api}{path}", body, login=self._login)
+        return post(f"{self._api}{path}", body, auth=self._auth)
 
 
 def flow_runs_alive() -> set[str]:
-    """Ids of the flow runs that have a process on this machine."""
-    return {run for _, run in carriers(ENGINE_VARIABLE)}
+    """Return the ids of the flow runs that have a process on this machine."""
+    return {run_id for _, run_id in carriers(ENGINE_VARIABLE)}

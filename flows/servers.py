@@ -1,7 +1,7 @@
-"""`rlhf up` and `rlhf down`: start the supervisor in the background, wait for it, and stop it.
+"""`rlhf up` and `rlhf down`: start the supervisor in the background, stop it, and find what is running.
 
-Processes are identified by pid and start time (state.json), by an environment variable that all processes
-started by `up` have, and by their command lines. No other process receives a signal.
+A process is identified by its pid and start time (state.json), by an environment variable that every process
+started by `up` inherits, and by its command line. No other process receives a signal.
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flows.login import login_file, read_login
-from flows.supervisor import DEPLOYMENTS, FLOW_STOP_SECONDS, MARK, READY_SECONDS, flow_processes, own_database
-from flows.team import mlflow_address, prefect_address, prefect_answers
+from flows.external import external_mlflow_uri, external_prefect_url, prefect_responds
+from flows.prefect_server import external_database_url, read_auth_string
+from flows.reconcile import ENGINE_VARIABLE
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.environment import past_proxies
-from rlhf_core.system.files import read_json
+from rlhf_core.system.files import read_json, write_json
+from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.processes import ProcessId, carriers, stop, wait_gone
+
+DEPLOYMENTS = Path("deployments/prefect.yaml")
+HOME_VARIABLE = "RLHF_SERVERS"
+"""The home folder, in the environment of every process that `up` starts, flow runs and stages included."""
+READY_SECONDS = 120.0
+"""Maximum duration of the start of one server."""
+FLOW_STOP_SECONDS = 40.0
+"""A stage may take 20 s to stop, and its flow needs some more time to report its state."""
 
 _MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
 """Modules of this project that `up` and its flow runs start with `python -m`."""
@@ -33,163 +42,189 @@ _PACKAGES = ("mlflow", "prefect")
 """Their modules are started with `python -m` too, and their scripts have the same names."""
 _APPLICATIONS = ("flows.application:", "mlflow.server.")
 """Web applications of Prefect and MLflow. Their servers run as `python -m uvicorn APPLICATION`."""
-_HOW_TO_RUN = "prefect deployment run rlhf/full-pipeline --param ppo_steps=5"
 
 
-def up(home: Path) -> str:
-    """Start the servers for `home` and return what to tell the user.
+class ServerState(BaseModel):
+    """One server of `ServersState`."""
 
-    Raises InputError where they run already or the project's files are not here, StageFailed if they do not
-    come up.
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    pid: int | None
+    restarts: int
+
+
+class ServersState(BaseModel):
+    """The content of {home}/servers/state.json, which the supervisor writes."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    status: str
+    """starting, ready, failed or stopping."""
+    message: str
+    """Why the start failed, or an empty string."""
+    pid: int
+    """Process id of the supervisor."""
+    started: float
+    """Start time of the supervisor, in seconds since the epoch."""
+    prefect: str
+    """URL of Prefect's API."""
+    mlflow: str
+    """Tracking URI."""
+    servers: dict[str, ServerState]
+    """What the supervisor runs. External servers are missing."""
+
+    @classmethod
+    def read(cls, home: Home) -> ServersState | None:
+        """Return the last state for `home`, or None if there is none or its format is invalid."""
+        try:
+            return cls.model_validate(read_json(home.servers_state))
+        except ValidationError:
+            return None
+
+    def write(self, home: Home) -> None:
+        """Replace the state of `home`."""
+        write_json(home.servers_state, self.model_dump())
+
+
+def up(home: Home) -> str:
+    """Start the servers for `home` and return the text for the user.
+
+    Raises InputError if they are running already or the project's files are missing, and StageFailed if they
+    do not start.
     """
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
-    folder = home / "servers"
-    if (running := supervisor_of(home)) is not None:
+    running = supervisor_of(home)
+    if running is not None:
         raise InputError(
-            f"servers for {home} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf"
+            f"servers for {home.path} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf"
             " down` first"
         )
-    own_database()
-    mlflow_address()
+    external_database_url()
+    external_mlflow_uri()
     os.environ.update(past_proxies())
-    if (url := prefect_address()) and not prefect_answers(url):
+    url = external_prefect_url()
+    if url is not None and not prefect_responds(url):
         raise InputError(
             f"PREFECT_API_URL: no Prefect server answers at {url}; start it, or unset the variable so that"
             " `rlhf up` starts one"
         )
-    _sweep(home)
-    folder.mkdir(parents=True, exist_ok=True)
+    _stop_remaining(home)
+    home.servers.mkdir(parents=True, exist_ok=True)
     supervisor = launch(
-        [*python_module("flows.supervisor"), str(home)],
-        {**os.environ, **SAFE_PATH, MARK: str(home)},
-        log_file=folder / "supervisor.log",
+        [*python_module("flows.supervisor"), str(home.path)],
+        {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
+        log_file=home.supervisor_log,
     )
-    state = _await_ready(home, supervisor)
-    return _announce(home, state)
+    return _describe(home, _wait_until_ready(home, supervisor))
 
 
-def _await_ready(home: Path, supervisor: subprocess.Popen[bytes]) -> dict[str, Any]:
-    log_file = home / "servers" / "supervisor.log"
+def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> ServersState:
     deadline = time.monotonic() + 3 * READY_SECONDS
     try:
         while time.monotonic() < deadline:
-            state = read_state(home)
-            if state is not None and state["pid"] == supervisor.pid:
-                if state["status"] == "ready":
+            state = ServersState.read(home)
+            # Until the supervisor has written its first state, the file may be of an earlier one.
+            if state is not None and state.pid == supervisor.pid:
+                if state.status == "ready":
                     return state
-                if state["message"]:
-                    raise StageFailed(f"{state['message']}; the supervisor's log is {log_file}")
+                if state.message:
+                    raise StageFailed(f"{state.message}; the supervisor's log is {home.supervisor_log}")
             if supervisor.poll() is not None:
                 raise StageFailed(
-                    f"the supervisor ended with exit code {supervisor.returncode}; see {log_file}"
+                    f"the supervisor ended with exit code {supervisor.returncode}; see {home.supervisor_log}"
                 )
             time.sleep(0.2)
-    except BaseException:
+        raise StageFailed(
+            f"the servers were not ready within {3 * READY_SECONDS:g} s; see {home.supervisor_log}"
+        )
+    except BaseException:  # also Ctrl-C: a supervisor that is not ready must not stay behind
         supervisor.terminate()
         raise
-    supervisor.terminate()
-    raise StageFailed(f"the servers were not ready within {3 * READY_SECONDS:g} s; see {log_file}")
 
 
-def _announce(home: Path, state: dict[str, Any]) -> str:
-    ours = state["servers"]
-    lines = [f"Prefect  {state['prefect'].removesuffix('/api')}"]
-    if "prefect" in ours:
-        lines.append(f"         its UI asks for a password once: the line in {login_file(home)}")
-        if not state["prefect"].endswith(":4200/api"):
+def _describe(home: Home, state: ServersState) -> str:
+    lines = [f"Prefect  {state.prefect.removesuffix('/api')}"]
+    if "prefect" in state.servers:
+        lines.append(f"         its UI asks for a password once: the line in {home.servers_login}")
+        if not state.prefect.endswith(":4200/api"):
             lines.append("         (port 4200 is in use: Prefect uses another one)")
     else:
         lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
-    lines.append(f"MLflow   {state['mlflow']}")
-    if "mlflow" not in ours:
+    lines.append(f"MLflow   {state.mlflow}")
+    if "mlflow" not in state.servers:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
-    elif not state["mlflow"].endswith(":5000"):
+    elif not state.mlflow.endswith(":5000"):
         lines.append("         (port 5000 is in use: MLflow uses another one)")
-    lines.append(f"logs     {home / 'servers'}")
-    if "prefect" in ours and home != Path(".rlhf").resolve():
-        lines.append(f"next     export PREFECT_PROFILES_PATH={home / 'prefect' / 'profiles.toml'}")
-    lines.append(f"next     {Path(sys.executable).parent / _HOW_TO_RUN}")
+    lines.append(f"logs     {home.servers}")
+    # The project's prefect.toml refers to the profiles of the default home.
+    if "prefect" in state.servers and home != Home.of(".rlhf"):
+        lines.append(f"next     export PREFECT_PROFILES_PATH={home.prefect_profiles}")
+    prefect = Path(sys.executable).parent / "prefect"
+    lines.append(f"next     {prefect} deployment run rlhf/full-pipeline --param ppo_steps=5")
     return "\n".join(lines)
 
 
-def use_login(home: Path, url: str) -> None:
-    """If `url` is the Prefect server that `up` started for `home`, set its password for Prefect clients in
-    this process.
-    """
-    state, login = read_state(home), read_login(home)
-    if state is not None and login is not None and url == state["prefect"] and "prefect" in state["servers"]:
-        os.environ.setdefault("PREFECT_API_AUTH_STRING", login)
+def use_auth_string(home: Home, url: str) -> None:
+    """Set the password for Prefect clients in this process if `url` is the server of `up` for `home`."""
+    state, auth = ServersState.read(home), read_auth_string(home)
+    if state is not None and auth is not None and url == state.prefect and "prefect" in state.servers:
+        os.environ.setdefault("PREFECT_API_AUTH_STRING", auth)
 
 
-def down(home: Path) -> str:
-    """Stop what `up` started for `home`, flow runs included, and return what to tell the user."""
+def down(home: Home) -> str:
+    """Stop what `up` started for `home`, flow runs included, and return the text for the user."""
     supervisor = supervisor_of(home)
-    runs = flow_processes(str(home))
-    if supervisor is None and not _ours(home):
-        _forget(home)
-        return f"nothing to stop: no servers of {home} are up"
+    runs = flow_processes(home)
+    if supervisor is None and not _processes_of(home):
+        _remove_addresses(home)
+        return f"nothing to stop: no servers of {home.path} are up"
     if supervisor is not None:
         supervisor.send(signal.SIGTERM)
         wait_gone([supervisor], FLOW_STOP_SECONDS + 40.0)
-    _sweep(home)
-    _forget(home)
-    interrupted = (
-        f"; {len(runs)} flow run(s) were interrupted and go on if `rlhf up` is typed within a day (later:"
-        " start the deployment again, and it continues from the last checkpoint)"
-        if runs
-        else ""
+    _stop_remaining(home)
+    _remove_addresses(home)
+    if not runs:
+        return f"stopped the servers of {home.path}"
+    return (
+        f"stopped the servers of {home.path}; {len(runs)} flow run(s) were interrupted and go on if `rlhf up` is"
+        " typed within a day (later: start the deployment again, and it continues from the last checkpoint)"
     )
-    return f"stopped the servers of {home}{interrupted}"
 
 
-def read_state(home: Path) -> dict[str, Any] | None:
-    """Return the last state written by the supervisor of `home`, or None if there is none or its format is
-    invalid.
-    """
-    state = read_json(home / "servers" / "state.json")
-    if state is None:
-        return None
-    texts = [state.get(name) for name in ("status", "message", "prefect", "mlflow")]
-    numbers = [state.get("pid"), state.get("started")]
-    servers = state.get("servers")
-    whole = (
-        all(isinstance(text, str) for text in texts)
-        and all(type(number) in (int, float) for number in numbers)
-        and isinstance(servers, dict)
-        and all(
-            isinstance(server, dict) and {"pid", "restarts"} <= server.keys() for server in servers.values()
-        )
-    )
-    return state if whole else None
-
-
-def supervisor_of(home: Path) -> ProcessId | None:
+def supervisor_of(home: Home) -> ProcessId | None:
     """Return the running supervisor of `home`, or None.
 
     A stale or modified state file is detected by comparing the pid, the start time and the environment
     variable.
     """
-    state = read_state(home)
+    state = ServersState.read(home)
     if state is None:
         return None
-    process = ProcessId(int(state["pid"]), float(state["started"]))
-    return process if process.alive() and process in _ours(home) else None
+    process = ProcessId(state.pid, state.started)
+    return process if process.alive() and process in _processes_of(home) else None
 
 
-def _ours(home: Path) -> list[ProcessId]:
+def flow_processes(home: Home) -> list[ProcessId]:
+    """Return the processes of the flow runs that the worker of `home` has started."""
+    of_home = {process for process, value in carriers(HOME_VARIABLE) if value == str(home.path)}
+    return [process for process, _ in carriers(ENGINE_VARIABLE) if process in of_home]
+
+
+def _processes_of(home: Home) -> list[ProcessId]:
     """Return the processes that `up` started for `home`.
 
-    Shells and other programs that a flow run started also have the variable, so the program is checked as
-    well.
+    Shells and other programs that a flow run started also have the variable, so the command line is checked
+    as well.
     """
-    marked = [
-        process for process, value in carriers(MARK) if value == str(home) and process.pid != os.getpid()
-    ]
-    return [process for process in marked if _is_ours(_command(process))]
+    processes = []
+    for process, value in carriers(HOME_VARIABLE):
+        if value == str(home.path) and process.pid != os.getpid() and is_started_by_up(_command(process)):
+            processes.append(process)
+    return processes
 
 
-def _is_ours(command: Sequence[str]) -> bool:
+def is_started_by_up(command: Sequence[str]) -> bool:
     """Return whether this is the command line of a program that `up` starts.
 
     Only the program counts. The name of a file or a folder in its arguments can be any word.
@@ -226,12 +261,12 @@ def _command(process: ProcessId) -> list[str]:
     return []
 
 
-def _sweep(home: Path) -> None:
+def _stop_remaining(home: Home) -> None:
     """Stop what a killed supervisor left behind."""
-    stop(_ours(home), 5.0)
+    stop(_processes_of(home), 5.0)
 
 
-def _forget(home: Path) -> None:
-    """Prefect's commands must not look for a server that is gone."""
-    (home / "servers" / "state.json").unlink(missing_ok=True)
-    (home / "prefect" / "profiles.toml").unlink(missing_ok=True)
+def _remove_addresses(home: Home) -> None:
+    """Remove the addresses of the servers, so that Prefect's commands do not use them any more."""
+    home.servers_state.unlink(missing_ok=True)
+    home.prefect_profiles.unlink(missing_ok=True)

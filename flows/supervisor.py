@@ -7,7 +7,7 @@ runs.
                  +-- reconciler        runs every 2 s (flows/reconcile.py)
 
 The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
-ended or that has not answered for 90 seconds. It writes the current state to {home}/servers/state.json and
+ended or that has not responded for 90 seconds. It writes the current state to {home}/servers/state.json and
 rotates the logs by size. On SIGTERM it stops the flow runs first, so that they can still report their end to
 Prefect.
 
@@ -24,84 +24,74 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
-from flows.local_http import answers, post
-from flows.login import ensure_login
-from flows.managed import ANSWER_SECONDS, Server
-from flows.reconcile import ENGINE_VARIABLE, Reconciler
+from flows.prefect_server import (
+    DATABASE_VARIABLES,
+    ensure_auth_string,
+    external_database_url,
+    server_command,
+    server_environment,
+)
+from flows.reconcile import Reconciler
+from flows.servers import (
+    DEPLOYMENTS,
+    FLOW_STOP_SECONDS,
+    HOME_VARIABLE,
+    READY_SECONDS,
+    ServersState,
+    ServerState,
+    flow_processes,
+)
 from rlhf_core.config.redact import ScrubbingFormatter
-from rlhf_core.errors import InputError, RLHFError, StageFailed
-from rlhf_core.run.environment import DATABASE_VARIABLES, NO_TELEMETRY, past_proxies, prefect_environment
+from rlhf_core.errors import RLHFError, StageFailed
+from rlhf_core.run.environment import NO_TELEMETRY, past_proxies
 from rlhf_core.run.home import rotate_logs
-from rlhf_core.system.files import write_atomic, write_json
+from rlhf_core.system.files import write_atomic
+from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, python_module
-from rlhf_core.system.processes import ProcessId, carriers, free_port, stop
+from rlhf_core.system.local_http import post, responds
+from rlhf_core.system.processes import ProcessId, free_port, stop
+from rlhf_core.system.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
 
 log = logging.getLogger(__name__)
 
 POOL = "rlhf"
-DEPLOYMENTS = Path("deployments/prefect.yaml")
-MARK = "RLHF_SERVERS"
-"""Carried by everything that `up` started, flow runs and their stages included; the value is the home folder.
-"""
-READY_SECONDS = 120.0
-FLOW_STOP_SECONDS = 40.0
-"""A stage may take 20 s to stop, and its flow some more to report."""
+POLL_SECONDS = 2.0
 _HEARTBEAT_SECONDS = 30.0
-"""Of a worker, as Prefect has it."""
-LOOK_SECONDS = 2.0
+"""The interval in which Prefect's worker sends a heartbeat."""
+_MAX_START_RESTARTS = 3
+"""A server that ends more often during the start cannot run here."""
 
 
 class PortTaken(Exception):
-    """A port was free when it was chosen, and is not any more."""
-
-
-def own_database() -> str | None:
-    """The user's own database for Prefect's server, if the environment names one. Raises InputError if it is
-    no PostgreSQL with the driver that Prefect needs.
-    """
-    url = next((os.environ[name] for name in DATABASE_VARIABLES if os.environ.get(name)), None)
-    if url is not None and not url.startswith("postgresql+asyncpg://"):
-        raise InputError(
-            f"{DATABASE_VARIABLES[0]} must begin with postgresql+asyncpg://; got"
-            f" {url.partition('://')[0]}://...; correct it, or unset it to have SQLite in the home"
-        )
-    return url
+    """Another process listens on a port that was free when it was chosen."""
 
 
 class Supervisor:
-    """Starts the servers in order, deploys, then watches."""
+    """Starts the servers in order, creates the deployments, and keeps everything running."""
 
-    def __init__(self, home: Path) -> None:
-        self.folder = home / "servers"
-        self.database = home / "mlflow.db"
-        self.profiles = home / "prefect" / "profiles.toml"
+    def __init__(self, home: Home) -> None:
         self.stopping = False
         self._home = home
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._login = ensure_login(home)
-        self._team_api = os.environ.get("PREFECT_API_URL")
-        self._team_mlflow = os.environ.get("MLFLOW_TRACKING_URI")
-        self._choose_ports()
+        home.servers.mkdir(parents=True, exist_ok=True)
+        self._auth = ensure_auth_string(home)
+        self._external_prefect = os.environ.get("PREFECT_API_URL")
+        self._external_mlflow = os.environ.get("MLFLOW_TRACKING_URI")
+        self._create_servers()
 
-    def _choose_ports(self) -> None:
-        """The usual ones where they are free, and with them all that depends on them."""
+    def _create_servers(self) -> None:
+        """Choose free ports, and build the commands and settings that depend on them."""
         prefect_port, mlflow_port = free_port(4200), free_port(5000)
-        self.api = self._team_api or f"http://127.0.0.1:{prefect_port}/api"
-        self.mlflow_url = self._team_mlflow or f"http://127.0.0.1:{mlflow_port}"
-        own = (
-            {} if self._team_api else prefect_environment(self.folder / "prefect", self._login, prefect_port)
-        )
+        self.api = self._external_prefect or f"http://127.0.0.1:{prefect_port}/api"
+        self.mlflow_url = self._external_mlflow or f"http://127.0.0.1:{mlflow_port}"
         self.environment = {
+            **os.environ,
             **NO_TELEMETRY,
             **SAFE_PATH,
             **past_proxies(),
-            **own,
-            MARK: str(self._home),
+            HOME_VARIABLE: str(self._home.path),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
             "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",
@@ -109,153 +99,158 @@ class Supervisor:
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONUNBUFFERED": "1",
         }
-        self.servers = {"worker": self._worker()}
-        if not self._team_mlflow:
-            self.servers = {"mlflow": self._mlflow(mlflow_port), **self.servers}
-        if not self._team_api:
-            self.servers = {"prefect": self._prefect(prefect_port), **self.servers}
+        self.servers: dict[str, SupervisedProcess] = {}
+        if not self._external_prefect:
+            self.environment |= server_environment(self._home.servers / "prefect", self._auth, prefect_port)
+            self.servers["prefect"] = self._prefect(prefect_port)
+        if not self._external_mlflow:
+            self.servers["mlflow"] = self._mlflow(mlflow_port)
+        self.servers["worker"] = self._worker()
 
-    def _prefect(self, port: int) -> Server:
-        command = [
-            *python_module("uvicorn"), "--factory", "flows.application:create_app", "--log-level", "warning",
-            "--host", "127.0.0.1", "--port", str(port),
-        ]  # fmt: skip
-        # Set for this server only, because the address may contain a password.
-        database = dict.fromkeys(DATABASE_VARIABLES, url) if (url := own_database()) else {}
-        return Server(
+    def _prefect(self, port: int) -> SupervisedProcess:
+        environment = {**self.environment, "PREFECT__SERVER_FINAL": "1"}
+        database_url = external_database_url()
+        if database_url is not None:
+            # Set for this server only, because the address may contain a password.
+            environment |= dict.fromkeys(DATABASE_VARIABLES, database_url)
+        return SupervisedProcess(
             "prefect",
-            command,
-            {**self.environment, **database, "PREFECT__SERVER_FINAL": "1"},
-            self.folder / "prefect.log",
-            lambda: answers(f"{self.api}/health", ANSWER_SECONDS),
-            port=port,
+            server_command(port, "warning"),
+            environment,
+            self._home.servers / "prefect.log",
+            lambda: responds(f"{self.api}/health", HEALTH_CHECK_SECONDS),
+            port,
         )
 
-    def _mlflow(self, port: int) -> Server:
+    def _mlflow(self, port: int) -> SupervisedProcess:
         command = [
-            *python_module("mlflow"), "server", "--app-name", "rlhf", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{self.database}",
-            "--default-artifact-root", str(self._home / "mlartifacts"),
+            *python_module("mlflow"), "server", "--app-name", "rlhf",
+            "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+            "--backend-store-uri", f"sqlite:///{self._home.mlflow_database}",
+            "--default-artifact-root", str(self._home.mlflow_artifacts),
             "--allowed-hosts", f"localhost:{port},127.0.0.1:{port}",
         ]  # fmt: skip
-        return Server(
+        environment = {
+            **os.environ,
+            **NO_TELEMETRY,
+            **SAFE_PATH,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            HOME_VARIABLE: str(self._home.path),
+        }
+        return SupervisedProcess(
             "mlflow",
             command,
-            {
-                **NO_TELEMETRY,
-                **SAFE_PATH,
-                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-                MARK: str(self._home),
-            },
-            self.folder / "mlflow.log",
-            lambda: answers(f"{self.mlflow_url}/health", ANSWER_SECONDS),
-            port=port,
+            environment,
+            self._home.servers / "mlflow.log",
+            lambda: responds(f"{self.mlflow_url}/health", HEALTH_CHECK_SECONDS),
+            port,
         )
 
-    def _worker(self) -> Server:
-        return Server(
+    def _worker(self) -> SupervisedProcess:
+        command = [
+            *python_module("prefect"), "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1",
+        ]  # fmt: skip
+        return SupervisedProcess(
             "worker",
-            [
-                *python_module("prefect"),
-                "worker",
-                "start",
-                "--pool",
-                POOL,
-                "--type",
-                "process",
-                "--limit",
-                "1",
-            ],
+            command,
             self.environment,
-            self.folder / "worker.log",
-            # During a flow run, a second worker would start the next run at the same time.
-            lambda: (
-                bool(self._team_api) or self._worker_lives() or bool(flow_processes(self.environment[MARK]))
-            ),
+            self._home.servers / "worker.log",
+            self._worker_is_healthy,
             owns_group=False,
         )
 
     def run(self) -> None:
-        """Until SIGTERM. Raises StageFailed if the servers do not come up."""
+        """Run until SIGTERM. Raises StageFailed if the servers do not start."""
         self._write_state("starting")
         try:
-            while not self._started():
-                stop(flow_processes(self.environment[MARK]), FLOW_STOP_SECONDS)
-                self._stop_servers()
-                self._choose_ports()
+            while not self._start_or_release_ports():
+                self._create_servers()
             self._write_state("ready")
             log.info("ready: %s", self.api)
-            reconciler = None if self._team_api else Reconciler(self.api, login=self._login)
+            reconciler = None if self._external_prefect else Reconciler(self.api, auth=self._auth)
             while not self.stopping:
                 try:
-                    for server in self.servers.values():
-                        server.look_after()
-                        server.keep_running()
-                    if reconciler is not None:
-                        reconciler.look()
-                    rotate_logs(self.folder)
-                    self._write_state("ready")
-                except Exception:  # a full disk, half an answer: what runs must not be stopped for it
-                    log.exception("tried again in %g s", LOOK_SECONDS)
-                self._pause(LOOK_SECONDS)
+                    self._poll(reconciler)
+                except Exception:  # a full disk or an incomplete response must not end the servers
+                    log.exception("tried again in %g s", POLL_SECONDS)
+                self._pause(POLL_SECONDS)
         except RLHFError as error:
             self._write_state("failed", error.message)
             raise
         finally:
+            self._write_state("stopping")
             self._stop()
+            self._home.prefect_profiles.unlink(missing_ok=True)
 
-    def _started(self) -> bool:
-        """Start all; False where a port was taken on the way: try again with others, they are not announced
-        yet.
+    def _poll(self, reconciler: Reconciler | None) -> None:
+        for server in self.servers.values():
+            server.kill_if_silent()
+            server.ensure_running()
+        if reconciler is not None:
+            reconciler.poll()
+        rotate_logs(self._home.servers)
+        self._write_state("ready")
+
+    def _start_or_release_ports(self) -> bool:
+        """Start everything. If another process has taken a port, stop everything and return False.
+
+        The addresses have not been announced at that time, so other ports can be used.
         """
         try:
             self._start()
         except PortTaken as error:
             log.warning("%s: starting again on another port", error)
+            self._stop()
             return False
         return True
 
     def _start(self) -> None:
-        for name in ("prefect", "mlflow"):
-            if name == "mlflow" and name in self.servers:
-                self._make_database()
-            if name in self.servers:
-                self.servers[name].keep_running()
-        if self._team_api:
+        if "prefect" in self.servers:
+            self.servers["prefect"].ensure_running()
+        if "mlflow" in self.servers:
+            self._create_mlflow_database()
+            self.servers["mlflow"].ensure_running()
+        if self._external_prefect:
             self._ensure_pool()
-            self.servers["worker"].keep_running()
+            self.servers["worker"].ensure_running()
         else:
             self._await("Prefect's server", "prefect", self.servers["prefect"].serves)
-            self.servers["worker"].keep_running()
+            self.servers["worker"].ensure_running()
             # A deployment cannot be created before its work pool exists. The worker creates the pool.
             self._await("the work pool", "worker", self._pool_exists)
         self._deploy()
-        if not self._team_mlflow:
+        if "mlflow" in self.servers:
             self._await("MLflow's server", "mlflow", self.servers["mlflow"].serves)
-        if not self._team_api:
+        if not self._external_prefect:
             write_atomic(
-                self.profiles,
+                self._home.prefect_profiles,
                 'active = "rlhf"\n\n[profiles.rlhf]\n'
-                f'PREFECT_API_URL = "{self.api}"\nPREFECT_API_AUTH_STRING = "{self._login}"\n',
+                f'PREFECT_API_URL = "{self.api}"\nPREFECT_API_AUTH_STRING = "{self._auth}"\n',
                 private=True,
             )
 
-    def _await(self, what: str, server: str, ready: Callable[[], bool]) -> None:
+    def _await(self, what: str, name: str, is_ready: Callable[[], bool]) -> None:
+        server = self.servers[name]
         deadline = time.monotonic() + READY_SECONDS
-        while not self.stopping and not ready():
-            if self.servers[server].lost_its_port():
-                raise PortTaken(f"port {self.servers[server].port} of {what} was taken by another process")
-            if time.monotonic() > deadline or self.servers[server].restarts > 3:
-                raise StageFailed(f"{what} did not come up; see {self.servers[server].log_file}")
-            self.servers[server].keep_running()
+        while not self.stopping and not is_ready():
+            if server.lost_its_port():
+                raise PortTaken(f"port {server.port} of {what} was taken by another process")
+            if time.monotonic() > deadline or server.restarts > _MAX_START_RESTARTS:
+                raise StageFailed(f"{what} did not come up; see {server.log_file}")
+            server.ensure_running()
             self._pause(0.3)
 
-    def _make_database(self) -> None:
-        """MLflow's server would make it in place, where a kill leaves it broken for good."""
-        command = [*python_module("rlhf_core.tracking.database"), str(self.database)]
-        if self._call(command, {**NO_TELEMETRY, **SAFE_PATH}, "mlflow.log") != 0:
+    def _create_mlflow_database(self) -> None:
+        """Create MLflow's database in a temporary file and rename it.
+
+        MLflow's server would create it in place. If the server were killed at that time, the database would be
+        unusable.
+        """
+        environment = {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
+        command = [*python_module("rlhf_core.tracking.database"), str(self._home.mlflow_database)]
+        if self._call(command, environment, "mlflow.log") != 0:
             raise StageFailed(
-                f"MLflow's database {self.database} could not be created; see {self.folder / 'mlflow.log'}"
+                f"MLflow's database {self._home.mlflow_database} could not be created; see {self._home.servers / 'mlflow.log'}"
             )
 
     def _ensure_pool(self) -> None:
@@ -263,37 +258,34 @@ class Supervisor:
 
         The worker would create it as well, but the supervisor could not detect when it exists.
         """
-        prefect = [*python_module("flows.isolated"), "--no-prompt", "work-pool"]
-        if self._call([*prefect, "inspect", POOL], self.environment, "deploy.log") == 0:
+        if self._prefect_command("work-pool", "inspect", POOL) == 0:
             return
-        if self._call([*prefect, "create", POOL, "--type", "process"], self.environment, "deploy.log") != 0:
+        if self._prefect_command("work-pool", "create", POOL, "--type", "process") != 0:
             raise StageFailed(
                 f"the Prefect server of PREFECT_API_URL has no work pool {POOL}, and creating one failed; see"
-                f" {self.folder / 'deploy.log'}"
+                f" {self._home.servers / 'deploy.log'}"
             )
 
     def _deploy(self) -> None:
         if self.stopping:
             return
-        command = [
-            *python_module("flows.isolated"),
-            "--no-prompt",
-            "deploy",
-            "--all",
-            "--prefect-file",
-            str(DEPLOYMENTS),
-        ]
-        if (code := self._call(command, self.environment, "deploy.log")) != 0:
+        code = self._prefect_command("deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
+        if code != 0:
             raise StageFailed(
-                f"prefect deploy failed with exit code {code}; see {self.folder / 'deploy.log'}"
+                f"prefect deploy failed with exit code {code}; see {self._home.servers / 'deploy.log'}"
             )
 
-    def _call(self, command: Sequence[str], environment: dict[str, str], log_file: str) -> int:
+    def _prefect_command(self, *arguments: str) -> int:
+        """Run a `prefect` command without the settings files of the project's folder."""
+        command = [*python_module("flows.isolated"), "--no-prompt", *arguments]
+        return self._call(command, self.environment, "deploy.log")
+
+    def _call(self, command: Sequence[str], environment: Mapping[str, str], log_name: str) -> int:
         """Run a command and return its exit code."""
-        with (self.folder / log_file).open("ab") as output:
+        with (self._home.servers / log_name).open("ab") as output:
             done = subprocess.run(
                 command,
-                env={**os.environ, **environment},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -303,62 +295,58 @@ class Supervisor:
         return done.returncode
 
     def _pause(self, seconds: float) -> None:
+        # In short steps, because the signal handler only sets `stopping`.
         deadline = time.monotonic() + seconds
         while not self.stopping and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def _stop(self) -> None:
-        self._write_state("stopping")
-        stop(flow_processes(self.environment[MARK]), FLOW_STOP_SECONDS)
-        self._stop_servers()
-        self.profiles.unlink(missing_ok=True)
-
-    def _stop_servers(self) -> None:
+        """Stop the flow runs, then the servers, to which the flow runs report their end."""
+        stop(flow_processes(self._home), FLOW_STOP_SECONDS)
         for server in reversed(self.servers.values()):
             process = server.id()
             stop([process] if process else [], 10.0)
 
-    def _worker_lives(self) -> bool:
-        """Return whether a worker has sent a heartbeat recently. Also True if the server does not answer."""
+    def _worker_is_healthy(self) -> bool:
+        # An external server may list workers of other machines. During a flow run the worker is not replaced,
+        # because a second one would start the next run at the same time.
+        return bool(self._external_prefect) or self._has_heartbeat() or bool(flow_processes(self._home))
+
+    def _has_heartbeat(self) -> bool:
+        """Return whether a worker has sent a heartbeat recently. Also True if the server does not respond."""
         try:
-            workers = post(f"{self.api}/work_pools/{POOL}/workers/filter", {}, login=self._login)
+            workers = post(f"{self.api}/work_pools/{POOL}/workers/filter", {}, auth=self._auth)
         except (OSError, ValueError):
             return True
         now = datetime.now(UTC)
-        heard = [
-            datetime.fromisoformat(last) for worker in workers if (last := worker.get("last_heartbeat_time"))
-        ]
-        return any((now - last).total_seconds() < 2 * _HEARTBEAT_SECONDS for last in heard)
+        for worker in workers:
+            last = worker.get("last_heartbeat_time")
+            if last and (now - datetime.fromisoformat(last)).total_seconds() < 2 * _HEARTBEAT_SECONDS:
+                return True
+        return False
 
     def _pool_exists(self) -> bool:
         try:
-            pools = post(f"{self.api}/work_pools/filter", {}, login=self._login)
+            pools = post(f"{self.api}/work_pools/filter", {}, auth=self._auth)
         except (OSError, ValueError):
             return False
         return any(pool["name"] == POOL for pool in pools)
 
     def _write_state(self, status: str, message: str = "") -> None:
-        me = ProcessId.of(os.getpid())
-        servers: dict[str, Any] = {
-            name: {"pid": server.process.pid if server.process else None, "restarts": server.restarts}
-            for name, server in self.servers.items()
-        }
-        content = {
-            "status": status,
-            "message": message,
-            "pid": os.getpid(),
-            "started": me.started if me else 0.0,
-            "prefect": self.api,
-            "mlflow": self.mlflow_url,
-            "servers": servers,
-        }
-        write_json(self.folder / "state.json", content)
-
-
-def flow_processes(home: str) -> list[ProcessId]:
-    """The flow runs started by the worker of `home`."""
-    ours = {process for process, value in carriers(MARK) if value == home}
-    return [process for process, _ in carriers(ENGINE_VARIABLE) if process in ours]
+        process = ProcessId.of(os.getpid())
+        servers = {}
+        for name, server in self.servers.items():
+            pid = server.process.pid if server.process else None
+            servers[name] = ServerState(pid=pid, restarts=server.restarts)
+        ServersState(
+            status=status,
+            message=message,
+            pid=os.getpid(),
+            started=process.started if process else 0.0,
+            prefect=self.api,
+            mlflow=self.mlflow_url,
+            servers=servers,
+        ).write(self._home)
 
 
 def main() -> int:
@@ -366,7 +354,7 @@ def main() -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    supervisor = Supervisor(Path(sys.argv[1]))
+    supervisor = Supervisor(Home.of(sys.argv[1]))
 
     def on_signal(signum: int, frame: object) -> None:
         supervisor.stopping = True

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
@@ -62,30 +61,3 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     if not runs_on_gpu(config):
         child |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     return child
-
-
-DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
-"""Prefect's names for the address of its database; the first wins."""
-
-
-def prefect_environment(folder: Path, login: str, port: int) -> dict[str, str]:
-    """Return the settings of a local Prefect server on `port`, and of its clients.
-
-    The files of the server are in `folder`. `login` is its password.
-    """
-    return {
-        **NO_TELEMETRY,
-        **SAFE_PATH,
-        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
-        "PREFECT_API_AUTH_STRING": login,
-        "PREFECT_SERVER_API_AUTH_STRING": login,
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
-        "PREFECT_UI_API_URL": "/api",  # the page's own origin, so that any host name or forwarded port works
-        "PREFECT_HOME": str(folder),
-        "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
-        "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
-        "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
-        **dict.fromkeys(DATABASE_VARIABLES, f"sqlite+aiosqlite:///{folder / 'prefect.db'}"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-    }

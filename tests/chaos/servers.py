@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from flows.local_http import post
-from flows.login import read_login
+from flows.prefect_server import DATABASE_VARIABLES, read_auth_string
 from flows.reconcile import ENGINE_VARIABLE
-from flows.supervisor import flow_processes
-from rlhf_core.run.environment import DATABASE_VARIABLES
+from flows.servers import flow_processes
 from rlhf_core.system.files import read_json
+from rlhf_core.system.home import Home
+from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import ProcessId, carriers
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 from tests.support.postgres import postgres
@@ -100,11 +100,11 @@ class Servers:
 
     def ask(self, path: str, body: Mapping[str, Any] | Sequence[Any]) -> Any:
         """POST to Prefect's API, as a client that knows the password."""
-        return post(f"{self.state['prefect']}{path}", body, login=read_login(self.home))
+        return post(f"{self.state['prefect']}{path}", body, auth=read_auth_string(Home.of(self.home)))
 
     def pids(self, victims: Sequence[str]) -> list[int]:
         """Of the flow's process and of the named servers."""
-        found = [process.pid for process in flow_processes(str(self.home))] if "flow" in victims else []
+        found = [process.pid for process in flow_processes(Home.of(self.home))] if "flow" in victims else []
         state = self.state
         found += [state["pid"]] if "supervisor" in victims else []
         return found + [server["pid"] for name, server in state["servers"].items() if name in victims]

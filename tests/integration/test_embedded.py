@@ -27,20 +27,22 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from flows.embedded import EmbeddedPrefect
-from flows.local_http import answers, credentials, post
+from flows.prefect_server import EmbeddedPrefect
+from rlhf_core.system.home import Home
+from rlhf_core.system.local_http import basic_auth, post, responds
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.supervised import SupervisedProcess
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
 
 COMMAND = """
 import sys, time
-from pathlib import Path
-from flows.embedded import EmbeddedPrefect
+from flows.prefect_server import EmbeddedPrefect
+from rlhf_core.system.home import Home
 
-server = EmbeddedPrefect(Path(sys.argv[1]))
+server = EmbeddedPrefect(Home.of(sys.argv[1]))
 server.wait()
-print(server._process.pid, server.url, server.login, flush=True)
+print(server.pid, server.url, server.auth, flush=True)
 time.sleep(600)
 """
 
@@ -64,7 +66,7 @@ class Server(NamedTuple):
     home: Path
     pid: int
     url: str
-    login: str
+    auth: str
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         [sys.executable, "-c", COMMAND, str(home)], stdout=subprocess.PIPE, text=True
     ) as command:
         assert command.stdout is not None
-        pid, url, login = command.stdout.readline().split()
-        yield Server(command, home, int(pid), url, login)
+        pid, url, auth = command.stdout.readline().split()
+        yield Server(command, home, int(pid), url, auth)
         command.kill()
 
 
@@ -97,10 +99,10 @@ def test_a_database_that_a_kill_leaves_half_made_is_not_complete(
     folder.mkdir()
     (folder / "prefect.db").write_bytes(b"garbage " * 1000)
     (folder / "complete").touch()
-    monkeypatch.setattr(EmbeddedPrefect, "_start", killed)
+    monkeypatch.setattr(SupervisedProcess, "ensure_running", killed)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(KeyboardInterrupt):
-        EmbeddedPrefect(tmp_path)
+        EmbeddedPrefect(Home.of(tmp_path))
     assert not (folder / "prefect.db").exists()
     assert not (folder / "complete").exists()
 
@@ -176,19 +178,19 @@ def opened(page: str, profile: Path) -> Iterator[queue.Queue[dict[str, str]]]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_web_page_of_another_origin_is_refused_in_a_real_browser(server: Server, tmp_path: Path) -> None:
-    page = ATTACK.replace("API", server.url).replace("LOGIN", server.login)
+    page = ATTACK.replace("API", server.url).replace("LOGIN", server.auth)
     with opened(page, tmp_path / "profile") as results:
         assert results.get(timeout=90) == {}, "the control, which proves that the page runs"
         seen = results.get(timeout=60)
     assert seen.pop("control: its own origin") == "done"
     assert seen.pop("write without a preflight") == "opaque 0", "sent, and refused: see what is left"
     assert set(seen.values()) == {"refused"} and len(seen) == 6, seen
-    assert post(f"{server.url}/variables/filter", {}, login=server.login) == []
+    assert post(f"{server.url}/variables/filter", {}, auth=server.auth) == []
 
 
 def test_each_rule_refuses_alone(server: Server) -> None:
     """What a page may have right, and the status of the rule that refuses it. In a browser all look alike."""
-    origin, known = server.url.removesuffix("/api"), credentials(server.login)
+    origin, known = server.url.removesuffix("/api"), basic_auth(server.auth)
     rebound = {"Host": "evil.example"}
     tried = {
         "Origin, though the password is right": ({**known, "Origin": "http://127.0.0.1:1"}, 403),
@@ -211,10 +213,10 @@ def test_writers_wait_for_each_other_and_none_is_refused(server: Server) -> None
     """As Prefect begins its transactions, five of six get 503, "database is locked"."""
 
     def write(number: int) -> None:
-        flow = post(f"{server.url}/flows/", {"name": f"flow {number}"}, 60, server.login)["id"]
+        flow = post(f"{server.url}/flows/", {"name": f"flow {number}"}, 60, server.auth)["id"]
         for _ in range(3):
             run = {"flow_id": flow, "state": {"type": "RUNNING"}}
-            post(f"{server.url}/flow_runs/", run, 60, server.login)
+            post(f"{server.url}/flow_runs/", run, 60, server.auth)
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(write, range(6)))
@@ -222,11 +224,11 @@ def test_writers_wait_for_each_other_and_none_is_refused(server: Server) -> None
 
 
 def test_it_is_started_again_where_it_dies_and_ends_with_the_command(server: Server) -> None:
-    post(f"{server.url}/variables/", {"name": "known", "value": "x"}, login=server.login)
+    post(f"{server.url}/variables/", {"name": "known", "value": "x"}, auth=server.auth)
     os.kill(server.pid, signal.SIGKILL)
-    assert wait(lambda: not answers(f"{server.url}/health"), 10)
-    assert wait(lambda: answers(f"{server.url}/health"), 60)
-    assert [found["name"] for found in post(f"{server.url}/variables/filter", {}, login=server.login)] == [
+    assert wait(lambda: not responds(f"{server.url}/health"), 10)
+    assert wait(lambda: responds(f"{server.url}/health"), 60)
+    assert [found["name"] for found in post(f"{server.url}/variables/filter", {}, auth=server.auth)] == [
         "known"
     ]
     new = listener(int(server.url.split(":")[2].partition("/")[0]))
@@ -244,11 +246,11 @@ def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
         [sys.executable, "-c", COMMAND, str(tmp_path / "server")], stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        _, url, login = server.stdout.readline().split()
+        _, url, auth = server.stdout.readline().split()
         environment = {
             **os.environ,
             "PREFECT_API_URL": url,
-            "PREFECT_API_AUTH_STRING": login,
+            "PREFECT_API_AUTH_STRING": auth,
             "PREFECT_CLIENT_MAX_RETRIES": "1",
             TRACE: str(trace),
         }

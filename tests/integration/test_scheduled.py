@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from flows.local_http import get
-from flows.supervisor import MARK
+from flows.servers import HOME_VARIABLE
 from rlhf_core.system.files import read_json
+from rlhf_core.system.local_http import get
 from rlhf_core.system.processes import carriers
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait
@@ -114,4 +114,4 @@ def test_a_schedule_retrains_when_the_data_has_changed(tmp_path: Path, summary_l
         assert versions(servers) == 2, "what is registered already is not registered again"
     finally:
         servers.down()
-    assert wait(lambda: not [p for p, value in carriers(MARK) if value == str(home)], 10)
+    assert wait(lambda: not [p for p, value in carriers(HOME_VARIABLE) if value == str(home)], 10)

@@ -20,9 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.local_http import post
 from flows.reconcile import ENGINE_VARIABLE
-from flows.supervisor import LOOK_SECONDS, MARK, flow_processes
+from flows.servers import HOME_VARIABLE, flow_processes
+from flows.supervisor import POLL_SECONDS
+from rlhf_core.system.home import Home
+from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import carriers
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
@@ -48,7 +50,10 @@ def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(
         finally:
             servers.down()
     assert wait(
-        lambda: not [p for p, value in carriers(MARK) if value == str(home) and p.pid != os.getpid()], 10
+        lambda: (
+            not [p for p, value in carriers(HOME_VARIABLE) if value == str(home) and p.pid != os.getpid()]
+        ),
+        10,
     )
     if database == "PostgreSQL":
         assert not list(home.rglob("prefect.db"))
@@ -57,7 +62,7 @@ def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(
 def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
     name = servers.deploy(until="sft")
     assert wait(lambda: any(p.point == "bundle.committed" for p in _of_sft(trace)), 240), servers.run(name)
-    (first,) = flow_processes(str(home))
+    (first,) = flow_processes(Home.of(home))
     first.send(signal.SIGKILL)
     killed = time.monotonic()
     assert wait(lambda: any(v == name and p != first for p, v in carriers(ENGINE_VARIABLE)), 30)
@@ -94,14 +99,14 @@ def _cancel_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
 
     assert wait(lambda: len(steps()) > 1, 240), servers.run(name)
     servers.cancel(name)
-    assert wait(lambda: not flow_processes(str(home)), 35), "20 s for the stage, some more for its flow"
+    assert wait(lambda: not flow_processes(Home.of(home)), 35), "20 s for the stage, some more for its flow"
     assert wait(lambda: (servers.run(name) or {}).get("state_type") == "CANCELLED", 35), servers.run(name)
     committed = [p.time for p in read_passes(trace) if p.point == "bundle.committed" and p.time > steps()[0]]
     assert len(committed) == 1 and committed[0] > steps()[-1], "a checkpoint of the step in hand"
-    time.sleep(3 * LOOK_SECONDS)
+    time.sleep(3 * POLL_SECONDS)
     run = servers.run(name)
     assert run is not None and (run["state_type"], run["run_count"]) == ("CANCELLED", 1)
-    assert not flow_processes(str(home))
+    assert not flow_processes(Home.of(home))
 
 
 def _of_sft(trace: Path):  # type: ignore[no-untyped-def]

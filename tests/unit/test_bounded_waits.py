@@ -26,7 +26,6 @@ CALLS = {
 BOUNDED = {
     "flows/cli.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
     "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
-    "flows/embedded.py: self._process.wait()": "a daemon thread that has nothing else to do",
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/tasks.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flows import cli, isolated, team
+from flows import cli, external, isolated
 from rlhf_core.config.load import load_config
 from rlhf_core.types import StageContext
 
@@ -119,5 +119,5 @@ def settle(patch: pytest.MonkeyPatch, folder: Path) -> None:
     for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3"):
         patch.delenv(name, raising=False)
     patch.setenv("PREFECT_API_URL", NO_SERVER)
-    patch.setattr(team, "prefect_answers", lambda url: True)
+    patch.setattr(external, "prefect_responds", lambda url: True)
     patch.setattr(isolated, "isolate_prefect", lambda: None)

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from bad_inputs import Bad, Command
 
-from flows import cli, team
+from flows import cli, external
 from rlhf_core.config import checkrewards, devices, preflight
 from rlhf_core.run.environment import past_proxies
 
-PREFECT_ANSWERS = team.prefect_answers
+PREFECT_ANSWERS = external.prefect_responds
 """The real one: the command of the tables has another in its place."""
 BARE = "run: {seed: 1}\n"
 ALONE = "reward: {enabled: false}\ndata: {preference: []}\n"
@@ -280,8 +280,8 @@ STRANGE: dict[str, tuple[int, bytes, dict[str, str], tuple[str, ...]]] = {
 def test_a_prefect_address_where_something_else_answers_gives_one_message(
     command: Command, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(team, "prefect_answers", PREFECT_ANSWERS)
-    monkeypatch.setattr(team, "_headers", dict)  # they are Prefect's, whose import takes seconds
+    monkeypatch.setattr(external, "prefect_responds", PREFECT_ANSWERS)
+    monkeypatch.setattr(external, "_client_headers", dict)  # they are Prefect's, whose import takes seconds
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
         server.way = way  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -292,8 +292,8 @@ def test_a_prefect_address_where_something_else_answers_gives_one_message(
 
 
 def test_a_prefect_address_where_nobody_answers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_headers", dict)
-    assert not team.prefect_answers("http://127.0.0.1:9/api", tries=1)
+    monkeypatch.setattr(external, "_client_headers", dict)
+    assert not external.prefect_responds("http://127.0.0.1:9/api", attempts=1)
 
 
 LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {

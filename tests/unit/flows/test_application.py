@@ -1,9 +1,8 @@
 """The applications of Prefect's and MLflow's servers.
 
-- Prefect's scheduler inserts its flow runs under the locked SQLAlchemy. This looks at the function that
-  SQLAlchemy calls, and no further. That a schedule starts runs is proved by
-  `tests/integration/test_scheduled.py`
-- MLflow finds its application by name, and answers neither pages of another port nor other hosts
+- Prefect's scheduler inserts its flow runs under the locked SQLAlchemy. The test only calls the function that
+  SQLAlchemy calls; `tests/integration/test_scheduled.py` tests that a schedule starts runs
+- MLflow finds its application by name and refuses requests of pages from other ports and for other hosts
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import pytest
 from flows import application
 
 
-def test_a_scheduled_run_with_its_state_can_be_inserted() -> None:
+def test_scheduled_run_can_be_inserted_with_its_state() -> None:
     from prefect.server.database.orm_models import FlowRun
     from sqlalchemy import inspect
     from sqlalchemy.ext.hybrid import HybridExtensionType
 
-    application._let_schedules_insert()
+    application._fix_schedules()
     hybrid = inspect(FlowRun).all_orm_descriptors["state"]
     assert hybrid.extension_type is HybridExtensionType.HYBRID_PROPERTY
     row = {"state": {"type": "SCHEDULED"}}
-    FlowRun.state._bulk_dml_setter("state")(row)  # refused without a function for it
-    assert row == {"state": {"type": "SCHEDULED"}}, "it is inserted in another table afterwards"
+    FlowRun.state._bulk_dml_setter("state")(row)  # raises an exception without a function for it
+    assert row == {"state": {"type": "SCHEDULED"}}, "the state is inserted into another table afterwards"
 
 
 @pytest.mark.parametrize(
@@ -38,15 +37,15 @@ def test_a_scheduled_run_with_its_state_can_be_inserted() -> None:
         ({"host": "evil.example:5000"}, 403),
     ],
 )
-def test_mlflows_server_answers_its_own_pages_only(headers: dict[str, str], status: int) -> None:
+def test_mlflow_server_accepts_only_its_own_pages(headers: dict[str, str], status: int) -> None:
     import httpx
     from mlflow.server import _find_app
 
     assert _find_app("rlhf") == "flows.application:create_mlflow_app"
     transport = httpx.ASGITransport(app=application.create_mlflow_app())
 
-    async def ask() -> int:
+    async def get_status() -> int:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:5000") as client:
             return (await client.get("/health", headers=headers)).status_code
 
-    assert asyncio.run(ask()) == status
+    assert asyncio.run(get_status()) == status

@@ -1,4 +1,4 @@
-"""Prefect's settings are those of the environment, also where they were read for another server before."""
+"""Prefect's settings are those of the environment, even if they were read for another server before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flows.isolated import isolate_prefect
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The environment to change; Prefect's settings are what they were, afterwards."""
+    """A patch for the environment. Prefect's settings are restored afterwards."""
     from prefect.context import refresh_global_settings_context
     from prefect.settings import sources
 
@@ -26,7 +26,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest
     refresh_global_settings_context()
 
 
-def test_the_servers_own_address_is_used_after_the_given_one_did_not_answer(
+def test_settings_are_read_again_after_the_environment_changed(
     settings: pytest.MonkeyPatch,
 ) -> None:
     from prefect.settings import get_current_settings

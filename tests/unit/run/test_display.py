@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import time
 from typing import Any
 
 import pytest
@@ -53,3 +55,19 @@ def test_what_a_stage_warns_of_is_shown(display: str, caplog: pytest.LogCaptureF
     event = {"event": "warning", "message": "step 3: [20 %] of the responses are empty"}
     (Bars(Console(file=file)) if display == "bars" else Lines()).event("ppo", event)
     assert "[20 %] of the responses are empty" in file.getvalue() + caplog.text
+
+
+def test_progress_is_logged_rarely_and_with_the_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="rlhf_core.run.display")
+    lines = Lines(seconds=0.05)
+    for done in range(1, 101):
+        lines.event(
+            "ppo",
+            {**_progress("ppo", done, 100), "metrics": {"kl": 1.5}},
+        )
+        time.sleep(0.002)
+    messages = [record.getMessage() for record in caplog.records]
+    assert 3 <= len(messages) <= 11
+    assert messages[0] == "ppo: 1/100 steps  kl=1.5"
+    assert "s left  kl=1.5" in messages[1]
+    assert messages[-1] == "ppo: 100/100 steps  kl=1.5"

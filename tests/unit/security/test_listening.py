@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
+from flows.prefect_server import server_environment
 from flows.supervisor import Supervisor
-from rlhf_core.run.environment import prefect_environment
+from rlhf_core.system.home import Home
 from rlhf_core.system.loopback import OwnAddressOnly
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_server_is_told_to_listen_on_loopback(tmp_path: Path) -> None:
-    servers = Supervisor(tmp_path).servers
+    servers = Supervisor(Home.of(tmp_path)).servers
     listening = {name: server for name, server in servers.items() if name != "worker"}
     assert set(listening) == {"prefect", "mlflow"}
     for server in listening.values():
@@ -44,20 +45,20 @@ def test_no_address_of_every_interface_is_in_the_source() -> None:
 
 
 def test_prefect_keeps_results_as_json(tmp_path: Path) -> None:
-    assert prefect_environment(tmp_path, "rlhf:x", 1)["PREFECT_RESULTS_DEFAULT_SERIALIZER"] == "json"
+    assert server_environment(tmp_path, "rlhf:x", 1)["PREFECT_RESULTS_DEFAULT_SERIALIZER"] == "json"
 
 
 def test_prefects_server_asks_for_a_password_that_only_this_user_can_read(tmp_path: Path) -> None:
-    server = Supervisor(tmp_path).servers["prefect"]
+    server = Supervisor(Home.of(tmp_path)).servers["prefect"]
     file = tmp_path / "servers" / "login"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     password = file.read_text().strip()
     assert len(password) > 30
     assert server.environment["PREFECT_SERVER_API_AUTH_STRING"] == password
     assert password not in " ".join(server.command), "everybody sees command lines"
-    assert Supervisor(tmp_path).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] == password
+    assert Supervisor(Home.of(tmp_path)).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] == password
     file.chmod(0o644)
-    assert Supervisor(tmp_path).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] != password
+    assert Supervisor(Home.of(tmp_path)).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] != password
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 

@@ -248,7 +248,7 @@ def test_what_the_command_line_says_and_logs_is_without_the_secret(
     before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
 
     def fail(arguments: object) -> int:
-        cli._set_up_logging(tmp_path)
+        cli._set_up_logging(Home.of(tmp_path))
         raise RuntimeError(f"signature of {CANARY} does not match http://me:{CANARY}@host")
 
     monkeypatch.setattr(cli, "_status", fail)

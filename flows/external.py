@@ -16,17 +16,17 @@ import urllib.request
 from typing import Any
 
 from flows.isolated import isolate_prefect
-from flows.local_http import credentials
 from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown
 from rlhf_core.errors import InputError
+from rlhf_core.system.local_http import basic_auth
 
 _SECONDS = 5.0
-_MOST_BYTES = 100_000
-"""Maximum size of the answer to a query for one flow."""
+_MAX_BYTES = 100_000
+"""Maximum size of the response to a query for one flow."""
 
 
-def prefect_address() -> str | None:
+def external_prefect_url() -> str | None:
     """Return PREFECT_API_URL. Raises InputError if it is not a valid address or contains credentials."""
     url = os.environ.get("PREFECT_API_URL")
     if not url:
@@ -43,7 +43,7 @@ def prefect_address() -> str | None:
     return url.rstrip("/")
 
 
-def mlflow_address() -> str | None:
+def external_mlflow_uri() -> str | None:
     """Return MLFLOW_TRACKING_URI. Raises InputError if it is not a valid address or contains credentials."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
@@ -58,38 +58,43 @@ def mlflow_address() -> str | None:
     return uri
 
 
-def prefect_answers(url: str, tries: int = 3) -> bool:
-    """Return whether a Prefect server answers at `url` and accepts the credentials. False if nothing answers.
+def prefect_responds(url: str, attempts: int = 3) -> bool:
+    """Return whether a Prefect server responds at `url` and accepts the credentials.
 
-    Raises InputError if the answer is not from a Prefect server, or if the server requires other credentials.
+    False if nothing responds. Raises InputError if the response is not from a Prefect server, or if the server
+    requires other credentials.
     """
-    request = urllib.request.Request(
-        f"{url}/flows/filter", b'{"limit": 1}', {"Content-Type": "application/json", **_headers()}
-    )
-    for attempt in range(tries):
-        try:
-            with _opener.open(request, timeout=_SECONDS) as answer:
-                found = _read(answer)
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise InputError(
-                    f"PREFECT_API_URL: the server at {url} requires authentication and refuses the"
-                    f" credentials (HTTP {error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for"
-                    " Prefect Cloud, or unset PREFECT_API_URL to run without it"
-                ) from None
-            if error.code < 500:  # for 5xx codes, a proxy may answer while the server is down
-                raise _no_prefect(url, f"HTTP {error.code}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            if isinstance(
-                getattr(error, "reason", None), ssl.SSLError
-            ):  # Prefect has separate settings for TLS
-                return True
-        else:
-            if not _is_list(found):
-                raise _no_prefect(url, shown(found[:40].decode(errors="replace")))
+    headers = {"Content-Type": "application/json", **_client_headers()}
+    request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(1.0)
+        if _query_flows(url, request):
             return True
-        time.sleep(attempt < tries - 1)
     return False
+
+
+def _query_flows(url: str, request: urllib.request.Request) -> bool:
+    """Query one flow. Return False if there is no response, or one of a proxy without a server behind it."""
+    try:
+        with _opener.open(request, timeout=_SECONDS) as response:
+            content = _read(response)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise InputError(
+                f"PREFECT_API_URL: the server at {url} requires authentication and refuses the"
+                f" credentials (HTTP {error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for"
+                " Prefect Cloud, or unset PREFECT_API_URL to run without it"
+            ) from None
+        if error.code < 500:
+            raise _not_prefect(url, f"HTTP {error.code}") from None
+        return False  # a proxy sends 5xx codes while the server behind it is down
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        # Something responds. Prefect's own TLS settings, which are not used here, may accept its certificate.
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)
+    if not _is_json_list(content):
+        raise _not_prefect(url, shown(content[:40].decode(errors="replace")))
+    return True
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -102,16 +107,19 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _opener = urllib.request.build_opener(_NoRedirects)
 
 
-def _read(answer: http.client.HTTPResponse) -> bytes:
-    """Return the body, or the part of it that arrived in time, so that a slow server cannot delay the start."""
-    found = b""
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """Return the part of the body that arrives in time, so that a slow server cannot delay the start."""
+    content = b""
     deadline = time.monotonic() + _SECONDS
-    while len(found) < _MOST_BYTES and time.monotonic() < deadline and (part := answer.read1(_MOST_BYTES)):
-        found += part
-    return found
+    while len(content) < _MAX_BYTES and time.monotonic() < deadline:
+        part = response.read1(_MAX_BYTES)
+        if not part:
+            break
+        content += part
+    return content
 
 
-def _headers() -> dict[str, str]:
+def _client_headers() -> dict[str, str]:
     """Return the headers that Prefect's client would send, from the environment or the user's profile."""
     isolate_prefect()
     from prefect.settings import get_current_settings
@@ -119,21 +127,21 @@ def _headers() -> dict[str, str]:
     settings = get_current_settings()
     headers = dict(settings.client.custom_headers)
     if settings.api.auth_string is not None:
-        headers |= credentials(settings.api.auth_string.get_secret_value())
+        headers |= basic_auth(settings.api.auth_string.get_secret_value())
     elif settings.api.key is not None:
         headers["Authorization"] = f"Bearer {settings.api.key.get_secret_value()}"
     return headers
 
 
-def _is_list(content: bytes) -> bool:
+def _is_json_list(content: bytes) -> bool:
     try:
         return isinstance(json.loads(content), list)
     except (ValueError, RecursionError):
         return False
 
 
-def _no_prefect(url: str, what: str) -> InputError:
+def _not_prefect(url: str, response: str) -> InputError:
     return InputError(
-        f"PREFECT_API_URL: the server at {url} is not a Prefect API (it answered {what} to a query for"
+        f"PREFECT_API_URL: the server at {url} is not a Prefect API (it answered {response} to a query for"
         " flows); correct the address (http://host:port/api), or unset it to run without"
     )

@@ -1,0 +1,240 @@
+"""A Prefect server on loopback: its command, settings and password, and the server of a single `rlhf run`.
+
+    rlhf run    `EmbeddedPrefect`: one server for this command; files in {home}/prefect, password only in memory
+    rlhf up     the supervisor's server: files in {home}/servers/prefect, password in {home}/servers/login
+
+Prefect calls the password an auth string. Its clients read it from PREFECT_API_AUTH_STRING, and its UI asks for
+it once and stores it in the browser.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import secrets
+import shutil
+import signal
+import sqlite3
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from rlhf_core.errors import InputError, StageFailed
+from rlhf_core.run.environment import NO_TELEMETRY
+from rlhf_core.run.home import rotate_logs
+from rlhf_core.system.files import write_atomic
+from rlhf_core.system.home import Home
+from rlhf_core.system.launch import SAFE_PATH, python_module
+from rlhf_core.system.local_http import responds
+from rlhf_core.system.processes import free_port
+from rlhf_core.system.supervised import SupervisedProcess
+
+DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
+"""Prefect's names for the address of its database. The first one has priority."""
+EMBEDDED = "RLHF_EMBEDDED_PREFECT"
+"""Set in the environment if the server ends with this command, so that links to its UI would not work later."""
+START_SECONDS = 120.0
+_POLL_SECONDS = 0.5
+_AUTH_STRING = re.compile(r"rlhf:[\w-]{20,}")
+
+
+def server_command(port: int, log_level: str) -> list[str]:
+    """Return the command of a Prefect server with the access checks of `flows.application`."""
+    return [
+        *python_module("uvicorn"), "--factory", "flows.application:create_app", "--log-level", log_level,
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+
+
+def server_environment(folder: Path, auth: str, port: int) -> dict[str, str]:
+    """Return the settings of a server on `port` with its files in `folder`, and of its clients."""
+    return {
+        **NO_TELEMETRY,
+        **SAFE_PATH,
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_API_AUTH_STRING": auth,
+        "PREFECT_SERVER_API_AUTH_STRING": auth,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
+        "PREFECT_UI_API_URL": "/api",  # the page's own origin, so that any host name or forwarded port works
+        "PREFECT_HOME": str(folder),
+        "PREFECT_PROFILES_PATH": str(folder / "none.toml"),
+        "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
+        "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
+        **dict.fromkeys(DATABASE_VARIABLES, f"sqlite+aiosqlite:///{folder / 'prefect.db'}"),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+    }
+
+
+def external_database_url() -> str | None:
+    """Return the database address for Prefect's server that the environment names, or None for SQLite.
+
+    Raises InputError if it is not a PostgreSQL address with the driver that Prefect needs.
+    """
+    given = [os.environ[name] for name in DATABASE_VARIABLES if os.environ.get(name)]
+    if not given:
+        return None
+    if not given[0].startswith("postgresql+asyncpg://"):
+        # Only the scheme is shown, because the rest may contain a password.
+        raise InputError(
+            f"{DATABASE_VARIABLES[0]} must begin with postgresql+asyncpg://; got"
+            f" {given[0].partition('://')[0]}://...; correct it, or unset it to have SQLite in the home"
+        )
+    return given[0]
+
+
+def new_auth_string() -> str:
+    """Return a random password of the form user:password, which `curl -u` accepts as well."""
+    return f"rlhf:{secrets.token_urlsafe(24)}"
+
+
+def read_auth_string(home: Home) -> str | None:
+    """Return the password of `rlhf up` for `home`, or None if there is no valid one."""
+    try:
+        text = home.servers_login.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return text if _AUTH_STRING.fullmatch(text) else None
+
+
+def ensure_auth_string(home: Home) -> str:
+    """Return the password of `rlhf up` for `home`, and create it if necessary.
+
+    An existing password is kept, so that browsers do not ask again after `rlhf down` and `rlhf up`.
+    """
+    file = home.servers_login
+    auth = read_auth_string(home)
+    if auth is None or file.stat().st_uid != os.getuid() or file.stat().st_mode & 0o077:
+        auth = new_auth_string()  # another user may have read or written the old password
+        write_atomic(file, auth + "\n", private=True)
+    return auth
+
+
+class EmbeddedPrefect:
+    """The Prefect server of a single `rlhf run`.
+
+    Prefect can start such a server itself, but that server is in the terminal's process group, where Ctrl-C
+    ends it before the flow has reported its last state, and it keeps running if the command is killed. This
+    server has its own session, is restarted when it ends, and ends with this process in every case.
+
+    Create it before Prefect is imported, because Prefect reads the address during its import, and call `wait`
+    afterwards: the import takes about as long as the start of the server.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._folder = home.prefect
+        self._folder.mkdir(parents=True, exist_ok=True)
+        home.logs.mkdir(parents=True, exist_ok=True)
+        rotate_logs(home.logs)
+        self._complete = self._folder / "complete"
+        self._lock = FileLock(self._folder / ".lock")
+        self._lock_database()
+        port = free_port()
+        self.auth = new_auth_string()
+        os.environ.update(server_environment(self._folder, self.auth, port))
+        os.environ.update({"PREFECT_LOGGING_TO_API_ENABLED": "false", EMBEDDED: "1"})
+        self.url = os.environ["PREFECT_API_URL"]
+        # The logging settings of this command hide lines on the terminal. The server's log must have them.
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("PREFECT_LOGGING_")
+        }
+        self._server = SupervisedProcess(
+            "Prefect's embedded server",
+            server_command(port, "error"),
+            {**inherited, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
+            home.logs / "prefect.log",
+            # SIGKILL loses nothing: the run's own records are in the store and in MLflow.
+            parent_death_signal=signal.SIGKILL,
+        )
+        self._server.ensure_running()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep_running, daemon=True, name="embedded-prefect")
+        # Prefect's client registers its exit handler later, when it is imported. Exit handlers run in reverse
+        # order, so the client can still reach the server.
+        atexit.register(self.stop)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the server, or None between its end and its restart."""
+        return None if self._server.process is None else self._server.process.pid
+
+    def _lock_database(self) -> None:
+        """Keep the lock if the database must be created, and release it otherwise.
+
+        Only one process at a time may create the database in many migrations. A database whose creation was
+        interrupted is deleted.
+        """
+        try:
+            self._lock.acquire(timeout=START_SECONDS)
+        except Timeout as error:
+            raise StageFailed(
+                f"another run has been making Prefect's database for {START_SECONDS:g} s, or hangs: it holds "
+                f"{self._lock.lock_file}; end it and type the command again"
+            ) from error
+        if self._complete.exists() and _is_database(self._folder / "prefect.db"):
+            self._lock.release()
+            return
+        # First: if this process is killed during the migrations, the next one must not accept half a database.
+        self._complete.unlink(missing_ok=True)
+        for file in self._folder.glob("prefect.db*"):
+            file.unlink()
+
+    def wait(self) -> None:
+        """Wait until the API responds, then supervise the server.
+
+        Raises StageFailed after `START_SECONDS`, or as soon as the server has ended.
+        """
+        process = self._server.process
+        deadline = time.monotonic() + START_SECONDS
+        while not responds(f"{self.url}/health"):
+            ended = process is None or process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                problem = "ended at once" if ended else f"did not answer within {START_SECONDS:g} s"
+                free = shutil.disk_usage(self._folder).free / 1e6
+                raise StageFailed(
+                    f"Prefect's embedded server {problem} ({free:.0f} MB are free in {self._folder}); see"
+                    f" {self._server.log_file}"
+                )
+            time.sleep(0.1)
+        self._complete.touch()
+        self._lock.release()
+        self._thread.start()
+
+    def _keep_running(self) -> None:
+        """Restart the server when it ends.
+
+        The flow does not notice: the database outlives the server, and Prefect's client repeats its requests
+        for some time.
+        """
+        while not self._stopping.wait(_POLL_SECONDS):
+            with suppress(OSError):  # for example no memory for another process; later there may be some
+                self._server.ensure_running()
+
+    def stop(self) -> None:
+        """End the server."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            # Bounded: a server that is being started at this moment ends with this process in any case.
+            self._thread.join(timeout=10)
+        if self._server.process is not None:
+            self._server.process.kill()
+            self._server.process.wait(timeout=10)
+
+
+def _is_database(file: Path) -> bool:
+    """Return whether SQLite can read the database. The content of an unreadable one is not needed."""
+    if not file.exists():
+        return False
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=10.0)) as database:
+            database.execute("select count(*) from flow").fetchone()
+    except sqlite3.OperationalError as error:
+        # The file is a database, but it is locked or the disk is full.
+        return "no such table" not in str(error)
+    except sqlite3.DatabaseError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""Behaviours of the command line:
+
+- help is fast and imports nothing heavy; every command has an example
+- invalid input ends with exit code 2 and one message, a store that does not answer with 3, without a traceback
+  and before Prefect is imported
+- overrides may be before and after options; an argument that is not an override is refused
+- errors, signals and interruptions have their exit codes
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import cli
+from rlhf_core.errors import InputError, WorkerDied
+
+DEMO = "deployments/configs/demo.yaml"
+HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
+
+
+def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a new interpreter, which prints the heavy modules that it imported."""
+    script = (
+        "import sys\nfrom flows.cli import main\ncode = 1\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\nsys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "serve-reward", "up", "down", "status"])
+def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop_:
+        cli.main([command, "--help"])
+    assert stop_.value.code == 0
+    assert f"example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    began = time.monotonic()
+    done = rlhf("--help")
+    assert done.returncode == 0
+    assert "heavy: []" in done.stdout
+    assert time.monotonic() - began < 5  # well under 1 s on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", DEMO, "ppo.stepz=3"], ["ppo.stepz", "did you mean"]),
+        (["run", DEMO, "ppo.steps=0"], ["ppo.steps"]),
+        (["run", "no-such.yaml"], ["no-such.yaml"]),
+        (["run", DEMO, "model.path=./no/such/model"], ["./no/such/model"]),
+        (["run", DEMO, "--from", "ppo", "--until", "sft"], ["--from ppo comes after --until sft"]),
+    ],
+)
+def test_invalid_input_ends_with_code_2_and_one_message(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = rlhf(*arguments, f"run.home={tmp_path}")
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words)
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert "heavy: []" in done.stdout
+
+
+def test_unreachable_store_ends_with_code_3_and_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
+    store = ["store.url=s3://no-such-bucket/x", "store.endpoint=http://127.0.0.1:9"]
+    done = rlhf("run", DEMO, *store, f"run.home={tmp_path}")
+    assert done.returncode == 3, "the address may be right and the store unreachable"
+    problem, advice = done.stderr.splitlines()[-2:]
+    assert problem.startswith("failed: store.url='s3://no-such-bucket/x' cannot be used now: ")
+    assert problem.endswith("correct its address, or wait until it answers")
+    assert advice == "type the same command again to continue from there"
+    assert "Traceback" not in done.stderr and "canary-secret" not in done.stderr
+    assert "heavy: []" in done.stdout
+
+
+def test_overrides_are_accepted_anywhere_after_the_config() -> None:
+    arguments = cli._parse(["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"])
+    assert arguments.overrides == ["x.y=1", "z=[1, 2]"]
+    assert arguments.until == "sft"
+
+
+@pytest.mark.parametrize("extra", [["nonsense"], ["--nosuch"], ["--nosuch=1"]])
+def test_argument_that_is_not_an_override_is_refused(
+    extra: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop_:
+        cli.main(["run", "a.yaml", "--until", "sft", *extra])
+    assert stop_.value.code == 2
+    assert extra[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "word"),
+    [
+        (InputError("data.sft: no rows"), 2, "error: data.sft: no rows"),
+        (WorkerDied("engine 0 died"), 3, "same command again"),
+        (KeyboardInterrupt(), 130, "same command again"),
+        (cli.Stopped(signal.SIGTERM), 143, "SIGTERM"),
+        (RuntimeError("odd"), 3, "RuntimeError: odd"),
+    ],
+)
+def test_each_error_and_signal_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_status", fail)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert cli.main(["status"]) == code
+    assert word in capsys.readouterr().err
+
+
+def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:
+    command = [sys.executable, "-m", "flows.cli", "plan", DEMO, "run.device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as plan:
+        assert plan.stdout is not None and plan.stderr is not None
+        plan.stdout.close()
+        assert plan.wait(60) == 0, plan.stderr.read()
+        assert plan.stderr.read() == b""

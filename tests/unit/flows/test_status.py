@@ -1,0 +1,61 @@
+"""Behaviours of `rlhf status`:
+
+- a running pipeline, a killed one and a failed one are distinguished
+- damaged files are skipped, and control characters are not printed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from flows.status import describe
+from rlhf_core.system.files import write_json
+from rlhf_core.system.home import Home
+from rlhf_core.system.processes import ProcessId
+
+
+def test_status_of_an_empty_home(tmp_path: Path) -> None:
+    text = describe(Home.of(tmp_path))
+    assert "servers: none" in text
+    assert "pipeline runs: none yet" in text
+
+
+def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -> None:
+    process = ProcessId.of(os.getpid())
+    assert process is not None
+    host = socket.gethostname()
+    alive, ended = [*astuple(process), host], [process.pid, process.started - 9, host]
+    finished = {"data": {"seconds": 7.0, "reused": False}}
+    run: dict[str, Any] = {"updated": time.time(), "config": "a.yaml", "stages": finished}
+    at_sft = {**run, "making": {"stage": "sft", "log": "/logs/sft-01.log"}, "error": ""}
+    states = {
+        "lives": {**at_sft, "state": "running", "process": alive},
+        "killed": {**at_sft, "state": "running", "process": ended},
+        "failed": {**at_sft, "state": "failed", "process": alive, "error": "WorkerDied: rank 1"},
+        "elsewhere": {**run, "state": "running", "error": "", "process": [*ended[:2], "host"]},
+        "steers": {**run, "state": "failed", "config": "\x1b]0;owned\x07"},
+    }
+    damaged = {
+        "no.json": {},
+        "a list": {**run, "state": "failed", "stages": []},
+        "a text": {**run, "state": "failed", "updated": "x"},
+        "a short process": {**run, "state": "running", "process": [1]},
+    }
+    home = Home.of(tmp_path)
+    for name, content in {**states, **damaged}.items():
+        write_json(home.run(name) / "run.json", content)
+    text = describe(home)
+    assert text.replace("\n", "").isprintable() and "owned" in text
+    assert not [name for name in damaged if f"{name}: " in text]
+    assert "elsewhere: running, " in text
+    assert re.search(
+        r"lives: running, .*\n    finished: data 7\.0 s\n    now: sft, log /logs/sft-01\.log\n", text
+    )
+    assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
+    assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)

@@ -1,0 +1,28 @@
+"""The environment of a stage's process."""
+
+from __future__ import annotations
+
+import os
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.run.environment import stage_environment
+
+
+def test_stage_has_its_threads_and_no_prefect_variables() -> None:
+    config = PipelineConfig.model_validate_json('{"run": {"threads": 3, "device": "cpu"}}')
+    child = stage_environment(
+        config, {"PATH": "/bin", "PREFECT__FLOW_RUN_ID": "x", "PREFECT_API_URL": "y", "OMP_NUM_THREADS": "9"}
+    )
+    assert not [name for name in child if name.startswith("PREFECT")]
+    assert (child["PATH"], child["OMP_NUM_THREADS"], child["MKL_NUM_THREADS"]) == ("/bin", "3", "3")
+    assert (child["DS_ACCELERATOR"], child["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
+    assert (child["PYTHONHASHSEED"], child["RAY_USAGE_STATS_ENABLED"], child["TOKENIZERS_PARALLELISM"]) == (
+        "0",
+        "0",
+        "false",
+    )
+
+
+def test_zero_threads_means_all_available_cores() -> None:
+    child = stage_environment(PipelineConfig(), {})
+    assert child["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))

@@ -1,0 +1,105 @@
+"""Behaviours of a supervised process:
+
+- it is restarted when it ends, with a growing delay
+- it is killed, with its process group, when its health check fails for too long
+- a port that another process has taken is detected
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.system import supervised
+from rlhf_core.system.processes import ProcessId, free_port, wait_gone
+from rlhf_core.system.supervised import SupervisedProcess
+
+
+def process_of(
+    command: Sequence[str],
+    folder: Path,
+    is_healthy: Callable[[], bool] = lambda: True,
+    port: int | None = None,
+) -> SupervisedProcess:
+    return SupervisedProcess("x", command, os.environ, folder / "x.log", is_healthy, port)
+
+
+def test_process_is_restarted_with_growing_delay(tmp_path: Path) -> None:
+    server = process_of([sys.executable, "-c", "pass"], tmp_path)
+    server.ensure_running()
+    pids = set()
+    for _ in range(2):
+        assert server.process is not None
+        pids.add(server.process.pid)
+        server.process.wait(timeout=20)
+        server.ensure_running()
+    assert len(pids) == 2
+    assert server.restarts == 2
+    assert server.process is None  # the second restart waits
+    assert server.next_start > time.monotonic() + 1
+
+
+def test_silent_process_is_killed_with_its_group_and_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "SILENT_SECONDS", 0.3)
+    healthy = [True]
+    child_file = tmp_path / "child"
+    # `mlflow server` also starts the actual server as a child.
+    command = ["sh", "-c", f"sleep 60 & echo $! > {child_file}; wait"]
+    server = process_of(command, tmp_path, lambda: healthy[0])
+    server.kill_if_silent()
+    server.ensure_running()
+    first = server.process
+    assert first is not None
+    time.sleep(0.4)
+    server.kill_if_silent()
+    assert first.poll() is None
+    healthy[0] = False
+    server.kill_if_silent()
+    assert first.poll() is None, "a single failed check is not enough"
+    child = ProcessId.of(int(child_file.read_text()))
+    assert child is not None
+    time.sleep(0.4)
+    server.kill_if_silent()
+    assert first.returncode == -signal.SIGKILL
+    assert wait_gone([child], 5.0), "the child would keep the port"
+    server.ensure_running()
+    assert server.process is not None and server.process.pid != first.pid
+    server.kill_if_silent()
+    assert server.process.poll() is None, "the time without an answer starts again"
+    server.process.kill()
+    server.process.wait(timeout=10)
+
+
+def test_port_taken_by_another_process_is_detected(tmp_path: Path) -> None:
+    def http_server(port: int) -> SupervisedProcess:
+        return process_of([sys.executable, "-m", "http.server", str(port)], tmp_path, port=port)
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        late = http_server(other.getsockname()[1])
+        late.ensure_running()
+        assert late.process is not None and not late.lost_its_port()
+        late.process.wait(timeout=20)
+        late.ensure_running()
+        assert late.restarts == 1 and late.lost_its_port() and not late.serves()
+    owner = http_server(free_port(0))
+    owner.restarts = 1
+    owner.ensure_running()
+    deadline = time.monotonic() + 20
+    while not owner.serves() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert owner.serves() and not owner.lost_its_port(), "it has the port itself"
+    for server in (late, owner):
+        if server.process is not None:
+            server.process.kill()
+            server.process.wait(timeout=10)
