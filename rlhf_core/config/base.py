@@ -5,7 +5,7 @@ A field declares what it affects, so that stage keys (`keys.py`) need no list of
 result      the numbers that come out; the value is part of the stage key
 rounding    the order of floating-point sums; not in the key, but a checkpoint records the value
 execution   when, where and how fast something runs, and when a run stops; not in the key
-content     which file, dataset or model is read; the digest of its content is in the key instead of its address
+content     which file, dataset or model is read; the digest of its content is in the key, and not its address
 """
 
 from __future__ import annotations

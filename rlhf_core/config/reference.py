@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
+"""Print docs/configuration.md: `python -m rlhf_core.config.reference > docs/configuration.md`.
 
 A test compares the file with the schema.
 """

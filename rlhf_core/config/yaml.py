@@ -1,17 +1,16 @@
-"""A small, strict reader of YAML: plain data with the line of every field, and nothing else.
+"""A strict reader of YAML: plain data with the line of each field.
 
-It differs from `yaml.safe_load` where that surprises: a key given twice is an error, `1e-5` is a number, only
-`true` and `false` are booleans, `012` and `22:30` stay text, tags are refused, aliases are counted and may
-not recurse. Nothing is ever constructed but dict, list, str, int, float, bool and None.
+Only dict, list, str, int, float, bool and None are constructed. It differs from `yaml.safe_load`, which follows
+YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` and `false` are booleans, and `012` and
+`22:30` are text. Tags and merge keys are refused, and the number of aliases is limited.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -25,7 +24,6 @@ MAX_NODES = 20_000
 MAX_DEPTH = 40
 
 Keys = tuple[str | int, ...]
-_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -39,14 +37,14 @@ class Document:
     """A parsed file."""
 
     name: str
-    """How messages call it: the path as given."""
+    """The path as given, for messages."""
     tree: Any
     """Its content as plain data."""
     lines: dict[Keys, int] = field(default_factory=dict)
-    """1-based line of each key and list item, by its path; aliased parts have the line of the alias only."""
+    """Line of each key and list item, from 1, by its path. Of an alias, only its own line."""
 
     def place(self, path: Keys) -> str:
-        """`FILE:LINE` of the field, or of the nearest section around it that the file has; `FILE` if none."""
+        """Return `FILE:LINE` of the field or of the nearest section around it, or `FILE` if there is none."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:
                 return f"{self.name}:{self.lines[path[:end]]}"
@@ -54,7 +52,11 @@ class Document:
 
 
 def read(path: str | Path) -> Document:
-    """Parse a file. Raises ConfigError: missing, a folder, unreadable, too large, not UTF-8, not YAML, empty."""
+    """Parse a file.
+
+    Raises:
+        ConfigError: The file is missing, not a regular file, unreadable, too large, empty or not valid YAML.
+    """
     try:
         with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
@@ -78,13 +80,13 @@ def read(path: str | Path) -> Document:
 
 
 def parse(data: bytes, name: str) -> Document:
-    """Parse bytes; `name` is what messages call the file."""
+    """Parse the content of a file. `name` stands for the file in messages."""
     if len(data) > MAX_BYTES:
         raise ConfigError(
             f"{name}: is larger than {MAX_BYTES} bytes; a configuration has a few hundred lines"
         )
     text = _decode(data, name)
-    document = Document(name, *_build(text, name))
+    document = Document(name, *_load(text, name))
     if document.tree is None:
         raise ConfigError(f"{name}: is empty; give at least one section, such as `run: {{name: demo}}`")
     if not isinstance(document.tree, dict):
@@ -94,12 +96,12 @@ def parse(data: bytes, name: str) -> Document:
 
 
 def parse_value(text: str, name: str) -> Any:
-    """One value as YAML would read it after `key: ` (`3`, `1e-5`, `text`, `[1, 2]`, `{a: 1}`)."""
-    return _build(text, name)[0]
+    """Parse one value as after `key: ` (`3`, `1e-5`, `text`, `[1, 2]`, `{a: 1}`)."""
+    return _load(text, name)[0]
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """What an unquoted word means."""
+    """Return the value of an unquoted word."""
     if text in _NULLS:
         return None
     if text in _BOOLEANS:
@@ -108,9 +110,140 @@ def scalar(text: str) -> str | int | float | bool | None:
         return int(text)
     if len(text) <= 40 and _NUMBER.fullmatch(text):
         return float(text)
-    if special := _SPECIAL.fullmatch(text):
+    special = _SPECIAL.fullmatch(text)
+    if special:
         return float("nan") if special[3] else float(f"{special[1]}inf")
     return text
+
+
+class _StrictLoader(yaml.composer.Composer, yaml.CSafeLoader):
+    """`SafeLoader` without tags and constructors, with the line of each field and limits on aliases.
+
+    `Composer` comes first because the one of `CSafeLoader` is written in C and cannot be extended.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        yaml.composer.Composer.__init__(self)
+        yaml.CSafeLoader.__init__(self, text)
+        self.name = name
+        self.lines: dict[Keys, int] = {}
+        self._path: list[str | int] = []
+        self._values = 0
+        self._aliases = 0
+        self._sizes: dict[str, int] = {}
+        """Values of each anchor, those of its aliases included, once it is complete."""
+
+    def load(self) -> Any:
+        """Return the document as plain data."""
+        self.get_event()  # the start of the stream
+        if self.check_event(yaml.StreamEndEvent):
+            return None
+        root = self.compose_document()
+        if not self.check_event(yaml.StreamEndEvent):
+            self._refuse("a second document begins here (`---`)", "keep one document per file")
+        return _plain(root)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Check and compose the next node, which is `parent`'s item or value at `index`, or a key (None)."""
+        if isinstance(parent, yaml.MappingNode) and index is None:
+            return self._compose_key()
+        step = index.value if isinstance(index, yaml.ScalarNode) else index
+        if isinstance(step, int):
+            self.lines[(*self._path, step)] = self._line()
+        event = self._event()
+        if self.check_event(yaml.AliasEvent):
+            self._check_alias(event.anchor)
+            self._count(self._sizes[event.anchor])
+            self.get_event()
+            return self.anchors[event.anchor]
+        self._check_tag(event)
+        self._count(1)
+        before = self._values - 1
+        # An anchor may be defined again, which `Composer` refuses. Its aliases then mean the new value.
+        self.anchors.pop(event.anchor, None)
+        self._sizes.pop(event.anchor, None)
+        if step is not None:
+            self._path.append(step)
+        if len(self._path) >= MAX_DEPTH and not self.check_event(yaml.ScalarEvent):
+            self._refuse(f"nested deeper than {MAX_DEPTH} levels", "flatten it")
+        node = super().compose_node(parent, index)
+        if step is not None:
+            self._path.pop()
+        if event.anchor:
+            self._sizes[event.anchor] = self._values - before
+        return node
+
+    def _compose_key(self) -> yaml.ScalarNode:
+        event = self._event()
+        if self.check_event(yaml.AliasEvent):
+            self._check_alias(event.anchor)
+        if not self.check_event(yaml.ScalarEvent):
+            self._refuse("a key must be a single word", "write `key: value`")
+        self._check_tag(event)
+        key = (*self._path, event.value)
+        if event.value == "<<":
+            self._refuse("merge keys (`<<`) are not supported", "write the fields out")
+        if key in self.lines:
+            dotted = ".".join(str(part) for part in key)
+            self._refuse(f"duplicate key {dotted[:120]}", "keep one of them")
+        self.lines[key] = self._line()
+        self.get_event()
+        return yaml.ScalarNode("key", event.value)
+
+    def _check_alias(self, anchor: str) -> None:
+        self._aliases += 1
+        if self._aliases > MAX_ALIASES:
+            self._refuse(f"too many aliases (more than {MAX_ALIASES})", "write the values out")
+        if anchor not in self.anchors:
+            self._refuse(
+                f"alias *{anchor[:40]} has no anchor before it", "quote the value if the asterisk is text"
+            )
+        if anchor not in self._sizes:
+            self._refuse(f"recursive alias *{anchor[:40]}: it contains itself", "write the value out")
+
+    def _check_tag(self, event: Any) -> None:
+        if event.tag is not None:
+            self._refuse(
+                f"unsupported tag {str(event.tag)[:80]!r}: tags are refused", "write the plain value"
+            )
+
+    def _count(self, values: int) -> None:
+        self._values += values
+        if self._values > MAX_NODES:
+            self._refuse(
+                f"more than {MAX_NODES} values with aliases expanded: too many aliases", "write fewer"
+            )
+
+    def _event(self) -> Any:
+        """Return the next event, whose attributes depend on its class."""
+        return self.peek_event()
+
+    def _line(self) -> int:
+        line: int = self._event().start_mark.line
+        return line + 1
+
+    def _refuse(self, problem: str, fix: str) -> NoReturn:
+        raise ConfigError(f"{self.name}:{self._line()}: {problem}; {fix}")
+
+
+def _plain(node: Any) -> Any:
+    """Return a node as plain data. What an alias refers to is copied."""
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: _plain(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    return node.value if node.style else scalar(node.value)
+
+
+def _load(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
+    try:
+        loader = _StrictLoader(text, name)
+        return loader.load(), loader.lines
+    except yaml.YAMLError as error:
+        raise ConfigError(_syntax_message(error, text, name)) from error
+    except UnicodeEncodeError as error:
+        # Bytes of a command line that are not UTF-8 arrive as halves of surrogate pairs.
+        raise ConfigError(f"{name}:1: is not UTF-8 text; write the characters in UTF-8") from error
 
 
 def _decode(data: bytes, name: str) -> str:
@@ -128,19 +261,6 @@ def _decode(data: bytes, name: str) -> str:
         ) from error
 
 
-def _build(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
-    builder = _Builder(name)
-    try:
-        events: Iterator[Any] = yaml.parse(text, Loader=_Parser)
-        for event in events:
-            builder.take(event)
-    except yaml.YAMLError as error:
-        raise ConfigError(_syntax_message(error, text, name)) from error
-    except RecursionError as error:
-        raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; flatten it") from error
-    return builder.root, builder.lines
-
-
 def _syntax_message(error: yaml.YAMLError, text: str, name: str) -> str:
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
@@ -155,135 +275,3 @@ def _syntax_message(error: yaml.YAMLError, text: str, name: str) -> str:
     parts = (getattr(error, "context", None), getattr(error, "problem", None), getattr(error, "reason", None))
     what = ", ".join(str(part) for part in parts if part)
     return f"{name}:{number}: not valid YAML: {what}; quote values that hold `:`, `#`, `*`, `@` or brackets"
-
-
-@dataclass
-class _Open:
-    """A list or mapping that is not finished yet."""
-
-    value: Any
-    anchor: str | None
-    nodes_before: int
-    key: str | None = None
-
-
-class _Builder:
-    """Turns parser events into plain data. Raises ConfigError for what a configuration may not hold."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.root: Any = None
-        self.lines: dict[Keys, int] = {}
-        self._open: list[_Open] = []
-        self._path: list[str | int] = []
-        self._anchors: dict[str, tuple[Any, int]] = {}
-        self._documents = self._aliases = self._nodes = 0
-
-    def take(self, event: Any) -> None:
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._documents += 1
-            if self._documents > 1:
-                self._refuse(line, "a second document begins here (`---`)", "keep one document per file")
-        elif isinstance(event, yaml.AliasEvent):
-            self._add(self._aliased(event.anchor, line), line)
-        elif isinstance(event, yaml.ScalarEvent):
-            self._check_tag(event, line)
-            self._scalar(event, line)
-        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._check_tag(event, line)
-            self._start(event, line)
-        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            done = self._open.pop()
-            if done.anchor:
-                self._anchors[done.anchor] = (done.value, self._nodes - done.nodes_before)
-            if self._open:
-                self._path.pop()
-                self._open[-1].key = None
-
-    def _refuse(self, line: int, what: str, fix: str) -> None:
-        raise ConfigError(f"{self.name}:{line}: {what}; {fix}")
-
-    def _check_tag(self, event: Any, line: int) -> None:
-        if event.tag is not None:
-            self._refuse(
-                line, f"unsupported tag {str(event.tag)[:80]!r}: tags are refused", "write the plain value"
-            )
-
-    def _count(self, nodes: int, line: int) -> None:
-        self._nodes += nodes
-        if self._nodes > MAX_NODES:
-            self._refuse(
-                line,
-                f"more than {MAX_NODES} values once aliases are filled in: too many aliases",
-                "write fewer",
-            )
-
-    def _aliased(self, anchor: str | None, line: int) -> Any:
-        assert anchor is not None
-        self._aliases += 1
-        if self._aliases > MAX_ALIASES:
-            self._refuse(line, f"too many aliases (more than {MAX_ALIASES})", "write the values out")
-        if any(part.anchor == anchor for part in self._open):
-            self._refuse(line, f"recursive alias *{anchor[:40]}: it contains itself", "write the value out")
-        if anchor not in self._anchors:
-            self._refuse(
-                line,
-                f"alias *{anchor[:40]} has no anchor before it",
-                "quote the value if the asterisk is text",
-            )
-        value, nodes = self._anchors[anchor]
-        self._count(nodes, line)
-        return value
-
-    def _scalar(self, event: Any, line: int) -> None:
-        text: str = event.value
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            self._refuse(line, "half of a surrogate pair is no text", "write the character itself")
-        waiting = self._open[-1] if self._open else None
-        if waiting is not None and isinstance(waiting.value, dict) and waiting.key is None:
-            self._key(waiting, text, line)
-            return
-        self._count(1, line)
-        value = scalar(text) if event.implicit[0] else text
-        if event.anchor:
-            self._anchors[event.anchor] = (value, 1)
-        self._add(value, line)
-
-    def _key(self, waiting: _Open, text: str, line: int) -> None:
-        if text == "<<":
-            self._refuse(line, "merge keys (`<<`) are not supported", "write the fields out")
-        if text in waiting.value:
-            where = ".".join(str(part) for part in [*self._path, text])
-            self._refuse(line, f"duplicate key {where[:120]}", "keep one of them")
-        waiting.key = text
-        self.lines[(*self._path, text)] = line
-
-    def _start(self, event: Any, line: int) -> None:
-        if len(self._open) >= MAX_DEPTH:
-            self._refuse(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
-        before = self._nodes
-        self._count(1, line)
-        value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        self._add(value, line, opens=True)
-        self._open.append(_Open(value, event.anchor, before))
-
-    def _add(self, value: Any, line: int, opens: bool = False) -> None:
-        if not self._open:
-            self.root = value
-            return
-        parent = self._open[-1]
-        step: str | int
-        if isinstance(parent.value, list):
-            step = len(parent.value)
-            self.lines[(*self._path, step)] = line
-            parent.value.append(value)
-        else:
-            if parent.key is None:
-                self._refuse(line, "a key must be a single word", "write `key: value`")
-            step = str(parent.key)
-            parent.value[step] = value
-            if not opens:
-                parent.key = None
-        if opens:
-            self._path.append(step)

@@ -21,6 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config, parse_config
 from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward
 from rlhf_core.config.yaml import parse, scalar
+from rlhf_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,16 @@ def test_an_alias_is_a_copy_that_an_override_changes_alone() -> None:
     text = b"sft: {deepspeed: &d {ranks: 2}}\nreward: {deepspeed: *d}\n"
     config = parse_config(text, overrides=["reward.deepspeed.ranks=4"])
     assert (config.sft.deepspeed.ranks, config.reward.deepspeed.ranks) == (2, 4)
+
+
+def test_an_anchor_may_be_defined_again() -> None:
+    tree = parse(b"a: &x 1\nb: *x\nc: &x [2]\nd: *x\n", "f").tree
+    assert tree == {"a": 1, "b": 1, "c": [2], "d": [2]}
+
+
+def test_override_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"override .*: is not UTF-8 text"):
+        config_from_tree({}, overrides=["run.home=\udc80"])
 
 
 def test_a_section_given_in_part_keeps_its_own_defaults() -> None:
