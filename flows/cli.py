@@ -360,7 +360,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _home(arguments: argparse.Namespace) -> Home:
-    from rlhf_core.config.checkplaces import home_problem
+    from rlhf_core.system.home import home_problem
 
     problem = home_problem(Path(arguments.home))
     if problem:

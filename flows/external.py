@@ -16,10 +16,10 @@ import urllib.request
 from typing import Any
 
 from flows.isolated import isolate_prefect
-from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown
 from rlhf_core.errors import InputError
 from rlhf_core.system.local_http import basic_auth
+from rlhf_core.tracking.check import tracker_problem
 
 _SECONDS = 5.0
 _MAX_BYTES = 100_000

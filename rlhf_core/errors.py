@@ -54,6 +54,15 @@ def checking(what: str) -> Iterator[None]:
         ) from error
 
 
+def guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield `findings`. An exception that finding them raises becomes one more finding, about `what`."""
+    try:
+        with checking(what):
+            yield from findings
+    except InputError as error:
+        yield error
+
+
 class RLHFError(Exception):
     """Base class. `exit_code` is what the process that ends with it returns."""
 
@@ -69,6 +78,10 @@ class InputError(RLHFError):
     """Something the user gave is wrong; trying again cannot help."""
 
     exit_code = EXIT_INPUT
+
+
+Finding = InputError | str
+"""Result of a check before the start: an error if the run would fail, or the text of a warning."""
 
 
 class ConfigError(InputError):

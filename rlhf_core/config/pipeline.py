@@ -137,6 +137,10 @@ class TrackingConfig(Section):
     system_metrics: bool = execution(True, "Log CPU, memory and GPU use of each stage")
 
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM supports on the CPU. With others it loads, and fails at the first token."""
+
+
 class TinyModel(Section):
     """A Llama from scratch, for the demo and for tests."""
 
@@ -149,7 +153,7 @@ class TinyModel(Section):
     layers: PositiveInt = result(3, "Decoder layers", within=Range(1, 1024, "deeper than any model"))
     heads: PositiveInt = result(
         4,
-        "Attention heads; vLLM on CPU needs hidden_size / heads in 32, 64, 80, 96, 112, 128",
+        f"Attention heads; vLLM on CPU needs hidden_size / heads in {', '.join(map(str, CPU_HEAD_SIZES))}",
     )
     vocab_size: PositiveInt = result(
         384,
@@ -161,11 +165,11 @@ class TinyModel(Section):
 
     @model_validator(mode="after")
     def _head_size(self) -> Self:
-        if self.hidden_size % self.heads or self.hidden_size // self.heads not in (32, 64, 80, 96, 112, 128):
+        if self.hidden_size % self.heads or self.hidden_size // self.heads not in CPU_HEAD_SIZES:
             raise ValueError(
-                "model.tiny.hidden_size / heads must be 32, 64, 80, 96, 112 or 128 (vLLM's attention on"
-                f" CPU); got {self.hidden_size} / {self.heads} = {self.hidden_size / self.heads:g}; use"
-                f" heads={max(1, self.hidden_size // 32)}"
+                f"model.tiny.hidden_size / heads must be one of {', '.join(map(str, CPU_HEAD_SIZES))} (vLLM's"
+                f" attention on CPU); got {self.hidden_size} / {self.heads} ="
+                f" {self.hidden_size / self.heads:g}; use heads={max(1, self.hidden_size // 32)}"
             )
         return self
 

@@ -21,7 +21,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record, RowError, normalise
-from rlhf_core.data.sources import Contents, kind_of, read_rows, source_name
+from rlhf_core.data.sources import Contents, read_rows, source_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.errors import DataError
 
@@ -148,7 +148,7 @@ def check_bad_share(
 def _rows(
     config: PipelineConfig, name: SetName, source: Source, contents: Contents
 ) -> Iterator[Row | BadRow]:
-    if kind_of(source.path) != "synthetic":
+    if source.path != "synthetic":
         yield from read_rows(source, config.store, contents)
         return
     for index, data in enumerate(generate(config.data.synthetic, config.run.seed, name), start=1):

@@ -1,7 +1,8 @@
-"""Parsing one file of rows: jsonl (also gzipped), json, csv, parquet.
+"""Reader of data files: jsonl (also gzipped), json, csv, parquet.
 
-Rows that cannot be parsed come out as `BadRow`; a file that is not what its name says, or is damaged, raises
-one DataError that names it.
+`read_file` yields the rows of one open file. Rows that cannot be parsed are returned as `BadRow`. A file with
+a content that its name does not say, or a damaged file, raises one DataError with its name. The preflight
+uses the same reader for the beginning of a file (`check_beginning`), so that both give the same message.
 """
 
 from __future__ import annotations
@@ -11,19 +12,30 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from rlhf_core.config.checkdata import csv_header_problem, impostor, suffix_of
-from rlhf_core.config.checkfiles import DATA_SUFFIXES
+from rlhf_core.config.address import DATA_SUFFIXES, Address
+from rlhf_core.config.redact import shown
 from rlhf_core.errors import DataError
+from rlhf_core.system.files import LFS_POINTER, exists, open_regular, unfit
 
+MAX_FILES = 50_000
+"""Maximum number of files of any kind in a folder. With more, it is probably not a folder of data."""
 MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
-
+BEGINNING_ROWS = 5
+_BEGINNING_BYTES = 40_000_000
+"""Amount of unpacked text that `check_beginning` reads at most."""
+_SMALL_ARRAY_BYTES = 8_000_000
+"""Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
 _BATCH_BYTES = 64 * 2**20
 """Amount of a parquet file that is decoded at once, but at least one row."""
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that could not."""
+    """A row that could not be parsed, or cannot be used."""
 
     file: str
     line: int
@@ -47,32 +59,201 @@ class BadRow:
     """The row as far as it can be shown, at most 500 characters."""
 
 
-def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
-    """Every row of one open file; its name tells the format. Blank lines, CRLF and a byte-order mark are
-    accepted.
+def suffix_of(name: str) -> str | None:
+    """Return the supported suffix of a file name, or None."""
+    lower = name.lower()
+    for suffix in sorted(DATA_SUFFIXES, key=len, reverse=True):
+        if lower.endswith(suffix):
+            return suffix
+    return None
+
+
+def list_files(address: Address) -> list[Path]:
+    """Return the file at a local address, or the supported files in a folder and its subfolders, sorted.
+
+    Raises DataError if there is none, or if the address is neither a regular file nor a folder.
     """
+    path = address.path
+    if not exists(path):
+        name = address.text
+        if not name.isprintable() or len(name) >= 300:
+            name = shown(name)
+        raise DataError(f"file not found: {name}; correct the path (relative ones start at {Path.cwd()})")
+    if not path.is_dir():
+        problem = unfit(path)
+        if problem is not None:
+            raise DataError(f"{problem}; write the rows to a file and give its path")
+        return [path]
+    entries = list(islice(path.rglob("*"), MAX_FILES + 1))
+    if len(entries) > MAX_FILES:
+        raise DataError(f"{path} holds over {MAX_FILES} files; give the folder of the data alone")
+    files = [
+        file
+        for file in entries
+        if file.is_file() and suffix_of(file.name) is not None and not file.name.startswith(".")
+    ]
+    if not files:
+        raise DataError(f"{path} has no data files; put {', '.join(DATA_SUFFIXES)} files into it")
+    return sorted(files, key=str)  # the order of stage keys, which differs from that of paths
+
+
+def read_file(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
+    """Yield every row of an open file, whose name determines the format.
+
+    Blank lines, CRLF and a byte-order mark are accepted.
+    """
+    suffix = _checked_suffix(file, stream)
+    if suffix == ".parquet":
+        yield from _read_parquet(file, stream)
+    else:
+        with _unpacked(suffix, stream) as text:
+            yield from _read_text(file, suffix, text)
+
+
+def check_beginning(file: Path) -> None:
+    """Raise DataError if the beginning of a file shows that none of its rows can be used.
+
+    Single bad rows are not an error here: the data stage counts them.
+    """
+    name = str(file)
+    try:
+        with open_regular(file) as stream:
+            suffix = _checked_suffix(name, stream)
+            if suffix == ".parquet":
+                _check_parquet_end(name, stream)
+                return
+            if suffix == ".json" and file.stat().st_size > _SMALL_ARRAY_BYTES:
+                _require_array(name, stream.read(256))
+                return
+            with _unpacked(suffix, stream) as text:
+                _check_first_rows(name, suffix, _Beginning(text, _BEGINNING_BYTES))
+    except OSError as error:
+        raise DataError(f"{name}: it cannot be read ({error.strerror or error}); make it readable") from error
+
+
+def _check_first_rows(file: str, suffix: str, beginning: _Beginning) -> None:
+    bad: list[BadRow] = []
+    try:
+        for row in _read_text(file, suffix, io.BufferedReader(beginning)):
+            if isinstance(row, Row):
+                return
+            bad.append(row)
+            if len(bad) == BEGINNING_ROWS:
+                break
+    except DataError:
+        # What is cut off at the end of the beginning can look damaged, such as an open quote.
+        if beginning.is_cut:
+            return
+        raise
+    if bad and beginning.is_cut and len(bad) < BEGINNING_ROWS:
+        return
+    if bad:
+        raise DataError(
+            f"{file}:{bad[0].line}: {bad[0].reason} (none of the first {len(bad)} rows is usable);"
+            f" {_ROW_FIX[suffix]}"
+        )
+    if beginning.is_cut:
+        raise DataError(f"{file}: its first {_BEGINNING_BYTES // 10**6} MB are blank; give a file with rows")
+    raise DataError(f"{file}: 0 rows, {_NO_ROWS[suffix]}; give a file with rows")
+
+
+_ROW_FIX = {
+    ".jsonl": "write one JSON object per line",
+    ".jsonl.gz": "write one JSON object per line",
+    ".json": "write an array of JSON objects",
+    ".csv": "give each line a cell for each field, in UTF-8",
+}
+_NO_ROWS = {
+    ".jsonl": "only blank lines",
+    ".jsonl.gz": "only blank lines",
+    ".json": "the array is empty",
+    ".csv": "only the line of names",
+}
+
+
+class _Beginning(io.RawIOBase):
+    """The first bytes of a stream."""
+
+    def __init__(self, stream: IO[bytes], limit: int) -> None:
+        self._stream, self._left = stream, limit
+        self.is_cut = False
+        """Whether the stream has more bytes than were returned, once all of them were."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._left)
+        if wanted == 0:
+            self.is_cut = self.is_cut or bool(self._stream.read(1))
+            return 0
+        content = self._stream.read(wanted)
+        buffer[: len(content)] = content
+        self._left -= len(content)
+        return len(content)
+
+
+@contextmanager
+def _unpacked(suffix: str, stream: IO[bytes]) -> Iterator[IO[bytes]]:
+    if suffix == ".jsonl.gz":
+        with gzip.open(stream, "rb") as unpacked:
+            yield unpacked  # type: ignore[misc]  # GzipFile has what the readers use of IO
+    else:
+        yield stream
+
+
+def _read_text(file: str, suffix: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
+    if suffix == ".csv":
+        return _read_csv(file, stream)
+    if suffix == ".json":
+        return _read_json(file, stream)
+    return _read_jsonl(file, stream)
+
+
+def _checked_suffix(file: str, stream: IO[bytes]) -> str:
+    """Return the suffix of a file if its first bytes agree with it. The stream is at its start afterwards."""
     suffix = suffix_of(file)
     if suffix is None:
         raise DataError(f"{file}: unknown kind of file; name it {', '.join(DATA_SUFFIXES)}")
-    problem = impostor(suffix, stream.read(256))
+    problem = content_mismatch(suffix, stream.read(256))
     if problem is not None:
         raise DataError(f"{file}: {problem}")
     stream.seek(0)
-    if suffix == ".parquet":
-        yield from _read_parquet(file, stream)
-    elif suffix == ".csv":
-        yield from _read_csv(file, stream)
-    elif suffix == ".json":
-        yield from _read_json(file, stream)
-    elif suffix == ".jsonl.gz":
-        with gzip.open(stream, "rb") as unpacked:
-            yield from _read_jsonl(file, unpacked)
-    else:
-        yield from _read_jsonl(file, stream)
+    return suffix
+
+
+def content_mismatch(suffix: str, head: bytes) -> str | None:
+    """Return why a file that begins with `head` is no `suffix` file, with a fix, or None.
+
+    `head` are the first 64 bytes or more, or the whole file if it is shorter.
+    """
+    start = head.lstrip()[:64].lower()
+    if not head:
+        return "the file is empty (0 rows); give a file with rows"
+    if start.startswith(LFS_POINTER):
+        return "this is a Git LFS pointer, not the data; run `git lfs pull`"
+    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "this is a web page or XML, not data; download the file again"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "the file is UTF-16; save it as UTF-8"
+    for name, magic, own_suffix in (("parquet", b"PAR1", ".parquet"), ("gzip", b"\x1f\x8b", ".jsonl.gz")):
+        if head.startswith(magic) and suffix != own_suffix:
+            return f"this is a {name} file with the name of a {suffix} file; rename it"
+        if suffix == own_suffix and not head.startswith(magic):
+            return f"this is not a {name} file, in spite of its name; rename it or export it again"
+    return None
+
+
+def _check_parquet_end(file: str, stream: IO[bytes]) -> None:
+    """Check the last bytes only: importing pyarrow takes longer than all other checks together."""
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(max(0, size - 4))
+    if size < 12 or stream.read() != b"PAR1":
+        raise DataError(f"{file}: this parquet file is cut short (no PAR1 at its end); copy it again")
 
 
 def json_type(value: Any) -> str:
-    """The type of a JSON value, for messages."""
+    """Return the type of a JSON value, for messages."""
     if isinstance(value, bytes):
         return "binary data; save the column as text"
     return "null" if value is None else type(value).__name__
@@ -90,16 +271,16 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError for duplicate keys, because JSON parsers silently keep one of
     them.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"duplicate key {twice[:40]!r} in an object; keep one of them")
-    return found
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"duplicate key {key[:40]!r} in an object; keep one of them")
+        content[key] = value
+    return content
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """One JSON object; ValueError with the reason."""
+    """Parse one JSON object. Raises ValueError with the reason."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -113,12 +294,12 @@ def _parse(text: str) -> dict[str, Any]:
     return value
 
 
-def _read_jsonl(file: str, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Row | BadRow]:
+def _read_jsonl(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     number = 0
     try:
         for number, line in enumerate(_lines(stream), start=1):
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(_BOM)
             if not line.strip():
                 continue
             yield _jsonl_row(file, number, line)
@@ -128,8 +309,8 @@ def _read_jsonl(file: str, stream: IO[bytes] | gzip.GzipFile) -> Iterator[Row | 
         ) from error
 
 
-def _lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
-    """Lines with their end; of one over the limit only the beginning, so that memory stays bounded."""
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield each line with its end. Of a line over the limit only the beginning is kept in memory."""
     while line := stream.readline(MAX_ROW_BYTES + 1):
         rest = line
         while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
@@ -138,42 +319,45 @@ def _lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
 
 
 def _jsonl_row(file: str, number: int, line: bytes) -> Row | BadRow:
-    shown = _cut(line[:2000].decode(errors="replace").strip())
-    if len(line) > MAX_ROW_BYTES:
-        return BadRow(file, number, f"longer than {MAX_ROW_BYTES // 2**20} MiB", shown)
     try:
+        if len(line) > MAX_ROW_BYTES:
+            raise ValueError(f"longer than {MAX_ROW_BYTES // 2**20} MiB")
         return Row(file, number, _parse(line.decode()))
     except UnicodeDecodeError as error:
-        return BadRow(
-            file, number, f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}", shown
-        )
+        reason = f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}"
     except ValueError as error:
-        cut_short = not line.endswith(b"\n") and str(error).startswith("not valid JSON")
-        return BadRow(
-            file, number, "incomplete JSON: the last line is cut short" if cut_short else str(error), shown
+        reason = str(error)
+        if reason.startswith("not valid JSON") and not line.endswith(b"\n"):
+            reason = "incomplete JSON: the last line is cut short"
+    return BadRow(file, number, reason, _cut(line[:2000].decode(errors="replace").strip()))
+
+
+def _require_array(file: str, head: bytes) -> None:
+    first = head.removeprefix(_BOM).lstrip()[:1]
+    if first != b"[":
+        raise DataError(
+            f"{file}:1: must be a JSON array of objects; got {first!r} as its first character; name it .jsonl"
+            " if each line is an object"
         )
 
 
 def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
+    content = stream.read()
+    _require_array(file, content[:256])
     try:
         value = json.loads(
-            stream.read().decode("utf-8-sig"),
+            content.decode("utf-8-sig"),
             parse_constant=_refuse_constant,
             object_pairs_hook=_without_repeats,
         )
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except json.JSONDecodeError as error:
-        hint = "; name it .jsonl if each line is an object" if error.msg == "Extra data" else ""
-        raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg}{hint}") from error
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise DataError(f"{file}: {reason}") from error
-    if not isinstance(value, list):
-        raise DataError(
-            f"{file}: expected an array of objects, got {json_type(value)}; name it .jsonl if each line is an"
-            " object"
-        )
+        raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg}; correct it") from error
+    except RecursionError as error:
+        raise DataError(f"{file}: nested too deeply; flatten it") from error
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from error
     for index, item in enumerate(value, start=1):
         if isinstance(item, dict):
             yield Row(file, index, item)
@@ -182,7 +366,7 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 
 def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
-    """The first line names the fields; empty cells are missing fields."""
+    """Read a CSV file. Its first line has the names of the fields. Empty cells are missing fields."""
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become surrogates here, which the check of the text fields refuses row by row.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -191,8 +375,11 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{file}:1: not CSV: {error}") from error
-    if problem := csv_header_problem(header):
-        raise DataError(f"{file}:1: {problem}")
+    if not header or len(set(header)) != len(header) or not all(name.strip() for name in header):
+        raise DataError(
+            f"{file}:1: the first line must name each field once; got {', '.join(header)[:200]!r}; write the"
+            " names of the fields into the first line"
+        )
     while True:
         line = reader.line_num + 1
         try:
@@ -207,24 +394,29 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 ) from error
             yield from _lost(file, line, reader.line_num, f"not CSV: {error}", "")
             continue
-        shown = _cut(",".join(cells)).encode(errors="replace").decode()
-        if any("\udc80" <= char <= "\udcff" for cell in cells if not cell.isascii() for char in cell):
-            yield BadRow(file, line, "not UTF-8", shown)
+        text_of_row = ",".join(cells)
+        beginning = _cut(text_of_row).encode(errors="replace").decode()
+        if _has_surrogates(text_of_row):
+            yield BadRow(file, line, "not UTF-8", beginning)
         elif cells and len(cells) != len(header):
             reason = f"{len(cells)} cells, but the first line names {len(header)} fields"
-            yield from _lost(file, line, reader.line_num, reason, shown)
+            yield from _lost(file, line, reader.line_num, reason, beginning)
         elif cells:
             yield Row(file, line, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
 
 
-def _lost(file: str, first: int, last: int, reason: str, shown: str) -> Iterator[BadRow]:
+def _has_surrogates(text: str) -> bool:
+    """Return whether bytes were decoded with `surrogateescape`."""
+    return not text.isascii() and any("\udc80" <= char <= "\udcff" for char in text)
+
+
+def _lost(file: str, first: int, last: int, reason: str, text: str) -> Iterator[BadRow]:
     """Yield a bad row for each line within a row with a wrong quote, because these lines may have been
     separate rows.
     """
     for line in range(first, max(first, last) + 1):
-        yield BadRow(
-            file, line, reason if line == first else f"within the bad row that begins in line {first}", shown
-        )
+        yield BadRow(file, line, reason, text)
+        reason = f"within the bad row that begins in line {first}"
 
 
 def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
@@ -234,14 +426,16 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     number = 0
     try:
         names = pq.read_schema(stream).names
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        repeated = sorted(name for name in names if names.count(name) > 1)
+        if repeated:
             raise DataError(
-                f"{file}: the column {twice[0]!r} is there {names.count(twice[0])} times; rename one of them"
+                f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
+                " them"
             )
         # Keep the dictionary encoding of texts, because a few bytes can represent a thousand copies of a long
         # text.
-        whole = pq.ParquetFile(stream, read_dictionary=names)
-        for batch in whole.iter_batches(batch_size=_batch_rows(whole.metadata)):
+        parquet = pq.ParquetFile(stream, read_dictionary=names)
+        for batch in parquet.iter_batches(batch_size=_batch_rows(parquet.metadata)):
             columns = [_values(column) for column in batch.columns]
             for cells in zip(*columns, strict=True):
                 number += 1
@@ -287,10 +481,6 @@ def _text_size(value: Any) -> int:
         return len(value)
     if isinstance(value, dict):
         return sum(map(_text_size, value.values()))
-    return sum(map(_text_size, value)) if isinstance(value, list) else 0
-
-
-def numbered(file: str, rows: Iterable[dict[str, Any]], number: int = 0) -> Iterator[Row]:
-    """Parsed rows with their index, from `number + 1`."""
-    for index, row in enumerate(rows, start=number + 1):
-        yield Row(file, index, row)
+    if isinstance(value, list):
+        return sum(map(_text_size, value))
+    return 0

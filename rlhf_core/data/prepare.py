@@ -33,15 +33,15 @@ from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
 from rlhf_core.data.sources import (
     model_digests,
     model_state,
-    read_chat_template,
     require_same_state,
     require_unchanged,
     source_contents,
     template_digests,
 )
-from rlhf_core.data.templates import EncodeError, Encoder
-from rlhf_core.data.tokenizer import is_local_model, load_tokenizer, train_tokenizer
+from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
+from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.folder import base_model_config, context_problem, longest_sequence, vocabulary_problem
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, PromptExample
 
@@ -138,7 +138,7 @@ def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> t
         positions = config.model.tiny.max_positions
     else:
         tokenizer = load_tokenizer(config.model.path, config.model.revision)
-        positions = _check_model(config, len(tokenizer))
+        positions = _context_length(config, len(tokenizer))
     if config.data.chat_template is not None:
         try:
             tokenizer.chat_template = read_chat_template(config.data.chat_template).decode()
@@ -150,53 +150,24 @@ def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> t
     return tokenizer, positions
 
 
-def _check_model(config: PipelineConfig, vocabulary: int) -> int:
-    """The base model's context length; ModelError if tokenizer or lengths do not fit the model."""
+def _context_length(config: PipelineConfig, vocabulary: int) -> int:
+    """Return the base model's context length. Raises an InputError if tokenizer or lengths do not fit it.
+
+    The preflight has checked a local model, but not one of the hub.
+    """
     path = str(config.model.path)
-    facts = _model_facts(path, config.model.revision)
-    rows, positions = facts.get("vocab_size"), facts.get("max_position_embeddings")
-    if isinstance(rows, int) and vocabulary > rows:
-        raise ModelError(
-            f"the tokenizer of {path} has {vocabulary} tokens, but the model's embedding only {rows}; "
-            "use the tokenizer that belongs to the model, or resize its embeddings"
-        )
-    if not isinstance(positions, int):
-        return 2**31 - 1
-    longest = max(config.max_sequence_tokens, config.data.max_prompt_tokens + config.data.max_response_tokens)
-    if longest > positions:
-        raise ModelError(
-            f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit the context of"
-            f" {path} ({positions}); lower data.max_prompt_tokens, data.max_response_tokens or"
-            " ppo.max_new_tokens"
-        )
-    return positions
-
-
-def _model_facts(path: str, revision: str | None) -> dict[str, Any]:
-    """`config.json` of the base model, the text part of a multimodal one."""
-    if is_local_model(path):
-        file = Path(path) / "config.json"
-        try:
-            facts = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot read {file}: {error}; a model folder in Hugging Face layout is needed"
-            ) from error
-    else:
-        from transformers import AutoConfig
-
-        try:
-            facts = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False).to_dict()
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot read the config of {path}: {error}; check the id, the revision and the network"
-            ) from error
-    if not isinstance(facts, dict):
-        raise ModelError(
-            f"config.json of {path} is not an object; a model folder in Hugging Face layout is needed"
-        )
-    text = facts.get("text_config")
-    return {**facts, **text} if isinstance(text, dict) else facts
+    settings = base_model_config(config)
+    text_settings = settings.get("text_config")
+    if isinstance(text_settings, dict):  # of a multimodal model
+        settings = {**settings, **text_settings}
+    for problem in (
+        vocabulary_problem(path, settings, vocabulary),
+        context_problem(path, settings, longest_sequence(config)),
+    ):
+        if problem is not None:
+            raise problem
+    positions = settings.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else 2**31 - 1
 
 
 def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> None:

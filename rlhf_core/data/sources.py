@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,19 +19,19 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO, Any, Literal, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
-from rlhf_core.config.checkdata import suffix_of
-from rlhf_core.config.checkfiles import DATA_SUFFIXES, MAX_TEMPLATE_BYTES
+from rlhf_core.config.address import AddressKind, parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
-from rlhf_core.data.files import BadRow, Row, numbered, read_file
+from rlhf_core.data.files import BadRow, Row, list_files, read_file, suffix_of
 from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
-from rlhf_core.data.tokenizer import is_local_model
+from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
+from rlhf_core.models.folder import is_hub_model
 from rlhf_core.storage.s3 import filesystem, with_retries
-from rlhf_core.system.files import UnfitFile, open_regular, read_bounded, unfit
+from rlhf_core.system.files import open_regular
 
 _CHUNK = 2**20
 _CHANGED = (
@@ -43,34 +42,13 @@ _AWS = StoreConfig()
 _T = TypeVar("_T")
 
 _SETS = ("sft", "preference", "prompts")
-Kind = Literal["synthetic", "local", "s3", "hub"]
-
-
-def kind_of(path: str) -> Kind:
-    """What `path` names. A missing local path is `local`, not a hub id: by its prefix, its suffix or its
-    shape.
-    """
-    if path == "synthetic":
-        return "synthetic"
-    if path.startswith("s3://"):
-        return "s3"
-    if (
-        path.startswith(("/", "./", "../", "~", "file://"))
-        or path.lower().endswith(DATA_SUFFIXES)
-        or Path(path).exists()
-    ):
-        return "local"
-    is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return "hub" if is_id else "local"
 
 
 def source_name(source: Source) -> str:
-    """Short name of a source, for `PairExample.source` and the data card."""
-    return (
-        source.path
-        if kind_of(source.path) in ("synthetic", "hub")
-        else source.path.rstrip("/").rsplit("/", 1)[-1]
-    )
+    """Return a short name of a source, for `PairExample.source` and the data card."""
+    if parse_address(source.path).kind in ("synthetic", "hub"):
+        return source.path
+    return source.path.rstrip("/").rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True)
@@ -93,7 +71,7 @@ def read_rows(
     the expected contents of the files; with None, they are not checked. Raises DataError if a file is
     missing, unusable or changed, and StoreUnavailable if a bucket does not answer.
     """
-    kind = kind_of(source.path)
+    kind = parse_address(source.path).kind
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
     rows = _read_hub(source) if kind == "hub" else _read_files(source.path, kind, store, contents)
@@ -142,18 +120,6 @@ def template_digests(config: PipelineConfig) -> dict[str, str]:
     return {"data.chat_template": hashlib.sha256(read_chat_template(config.data.chat_template)).hexdigest()}
 
 
-def read_chat_template(path: str) -> bytes:
-    """Return the content of `data.chat_template`. Raises ModelError."""
-    try:
-        return read_bounded(path, MAX_TEMPLATE_BYTES)
-    except FileNotFoundError as error:
-        raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file") from error
-    except OSError as error:
-        raise ModelError(
-            f"data.chat_template: cannot read {path}: {error}; give a UTF-8 Jinja file"
-        ) from error
-
-
 def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config: PipelineConfig) -> None:
     """Raise DataError for each source, template or model whose digest differs from `before`.
 
@@ -174,7 +140,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
     """
 
     def commit_of(source: Source) -> Source:
-        if kind_of(source.path) != "hub":
+        if parse_address(source.path).kind != "hub":
             return source
         return source.model_copy(
             update={"revision": resolve_revision(source.path, "dataset", source.revision)}
@@ -182,7 +148,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
 
     data = {name: tuple(map(commit_of, getattr(config.data, name))) for name in _SETS}
     model = {}
-    if config.model.path is not None and not is_local_model(config.model.path):
+    if config.model.path is not None and is_hub_model(config.model.path):
         model = {"revision": resolve_revision(config.model.path, "model", config.model.revision)}
     return config.model_copy(
         update={"data": config.data.model_copy(update=data), "model": config.model.model_copy(update=model)}
@@ -190,7 +156,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
 
 
 def _contents(source: Source, store: StoreConfig) -> Contents:
-    kind = kind_of(source.path)
+    kind = parse_address(source.path).kind
     if kind == "synthetic":
         return Contents(f"synthetic@{SYNTHETIC_VERSION}")
     if kind == "hub":
@@ -212,7 +178,7 @@ def model_state(config: PipelineConfig) -> ModelState:
     file.
     """
     path = config.model.path
-    if path is None or not is_local_model(path):
+    if path is None or is_hub_model(path):
         return ()
     states = ((file.relative_to(path).as_posix(), file.stat()) for file in _model_files(Path(path)))
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
@@ -225,7 +191,7 @@ def require_same_state(before: ModelState, config: PipelineConfig) -> None:
 
 
 def _model_digest(path: str, revision: str | None) -> str:
-    if not is_local_model(path):
+    if is_hub_model(path):
         return f"hub:{path}@{resolve_revision(path, 'model', revision)}"
     folder = Path(path)
     if not folder.is_dir():
@@ -268,29 +234,11 @@ def _digest_from_start(stream: IO[bytes]) -> str:
 # -- files --
 
 
-def _list_files(path: str, kind: Kind, store: StoreConfig) -> list[str]:
-    """The file itself, or all supported files under a folder, sorted."""
+def _list_files(path: str, kind: AddressKind, store: StoreConfig) -> list[str]:
+    """Return the file or object itself, or all supported files under a folder, sorted."""
     if kind == "s3":
         return _list_s3(path, store)
-    place = Path(path.removeprefix("file://"))
-    if not place.is_dir():
-        problem = unfit(place)
-        if problem is None:
-            return [str(place)]
-        what = (
-            f"{problem}; give"
-            if isinstance(problem, UnfitFile)
-            else f"file not found: {path}; give an existing"
-        )
-        raise DataError(f"{what} file or folder, s3://bucket/key, or a Hugging Face dataset id")
-    files = sorted(
-        str(file)
-        for file in place.rglob("*")
-        if file.is_file() and suffix_of(file.name) and not file.name.startswith(".")
-    )
-    if not files:
-        raise DataError(f"no data file in folder {path}; supported are {', '.join(DATA_SUFFIXES)}")
-    return files
+    return [str(file) for file in list_files(parse_address(path))]
 
 
 @lru_cache(maxsize=4)
@@ -318,7 +266,7 @@ def _list_s3(path: str, store: StoreConfig) -> list[str]:
     return files
 
 
-def _open(file: str, kind: Kind, store: StoreConfig) -> IO[bytes]:
+def _open(file: str, kind: AddressKind, store: StoreConfig) -> IO[bytes]:
     if kind == "s3":
         return _asked(f"cannot read {file}", store, lambda: _download(file, store))
     try:
@@ -356,7 +304,7 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
 
 
 def _read_files(
-    path: str, kind: Kind, store: StoreConfig, contents: Contents | None
+    path: str, kind: AddressKind, store: StoreConfig, contents: Contents | None
 ) -> Generator[Row | BadRow]:
     """Yield the rows of each file. The file must not change while it is read, and must match `contents` if it
     is given.
@@ -396,4 +344,5 @@ def _read_hub(source: Source) -> Generator[Row | BadRow]:
             f"the Hugging Face dataset {source.path} (split {source.split}) cannot be loaded: {reason}; "
             "check the id, the split and the network, or give a file with a leading ./"
         ) from error
-    yield from numbered(source.path, data)
+    for index, row in enumerate(data, start=1):
+        yield Row(source.path, index, row)

@@ -21,16 +21,30 @@ from rlhf_core.data.formats import Message
 from rlhf_core.data.limits import ends_within, time_limit
 from rlhf_core.data.rendering import DATE, TemplateError, render, uses_power
 from rlhf_core.errors import ModelError
+from rlhf_core.system.files import read_bounded
 
 log = logging.getLogger(__name__)
 
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 _TEMPLATE_SECONDS = 2.0
+_MAX_TEMPLATE_BYTES = 2**20
 _NEUTRAL = "It is noon."
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too
 long.
 """
+
+
+def read_chat_template(path: str) -> bytes:
+    """Return the content of `data.chat_template`. Raises ModelError."""
+    try:
+        return read_bounded(path, _MAX_TEMPLATE_BYTES)
+    except FileNotFoundError as error:
+        raise ModelError(f"data.chat_template: file not found: {path}; give a Jinja file") from error
+    except OSError as error:
+        raise ModelError(
+            f"data.chat_template: cannot read {path}: {error}; give a UTF-8 Jinja file"
+        ) from error
 
 
 class EncodeError(ValueError):

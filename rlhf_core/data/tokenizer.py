@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.folder import is_hub_model
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +30,12 @@ conversation.
 """
 
 
-def is_local_model(path: str) -> bool:
-    """True for what can only be a folder: it exists, or it does not look like a hub id (`name` or
-    `owner/name`).
-    """
-    looks_like_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return not looks_like_id or Path(path).exists()
-
-
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """A fast Hugging Face tokenizer with an EOS token and a pad token that is not EOS.
 
     `path` is a folder or a hub id. No code of the model is run. Raises ModelError with a fix.
     """
-    if is_local_model(path) and not Path(path).is_dir():
+    if not is_hub_model(path) and not Path(path).is_dir():
         raise ModelError(
             f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
         )

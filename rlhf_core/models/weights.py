@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.checkfiles import tensors
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
+from rlhf_core.models.folder import ModelFolder
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Data types of safetensors from which a model can be trained."""
@@ -108,7 +108,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
         config = model_config(folder, attention=attention)
         if getattr(config, "quantization_config", None) is not None:
             return
-        entries = tensors(folder)
+        entries = ModelFolder(folder).tensors
         if not entries:
             return  # the caller handles a folder without weights
         empty = {
@@ -204,7 +204,7 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
         return
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     wrong = []
-    for name, entry in tensors(Path(folder)).items():
+    for name, entry in ModelFolder(folder).tensors.items():
         # Experts are stored as separate tensors, while the model holds them in one tensor with another name.
         trained = name in parameters or (name.endswith(".weight") and name not in buffers)
         if trained and entry["dtype"] not in FLOATING:

@@ -15,10 +15,11 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan as place
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError, ModelError
+from rlhf_core.models.folder import base_model_shape
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
 from rlhf_core.planning.memory import engine_memory
-from rlhf_core.planning.shape import ModelShape, shape_of
 
 _MAX_TRIALS = 1500
 """Configurations tried for one problem: about two seconds."""
@@ -78,7 +79,7 @@ def check_memory(config: PipelineConfig) -> None:
     if hardware is None or os.environ.get("RAY_ADDRESS"):
         return  # unknown GPUs, or a Ray cluster on other machines
     try:
-        shape = shape_of(config, local=True)
+        shape = base_model_shape(config, local_only=True)
     except ModelError:
         return
     verdict = judge(config, shape, hardware)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 
 from rlhf_core.config.ppo import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Device
-from rlhf_core.planning.shape import ModelShape
 
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO 1-3 reduce at a time, at most (`training.engine`); the buffer is allocated whole."""

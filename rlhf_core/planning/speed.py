@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Device
 from rlhf_core.planning.loads import largest_pass, ppo_models
 from rlhf_core.planning.memory import Model, engine_memory
-from rlhf_core.planning.shape import ModelShape
 
 TRAINING_MFU = 0.35
 SCORING_MFU = 0.45

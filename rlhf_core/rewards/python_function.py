@@ -28,9 +28,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from rlhf_core.config.checkrewards import module_file
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.errors import ConfigError, InputError, RewardError
+from rlhf_core.rewards.check import module_file
 from rlhf_core.rewards.failures import Failure, Outcome, attempt
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import RewardInput

@@ -42,10 +42,10 @@ import httpx
 
 from rlhf_core.config.hosts import forbidden, host_of, is_public
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.config.tokens import TOKEN_VARIABLE, reward_token
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import Failure, Outcome, Refused, isolate
 from rlhf_core.rewards.replicas import Breaker, Replica, Replicas
+from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.types import RewardInput
 
 logger = logging.getLogger(__name__)

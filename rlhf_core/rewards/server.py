@@ -31,10 +31,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_core.config.tokens import TOKEN_VARIABLE, reward_token
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.connections import GuardedProtocol
 from rlhf_core.rewards.scorer import ItemError
+from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
 from rlhf_core.system.loopback import OwnAddressOnly
 from rlhf_core.types import PromptAndResponse
 

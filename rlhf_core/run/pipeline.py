@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.checkrewards import module_file
+from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import decisive, pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
-from rlhf_core.data.sources import kind_of, pinned, source_digests, source_name
+from rlhf_core.data.sources import pinned, source_digests, source_name
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
+from rlhf_core.rewards.check import module_file
 from rlhf_core.run.home import read_run
 from rlhf_core.run.parameters import check_range
 from rlhf_core.run.settings import checked_config
@@ -396,7 +397,7 @@ def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSe
 
 def _address(source: Source) -> tuple[str, dict[str, Any]]:
     """Return the type and the address of a source in the format of MLflow's own sources."""
-    kind = kind_of(source.path)
+    kind = parse_address(source.path).kind
     if kind == "hub":
         return "hugging_face", {"path": source.path, "split": source.split, "revision": source.revision}
     if kind == "synthetic":

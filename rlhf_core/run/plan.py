@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.consistency import unusual_settings
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.config.doubts import doubts
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError, checking
+from rlhf_core.models.folder import base_model_shape
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import Verdict, advise, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass
 from rlhf_core.planning.memory import Model
-from rlhf_core.planning.shape import ModelShape, shape_of
 from rlhf_core.planning.speed import (
     DECODE_BANDWIDTH,
     LINK,
@@ -72,7 +73,7 @@ def make_plan(config_path: str, overrides: Sequence[str], gpus: str | None, mode
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
     hardware = _hardware(config, gpus)
     with checking(model_config or "model.path"):
-        shape = shape_of(config, Path(model_config) if model_config else None)
+        shape = base_model_shape(config, Path(model_config) if model_config else None)
     verdict = judge(config, shape, hardware)
     changes = None if verdict.fits else advise(config, lambda changed: judge(changed, shape, hardware))
     time = step_time(config, shape, hardware.device)
@@ -112,7 +113,7 @@ def show(plan: Plan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    for doubt in doubts(config):
+    for doubt in unusual_settings(config):
         console.print(f"warning: {doubt}", highlight=False, markup=False, soft_wrap=True)
     say(
         f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
@@ -160,7 +161,7 @@ def as_json(plan: Plan) -> str:
         "kv_cache_tokens": plan.verdict.kv_tokens,
         "ppo_step_seconds": asdict(plan.time),
         "optimizer_step_seconds": plan.optimizer_steps,
-        "warnings": list(doubts(plan.config)),
+        "warnings": list(unusual_settings(plan.config)),
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
     }

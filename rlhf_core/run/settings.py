@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
-from rlhf_core.config.preflight import check
 from rlhf_core.errors import checking
 from rlhf_core.planning.fit import check_memory
+from rlhf_core.preflight import check
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
 

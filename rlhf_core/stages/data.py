@@ -7,14 +7,14 @@ from pathlib import Path
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
-from rlhf_core.data.tokenizer import is_local_model
+from rlhf_core.models.folder import is_hub_model
 from rlhf_core.types import StageContext, StageResult
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Prepare the three sets into `context.output`; log the data card and samples. Reads no input artifact."""
 
-    if config.model.path is not None and is_local_model(config.model.path):
+    if config.model.path is not None and not is_hub_model(config.model.path):
         from rlhf_core.models.weights import check_headers
 
         # The headers are checked before the rows are read. The next stage loads the model itself.

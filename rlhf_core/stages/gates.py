@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.doubts import why_merged
+from rlhf_core.config.consistency import why_merged
 from rlhf_core.errors import GateFailed
 from rlhf_core.types import StageName
 

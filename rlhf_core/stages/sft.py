@@ -21,11 +21,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and sample some answers for reading."""
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
-    from rlhf_core.data.tokenizer import is_local_model
     from rlhf_core.engines.ranks import resolve_device, run_ranks
+    from rlhf_core.models.folder import is_hub_model
 
     device = resolve_device(config.run.device)
-    if config.model.path is not None and not is_local_model(config.model.path):
+    if config.model.path is not None and is_hub_model(config.model.path):
         # A download takes what it takes; ranks that load have `run.timeouts.start`.
         fetch_model(config.model.path, config.model.revision)
     # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each

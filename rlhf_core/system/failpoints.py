@@ -15,13 +15,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import time
 from collections import Counter
 from pathlib import Path
 
+_FAULT = re.compile(r"[\w.]+:\d+:\w+")
 _seen: Counter[str] = Counter()
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
+
+
+def is_well_formed(faults: str) -> bool:
+    """Return whether the value of RLHF_FAIL has the form name:nth:action, several separated by commas."""
+    return all(_FAULT.fullmatch(fault) for fault in faults.split(","))
 
 
 def failpoint(name: str, *acts: str) -> str | None:

@@ -22,6 +22,9 @@ from typing import Any, BinaryIO
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished writes. A kill can leave such files: readers skip them."""
 
+LFS_POINTER = b"version https://git-lfs"
+"""First bytes of the text file that Git LFS puts in place of a file that was not downloaded."""
+
 _KINDS = (
     (stat.S_ISDIR, "is a folder"),
     (stat.S_ISFIFO, "is a pipe (FIFO)"),
@@ -82,6 +85,28 @@ def unfit(path: Path | str, limit: int | None = None) -> OSError | None:
             return UnfitFile(f"{path} is a link that leads to itself")
         return error
     return _problem(path, status, limit)
+
+
+def exists(path: Path | str) -> bool:
+    """Return whether there is a file or folder at `path`. False for a text that cannot be a path."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return the reason for which `folder` cannot be created or written to, or None."""
+    if "\0" in str(folder):
+        return "a path has no NUL character"
+    existing = folder.absolute()
+    while not exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} is not writable for this user"
+    return None
 
 
 def _problem(path: Path | str, status: os.stat_result, limit: int | None) -> OSError | None:

@@ -21,6 +21,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import InputError
+from rlhf_core.system.files import unwritable
+
+
+def home_problem(folder: Path) -> str | None:
+    """Return the reason for which `folder` cannot be used as `run.home`, or None.
+
+    The folder contains databases that MLflow and Prefect address by URL. The characters `#`, `%` and `?`
+    would change such a URL, so that it names a different file.
+    """
+    problem = unwritable(folder)
+    if problem is not None:
+        return problem
+    signs = [sign for sign in "#%?" if sign in str(folder.absolute())]
+    if signs:
+        return (
+            f"its absolute path has {' and '.join(signs)}, which have a special meaning in URLs of databases"
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.checkplaces import tracker_problem
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.home import Home
+from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.mlflow_client import DataSet, Mlflow, Point, RunState, clean_name, hurry, sqlite_path
 from rlhf_core.tracking.registry import has_version
 from rlhf_core.tracking.spool import Spool, next_attempt

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.memory import ForwardPass, Model
-from rlhf_core.planning.shape import ModelShape
 from tests.integration.deepspeed_memory import small_model, train
 
 pytestmark = [

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.memory import ForwardPass, Model
-from rlhf_core.planning.shape import ModelShape
 from tests.integration.deepspeed_memory import LENGTHS, PEAKS, SHAPE
 from tests.integration.deepspeed_step import TORCHRUN, model
 

@@ -28,14 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     ("rlhf_core.errors", "rlhf_core.system"),
     ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds"),
-    ("rlhf_core.algo", "rlhf_core.planning"),
+    ("rlhf_core.algo",),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
-    ("rlhf_core.engines", "rlhf_core.rewards"),
+    ("rlhf_core.engines", "rlhf_core.planning", "rlhf_core.rewards"),
     ("rlhf_core.weight_sync",),
     ("rlhf_core.ppo",),
     ("rlhf_core.evaluation",),
     ("rlhf_core.tracking",),
     ("rlhf_core.stages",),
+    ("rlhf_core.preflight",),
     ("rlhf_core.run",),
     ("flows",),
 )
@@ -159,7 +160,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_configuration_types_and_seeds_start_without_anything_heavy() -> None:
     loaded = modules_after(
-        "import rlhf_core.config.load, rlhf_core.config.preflight, rlhf_core.config.keys, rlhf_core.types,"
+        "import rlhf_core.config.load, rlhf_core.preflight, rlhf_core.config.keys, rlhf_core.types,"
         " rlhf_core.seeds"
     )
     assert "pydantic" in loaded

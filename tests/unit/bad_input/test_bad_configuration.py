@@ -557,11 +557,11 @@ def test_a_count_of_gpus_that_is_no_count_is_refused(command: Command, gpus: str
 
 
 BROKEN_CHECKS = {
-    "rlhf_core.config.checkdata.exists": (
+    "rlhf_core.data.check.parse_address": (
         "data: {sft: [{path: ./a.jsonl}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
-    "rlhf_core.config.preflight.check_model": (
+    "rlhf_core.models.folder.is_hub_model": (
         "model: {path: ./x}",
         "model.path: cannot be checked (RecursionError: ",
     ),

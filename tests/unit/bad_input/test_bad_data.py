@@ -50,15 +50,23 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
         gzip.compress(b" " * 41_000_000, 1),
         ("a.jsonl.gz: its first 40 MB are blank",),
     ),
-    "no JSON": ("a.jsonl", b"hello\nworld\n", ("a.jsonl:1", "not complete JSON", "one JSON object per line")),
-    "a row cut off": ("a.jsonl", b'{"prompt": "a', ("a.jsonl:1", "not complete JSON")),
-    "rows that are lists": ("a.jsonl", b"[1]\n[2]\n", ("a.jsonl:1", "must be a JSON object", "got list")),
-    "an array on one line": ("a.jsonl", b"[" + ROW.strip() + b"]\n", ("a.jsonl:1", "got list")),
+    "no JSON": ("a.jsonl", b"hello\nworld\n", ("a.jsonl:1", "not valid JSON", "one JSON object per line")),
+    "a row cut off": ("a.jsonl", b'{"prompt": "a', ("a.jsonl:1", "the last line is cut short")),
+    "rows that are lists": (
+        "a.jsonl",
+        b"[1]\n[2]\n",
+        ("a.jsonl:1", "expected a JSON object", "got an array"),
+    ),
+    "an array on one line": (
+        "a.jsonl",
+        b"[" + ROW.strip() + b"]\n",
+        ("a.jsonl:1", "got an array", "named .json"),
+    ),
     "Latin-1": ("a.jsonl", '{"prompt": "caf\u00e9"}\n'.encode("latin-1"), ("a.jsonl:1", "0xe9", "not UTF-8")),
     "UTF-16": ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), ("UTF-16", "save it as UTF-8")),
     "zeros": ("a.jsonl", bytes(1000), ("a.jsonl:1",)),
-    "nesting": ("a.jsonl", b"[" * 100_000 + b"\n", ("a.jsonl:1", "too deep")),
-    "nested objects": ("a.jsonl", b'{"a":' * 100_000 + b"\n", ("a.jsonl:1", "too deep")),
+    "nesting": ("a.jsonl", b"[" * 100_000 + b"\n", ("a.jsonl:1", "nested too deeply")),
+    "nested objects": ("a.jsonl", b'{"a":' * 100_000 + b"\n", ("a.jsonl:1", "nested too deeply")),
     "parquet under another name": ("a.jsonl", b"PAR1" + bytes(20), ("this is a parquet file", "rename")),
     "gzip under another name": ("a.jsonl", gzip.compress(ROW), ("this is a gzip file", "rename")),
     "a web page": ("a.jsonl", b"<!DOCTYPE html>\n<html>404</html>\n", ("a.jsonl", "web page", "download")),
@@ -66,7 +74,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "parquet cut short": ("a.parquet", b"PAR1" + bytes(50), ("a.parquet", "cut short")),
     "a pointer file": ("a.jsonl", LFS, ("Git LFS pointer", "git lfs pull")),
     "a pointer file named parquet": ("a.parquet", LFS, ("Git LFS pointer",)),
-    "gzip cut short": ("a.jsonl.gz", gzip.compress(LONG_ROW)[:-5000], ("not whole gzip",)),
+    "gzip cut short": ("a.jsonl.gz", gzip.compress(LONG_ROW)[:-5000], ("the gzip file is cut short",)),
     "no gzip": ("a.jsonl.gz", ROW, ("not a gzip file",)),
     "no array": ("a.json", b"hello", ("a.json:1", "JSON array")),
     "an object": ("a.json", ROW, ("a.json", "array of objects", ".jsonl")),
@@ -75,7 +83,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "an array of numbers": ("a.json", b"[1, 2]", ("objects", "got int")),
     "an array cut short": ("a.json", b'[{"prompt": 1}', ("not valid JSON",)),
     "an array in Latin-1": ("a.json", b'[{"prompt": "\xe9"}]', ("a.json", "not UTF-8")),
-    "a nested array": ("a.json", b"[" * 100_000, ("a.json", "too deep")),
+    "a nested array": ("a.json", b"[" * 100_000, ("a.json", "nested too deeply")),
     "a header twice": ("a.csv", b"prompt,prompt\na,b\n", ("a.csv:1", "each field once")),
     "a header with blanks": ("a.csv", b"prompt,,\na,b,c\n", ("a.csv:1", "each field once")),
     "a header alone": ("a.csv", b"prompt,chosen,rejected\n", ("a.csv", "0 rows")),
@@ -131,7 +139,7 @@ def test_a_path_that_leads_nowhere_is_refused_before_the_start(command: Command,
 def test_a_folder_that_holds_far_too_much_is_refused_without_reading_it(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.config.checkdata.MAX_FILES", 5)
+    monkeypatch.setattr("rlhf_core.data.files.MAX_FILES", 5)
     files = {f"d/{name}.jsonl": ROW for name in "abcdef"}
     command.complaint(
         Bad("a root", config_of("./d"), ("d holds over 5 files", "the folder of the data alone"), files=files)
@@ -276,7 +284,7 @@ def parquet_in_latin_1() -> bytes:
 SETS = (
     Bad("parquet in Latin-1", config_of("./r.parquet"), ("r.parquet", "not UTF-8", "export it again"),
         files={"r.parquet": parquet_in_latin_1()}),
-    Bad("an array over lines", config_of("./r.jsonl"), ("data.sft.0.path: r.jsonl:1: not complete JSON", "one JSON object per line"),
+    Bad("an array over lines", config_of("./r.jsonl"), ("data.sft.0.path: r.jsonl:1: not valid JSON", "one JSON object per line"),
         files={"r.jsonl": b"[\n" + b",\n".join(jsonl(row).strip() for row in GOOD) + b"\n]\n"}),
     Bad("one row", config_of("./r.jsonl"), ("1 of 1 rows left", "data.min_rows"), files={"r.jsonl": pairs(1)}),
     Bad("one prompt", config_of("./r.jsonl", deduplicate=False), ("only 1 distinct prompt", "at least 2"),

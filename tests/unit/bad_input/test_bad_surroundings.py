@@ -20,7 +20,9 @@ import pytest
 from bad_inputs import Bad, Command
 
 from flows import cli, external
-from rlhf_core.config import checkrewards, devices, preflight
+from rlhf_core.config import devices
+from rlhf_core.planning import devices as device_checks
+from rlhf_core.rewards import check as reward_checks
 from rlhf_core.run.environment import past_proxies
 
 PREFECT_ANSWERS = external.prefect_responds
@@ -71,7 +73,7 @@ def test_a_reward_that_cannot_work_is_refused_and_not_run(
     command: Command, bad: Bad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        checkrewards.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))]
+        reward_checks.socket, "getaddrinfo", lambda *_args, **_kwargs: [(2, 1, 6, "", ("10.1.2.3", 0))]
     )
     for name, content in REWARD_FILES.items():
         (command.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -190,7 +192,7 @@ def test_settings_that_gpus_cannot_serve_are_refused(
     overrides, installed, words = ON_GPUS[title]
     monkeypatch.setattr(devices, "_installed_gpus", lambda: 8)
     monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
-    monkeypatch.setattr(preflight, "find_spec", lambda _name: "found" if installed else None)
+    monkeypatch.setattr(device_checks, "find_spec", lambda _name: "found" if installed else None)
     message = command.complaint(Bad(title, BARE, words, overrides))
     assert message.count("flash_attention_2") == 1
 
@@ -341,7 +343,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no such address": (["serve-reward", ".", "--host", "192.0.2.1"], ("--host", "192.0.2.1")),
     "no such port": (["serve-reward", ".", "--port", "99999"], ("--port", "99999")),
     "no such shape": (["plan", "c.yaml", "--model-config", "none.json"], ("none.json", "readable config.json")),
-    "a shape that is a list": (["plan", "c.yaml", "--model-config", "list.json"], ("list.json", "must hold an object")),
+    "a shape that is a list": (["plan", "c.yaml", "--model-config", "list.json"], ("list.json", "is no JSON object")),
     "a shape without a width": (["plan", "c.yaml", "--model-config", "empty.json"], ("hidden_size", "must be integers")),
     "a shape nested deeply": (["plan", "c.yaml", "--model-config", "deep.json"], ("deep.json", "readable config.json")),
     "a shape in Latin-1": (["plan", "c.yaml", "--model-config", "latin.json"], ("latin.json", "readable config.json")),

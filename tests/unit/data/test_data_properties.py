@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.checkdata import check_source
 from rlhf_core.config.data import Source
+from rlhf_core.data.check import check_source
 from rlhf_core.data.collect import Counts, Quarantine, load_set
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Message, Record, RowError, normalise
@@ -68,7 +68,7 @@ NASTY = st.sampled_from(
 
 def ends_well(file: Path) -> list[Row | BadRow] | None:
     """The rows; None where the file was refused as a whole."""
-    findings = list(check_source("data.sft.0", str(file), None))
+    findings = list(check_source("data.sft.0", Source(path=str(file))))
     assert all(isinstance(finding, DataError) and str(file) in finding.message for finding in findings)
     try:
         rows = list(read_rows(Source(path=str(file))))
@@ -83,7 +83,7 @@ def ends_well(file: Path) -> list[Row | BadRow] | None:
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_file_passes_the_look_and_is_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(GOOD[name])
-    assert list(check_source("data.sft.0", str(tmp_path / name), None)) == []
+    assert list(check_source("data.sft.0", Source(path=str(tmp_path / name)))) == []
     rows = ends_well(tmp_path / name)
     assert rows is not None and [type(row) for row in rows] == [Row] * 8
 

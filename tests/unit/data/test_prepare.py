@@ -37,7 +37,7 @@ from rlhf_core.data.examples import Made
 from rlhf_core.data.prepare import prepare
 from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.errors import DataError, InputError
 from rlhf_core.stages.data import run
 from rlhf_core.types import SFTExample, StageContext
 
@@ -334,10 +334,10 @@ def test_a_given_model_brings_its_own_tokenizer_and_template(model_folder: Path,
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"vocab_size": 100, "max_position_embeddings": 128}, "but the model's embedding only 100"),
+        ({"vocab_size": 100, "max_position_embeddings": 128}, "but config.json says vocab_size 100"),
         (
             {"vocab_size": 9999, "max_position_embeddings": 64},
-            r"= 128 tokens do not fit the context of .* \(64\)",
+            r"are 128 tokens, but .* has a context of 64",
         ),
     ],
 )
@@ -345,7 +345,7 @@ def test_a_tokenizer_or_length_that_does_not_fit_the_model_is_refused(
     model_folder: Path, tmp_path: Path, facts: dict[str, int], message: str
 ) -> None:
     (model_folder / "config.json").write_text(json.dumps(facts))
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(InputError, match=message):
         prepared(configure(model={"path": str(model_folder)}, data={"synthetic": SMALL}), tmp_path / "out")
 
 

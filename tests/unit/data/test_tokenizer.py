@@ -17,13 +17,13 @@ import pytest
 from data_samples import TEXTS
 
 from rlhf_core.data.tokenizer import (
-    is_local_model,
     load_tokenizer,
     require_bounded_growth,
     train_tokenizer,
     with_safe_specials,
 )
 from rlhf_core.errors import ModelError
+from rlhf_core.models.folder import is_hub_model
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c"])
@@ -36,9 +36,9 @@ def test_a_hub_id_is_only_what_looks_like_one_and_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert not is_local_model("owner/name")
+    assert is_hub_model("owner/name")
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert is_local_model("owner/name")
+    assert not is_hub_model("owner/name")
 
 
 def test_a_folder_without_a_tokenizer_is_an_error_with_the_path(tmp_path: Path) -> None:

@@ -360,13 +360,13 @@ def test_the_same_run_gives_the_same_bytes(scripted: Any, context: StageContext,
 
 
 def test_evaluation_samples_at_the_temperature_of_training_and_another_one_is_warned_of() -> None:
-    from rlhf_core.config.doubts import doubts
+    from rlhf_core.config.consistency import unusual_settings
 
     same = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"prompts": 6})
     assert same.evaluation_temperature == 0.7
-    assert not any("evaluate.temperature" in found for found in doubts(same))
+    assert not any("evaluate.temperature" in found for found in unusual_settings(same))
     other = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"temperature": 1.0})
-    [warning] = [found for found in doubts(other) if "evaluate.temperature" in found]
+    [warning] = [found for found in unusual_settings(other) if "evaluate.temperature" in found]
     assert "evaluate.temperature is 1, but the policy is trained at ppo.temperature=0.7" in warning
 
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_core.config.checkfiles import tensors
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import InfrastructureError, ModelError, RLHFError
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, save_adapter
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.models.weights import check_headers, model_errors
@@ -255,6 +255,6 @@ def test_the_files_that_are_checked_are_those_that_are_loaded(tmp_path: Path) ->
     save_tiny_llama(tmp_path)
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert len(tensors(tmp_path)) == len(load_file(tmp_path / "model.safetensors"))
+    assert len(ModelFolder(tmp_path).tensors) == len(load_file(tmp_path / "model.safetensors"))
     check_headers(tmp_path, attention="sdpa")
     load_policy(tmp_path, **LOADING)

@@ -30,12 +30,13 @@ from flows.cli import main
 from rlhf_core.config import PipelineConfig, devices
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.folder import base_model_shape
+from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.batches import describe_batches
 from rlhf_core.planning.fit import advise, check_memory, judge
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory
-from rlhf_core.planning.shape import ModelShape, shape_of
 from rlhf_core.planning.speed import optimizer_step_time, step_time
 
 CONFIGS = Path(__file__).resolve().parents[3] / "deployments" / "configs"
@@ -44,7 +45,7 @@ BFLOAT16 = {"dtype": "bfloat16", "gradient_checkpointing": True}
 
 
 def eight_b() -> ModelShape:
-    return shape_of(PipelineConfig(), LLAMA_8B)
+    return base_model_shape(PipelineConfig(), LLAMA_8B)
 
 
 def config(sft: dict[str, Any] | None = None, **ppo: Any) -> PipelineConfig:
@@ -504,7 +505,9 @@ def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(
 def test_processes_that_share_one_memory_are_added_up() -> None:
     cores = Hardware(2, parse_gpus("A100-40G").device)
     cpu = Hardware(2, type(cores.device)("CPU", 3 * GIB, 1e12, 1e10, 1e9))
-    verdict = judge(load_config(CONFIGS / "demo.yaml"), shape_of(load_config(CONFIGS / "demo.yaml")), cpu)
+    verdict = judge(
+        load_config(CONFIGS / "demo.yaml"), base_model_shape(load_config(CONFIGS / "demo.yaml")), cpu
+    )
     assert [(p.stage, p.what) for p in verdict.problems] == [("ppo", "memory")]
 
 
@@ -522,7 +525,7 @@ def test_a_profile_fits_the_hardware_that_it_names(name: str) -> None:
     text = (CONFIGS / name).read_text()
     assert f"rlhf plan deployments/configs/{name} --gpus {gpus} " in text
     profile = load_config(CONFIGS / name)
-    assert judge(profile, shape_of(profile, shape), parse_gpus(gpus)).problems == ()
+    assert judge(profile, base_model_shape(profile, shape), parse_gpus(gpus)).problems == ()
     assert "bfloat16" in (profile.sft.deepspeed.dtype, profile.ppo.engine.dtype)
 
 

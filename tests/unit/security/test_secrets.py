@@ -26,9 +26,9 @@ import pytest
 
 from flows import cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.checkplaces import check_places
 from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials, is_secret, scrubbed, shown
 from rlhf_core.errors import InfrastructureError
+from rlhf_core.preflight import check_addresses
 from rlhf_core.run.child import run_child
 from rlhf_core.run.environment import stage_environment
 from rlhf_core.run.spec import StageSpec
@@ -178,7 +178,7 @@ CREDENTIALS_IN_URLS = (
 def test_credentials_in_a_url_are_seen_and_refused_in_whatever_spelling(url: str, tmp_path: Path) -> None:
     assert has_credentials(url) and shown(url) == HIDDEN
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": url}})
-    messages = [str(finding) for finding in check_places(config)]
+    messages = [str(finding) for finding in check_addresses(config)]
     assert any(message.startswith("tracking.uri: credentials in a URL are refused") for message in messages)
     assert not any("SECRET" in message for message in messages)
 

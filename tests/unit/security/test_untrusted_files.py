@@ -24,9 +24,9 @@ import pytest
 
 from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.preflight import check
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import CorruptArtifact, DataError, InputError, ModelError
+from rlhf_core.preflight import check
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import checksum_of, digest_of, hash_folder
 from rlhf_core.storage.store import Store

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import PipelineConfig, checkfiles, checkplaces, devices, preflight
+from rlhf_core.config import PipelineConfig, devices
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.preflight import check
 from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.planning import devices as device_checks
+from rlhf_core.ppo import check as ray_checks
+from rlhf_core.preflight import check
 from tests.support.model_folder import model_folder
 
 ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
@@ -118,7 +120,7 @@ def test_a_template_of_ones_own_makes_up_for_a_missing_one(tmp_path: Path) -> No
 
 def test_a_folder_that_may_not_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests may run as root, whom file modes do not stop.
-    monkeypatch.setattr(checkfiles.os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert "not writable" in refused(config(), ConfigError)
 
 
@@ -131,7 +133,7 @@ def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
 
 def test_little_disk_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(total=10**9, free=4 * 10**7)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(device_checks.shutil, "disk_usage", lambda _: usage)
     warnings = check(config())
     assert len(warnings) == 1
     assert "0.0 GB free" in warnings[0]
@@ -188,7 +190,7 @@ def test_of_a_ray_cluster_elsewhere_only_the_devices_that_other_stages_need_here
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
-    monkeypatch.setattr(checkplaces.socket, "create_connection", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(ray_checks.socket, "create_connection", lambda *_, **__: nullcontext())
     assert "0 visible GPUs" in refused(config("run.device=cuda"), ConfigError)
     with_gpus(monkeypatch, 2)
     assert check(config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=2")) == []
@@ -243,6 +245,6 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
 
 def test_flash_attention_passes_on_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 8)
-    monkeypatch.setattr(preflight, "find_spec", lambda _name: "found")
+    monkeypatch.setattr(device_checks, "find_spec", lambda _name: "found")
     check(config("model.attention=flash_attention_2"))
     check(config("model.attention=flash_attention_2", "run.device=cuda"))

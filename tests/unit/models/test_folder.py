@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.checkfiles import check_model, tensors
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import InputError
+from rlhf_core.models.folder import ModelFolder, check_model
 from tests.support.model_folder import model_folder
 
 QUIET = settings(
@@ -55,8 +56,8 @@ HEADERS = st.dictionaries(
 
 
 def found(folder: Path) -> list[InputError | str]:
-    tensors(folder)
-    return list(check_model(str(folder), None, 128, True, True, (32, 64)))
+    assert isinstance(ModelFolder(folder).tensors, dict)
+    return list(check_model(config_from_tree({"run": {"device": "cpu"}, "model": {"path": str(folder)}})))
 
 
 @QUIET

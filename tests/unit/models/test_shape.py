@@ -18,7 +18,8 @@ import torch
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ModelError
-from rlhf_core.planning.shape import ModelShape, shape_of
+from rlhf_core.models.folder import base_model_shape
+from rlhf_core.models.shape import ModelShape
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"
 SMALL = {
@@ -37,7 +38,7 @@ def transformers_model(family: str, settings: dict[str, Any]) -> Any:
 
 def read(model: Any, tmp_path: Path) -> ModelShape:
     model.config.save_pretrained(tmp_path)
-    return shape_of(config_from_tree({"model": {"path": str(tmp_path)}}, "test"))
+    return base_model_shape(config_from_tree({"model": {"path": str(tmp_path)}}, "test"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_an_adapter_is_counted_as_peft_makes_it(targets: tuple[str, ...] | None,
     ("name", "parameters"), [("llama-3-8b", 8_030_261_248), ("mistral-7b", 7_241_732_096)]
 )
 def test_the_shipped_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
-    assert shape_of(PipelineConfig(), SHAPES / f"{name}.json").parameters == parameters
+    assert base_model_shape(PipelineConfig(), SHAPES / f"{name}.json").parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -93,14 +94,14 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(name: str, p
     [
         ({"d_model": 512}, "hidden_size.*must be integers"),
         ({**SMALL, "model_type": "mamba"}, "model_type must be one of gemma, llama.*got mamba"),
-        ([1], "must hold an object"),
+        ([1], "is no JSON object"),
     ],
 )
 def test_a_config_json_that_cannot_be_counted_is_refused(content: Any, words: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ModelError, match=words):
-        shape_of(PipelineConfig(), file)
+        base_model_shape(PipelineConfig(), file)
 
 
 def test_a_model_on_the_hub_that_is_not_on_this_machine_needs_a_config_json(
@@ -108,4 +109,6 @@ def test_a_model_on_the_hub_that_is_not_on_this_machine_needs_a_config_json(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match=r"give --model-config with a copy of its config\.json"):
-        shape_of(config_from_tree({"model": {"path": "nobody/nothing-at-all"}}, "test"), local=True)
+        base_model_shape(
+            config_from_tree({"model": {"path": "nobody/nothing-at-all"}}, "test"), local_only=True
+        )

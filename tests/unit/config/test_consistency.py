@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.doubts import doubts
+from rlhf_core.config.consistency import unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.preflight import check
+from rlhf_core.preflight import check
 
 PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "configs").glob("*.yaml"))
 TARGET = {"target": 6.0}
@@ -81,7 +81,7 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
 
 
 def said(ppo: dict[str, Any]) -> list[str]:
-    return list(doubts(config_from_tree({"run": {"device": "cpu"}, "ppo": ppo}, "test")))
+    return list(unusual_settings(config_from_tree({"run": {"device": "cpu"}, "ppo": ppo}, "test")))
 
 
 @pytest.mark.parametrize(("ppo", "words", "mended"), DOUBTFUL, ids=[words[0] for _, words, _ in DOUBTFUL])
@@ -101,8 +101,8 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
     ],
 )
-def test_plan_and_run_show_the_doubts_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
-    (warning,) = doubts(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
+def test_plan_and_run_show_warnings_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
+    (warning,) = unusual_settings(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
     assert all(word in warning for word in words), warning
 
 
@@ -121,7 +121,9 @@ def test_run_shows_what_is_doubtful(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_no_shipped_profile_is_doubtful(profile: Path) -> None:
-    assert list(doubts(load_config(profile, ["run.device=cpu", "ppo.weight_sync.backend=auto"]))) == []
+    assert (
+        list(unusual_settings(load_config(profile, ["run.device=cpu", "ppo.weight_sync.backend=auto"]))) == []
+    )
 
 
 def ppo(**fields: Any) -> PPOConfig:

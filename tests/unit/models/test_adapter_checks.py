@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import checkadapters
-from rlhf_core.config.checkadapters import check_adapters
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.models import folder
+from rlhf_core.models.folder import check_adapters
 
 
 def _problems(*overrides: str, **tree: Any) -> list[str]:
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkadapters, "runs_on_gpu", lambda _config: True)
+    monkeypatch.setattr(folder, "runs_on_gpu", lambda _config: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
 
 
@@ -59,7 +59,7 @@ def test_quantization_needs_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPat
     tree: dict[str, Any] = {"reward": {"lora": {"quantize": "nf4"}}}
     (problem,) = _problems("run.device=cpu", **tree)
     assert problem.startswith("reward.lora.quantize: nf4 needs a GPU; got 0 visible")
-    monkeypatch.setattr(checkadapters, "runs_on_gpu", lambda _config: True)
+    monkeypatch.setattr(folder, "runs_on_gpu", lambda _config: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     (problem,) = _problems(**tree)
     assert "needs bitsandbytes, which is not installed" in problem

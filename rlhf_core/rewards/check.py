@@ -1,4 +1,7 @@
-"""Looks at where rewards come from; imports and runs nothing of them."""
+"""Check of the reward sources before anything is started.
+
+The file of a reward function is parsed, but neither imported nor executed.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_core.config.checkfiles import Finding, exists, guarded
 from rlhf_core.config.hosts import forbidden, host_of
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward, PythonReward, RemoteReward
-from rlhf_core.config.tokens import reward_token
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, Finding, guarded
+from rlhf_core.rewards.token import reward_token
+from rlhf_core.system.files import exists
 
 
 def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
-    """Find missing functions, functions of the standard library, services at private addresses, and unusable
-    tokens.
-    """
+    """Check the token, and for each source its function or the addresses of its services."""
     if any(isinstance(source, RemoteReward) for source in config.ppo.rewards):
         try:
             reward_token()
@@ -34,9 +35,9 @@ def check_rewards(config: PipelineConfig) -> Iterator[Finding]:
 
 def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[Finding]:
     if isinstance(source, PythonReward):
-        problem = _function_problem(source)
-        if problem:
-            yield ConfigError(problem.replace("FIELD", field))
+        problem = _function_problem(source, field)
+        if problem is not None:
+            yield ConfigError(problem)
     elif isinstance(source, RemoteReward):
         yield from _hosts(source, field)
     elif isinstance(source, GoldReward) and any(part.path != "synthetic" for part in config.data.prompts):
@@ -49,54 +50,54 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
 def _hosts(source: RemoteReward, field: str) -> Iterator[Finding]:
     for host in dict.fromkeys(map(host_of, source.urls)):
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except OSError as error:
             yield f"{field}.urls: {host} cannot be found from here ({error}); PPO will need it"
             continue
-        addresses = [str(entry[4][0]) for entry in found]
-        if address := forbidden(host, addresses, source.allowed_hosts):
+        addresses = [str(entry[4][0]) for entry in entries]
+        address = forbidden(host, addresses, source.allowed_hosts)
+        if address is not None:
             yield ConfigError(
                 f"{field}.urls: must lead to public addresses or to listed ones; got {host}, which is"
                 f" {address}; if that is meant, add the address or its network to {field}.allowed_hosts"
             )
 
 
-def _function_problem(source: PythonReward) -> str | None:
+def _function_problem(source: PythonReward, field: str) -> str | None:
     module, _, name = source.function.partition(":")
     if source.file is not None:
         file = Path(source.file)
         if not exists(source.file) or not file.is_file():
-            return (
-                f"FIELD.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
-            )
+            return f"{field}.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
         if file.suffix != ".py":
-            return f"FIELD.file: must be a *.py file; got {file}; rename it"
+            return f"{field}.file: must be a *.py file; got {file}; rename it"
     elif module.partition(".")[0] in sys.stdlib_module_names:
         return (
-            f"FIELD.function: must be your own; got {source.function} of Python's standard library; name your"
-            " function, and its file as FIELD.file"
+            f"{field}.function: must be your own; got {source.function} of Python's standard library; name your"
+            f" function, and its file as {field}.file"
         )
     else:
-        found = module_file(module)
-        if found is None:
-            return f"FIELD.function: module {module} not found; install it, or give its file as FIELD.file"
-        file = found
+        location = module_file(module)
+        if location is None:
+            return (
+                f"{field}.function: module {module} not found; install it, or give its file as {field}.file"
+            )
+        file = location
     if file.suffix != ".py":
         return None
     try:
         names = _names(ast.parse(file.read_bytes(), str(file)).body)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        return f"FIELD.function: {file}{f':{line}' if line else ''} is not valid Python ({error}); correct it"
+        position = f"{file}:{line}" if line else str(file)
+        return f"{field}.function: {position} is not valid Python ({error}); correct it"
     if names is not None and name not in names:
-        return (
-            f"FIELD.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
-        )
+        return f"{field}.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
     return None
 
 
 def module_file(module: str) -> Path | None:
-    """Where a module's source lies (None: not found), without running the packages around it."""
+    """Return the file of a module, or None if it is not found. The packages around it are not executed."""
     paths: list[str] | None = [*sys.path, os.getcwd()]
     spec = None
     parts = module.split(".")
@@ -112,8 +113,9 @@ def module_file(module: str) -> Path | None:
 
 
 def _names(body: list[ast.stmt]) -> set[str] | None:
-    """Names of what may be a function at a module's top level; None if a star import or `__getattr__` may add
-    others.
+    """Return the names at a module's top level that may be functions.
+
+    None if a star import or `__getattr__` may add others.
     """
     names: set[str] = set()
     for node in body:
@@ -131,6 +133,6 @@ def _names(body: list[ast.stmt]) -> set[str] | None:
         else:
             inner = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
             handlers = [part for handler in getattr(node, "handlers", []) for part in handler.body]
-            found = _names([*inner, *handlers])
-            names.update({"*"} if found is None else found)
+            inner_names = _names([*inner, *handlers])
+            names.update({"*"} if inner_names is None else inner_names)
     return None if names & {"*", "__getattr__"} else names

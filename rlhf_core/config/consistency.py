@@ -1,0 +1,209 @@
+"""Rules between the sections of a configuration, and warnings for settings that are rarely intended.
+
+Only the configuration is examined, and no files or devices. Each message names the field, the value and a
+fix. `rlhf run` and `rlhf plan` print the warnings, and the MLflow run stores them in the tag `rlhf.warnings`.
+Rules within one section are in the section itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.ppo import MAX_ENGINE_RANK, PPOConfig
+from rlhf_core.config.rewards import ModelReward
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.errors import ConfigError, Finding
+
+_USELESS_LIMIT = 10
+"""A KL limit above this multiple of the target has no practical effect."""
+_OFFLOAD_STAGES = {"optimizer": (1, 2, 3), "all": (3,)}
+"""ZeRO stages that support each kind of offload."""
+
+
+def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
+    """Check rules between the sections of a configuration."""
+    judge, ppo = config.evaluate.judge, config.ppo
+    rules = [source for source in ppo.rewards if not isinstance(source, ModelReward) and source.weight]
+    if config.reward.enabled and not config.data.preference:
+        yield ConfigError(
+            "reward.enabled: is true, but data.preference is empty; add pairs, or set reward.enabled=false"
+        )
+    elif config.reward.enabled and not ppo.uses_reward_model:
+        yield (
+            "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only"
+            " judges"
+        )
+    if judge == "reward_model" and not config.reward.enabled:
+        yield ConfigError(
+            "evaluate.judge: reward_model needs reward.enabled=true; got false; use auto or rules"
+        )
+    if judge == "rules" and not rules:
+        yield ConfigError(
+            "evaluate.judge: rules needs a rule of some weight in ppo.rewards; got none; use auto or"
+            " reward_model"
+        )
+    if judge == "gold" and any(source.path != "synthetic" for source in config.data.prompts):
+        yield ConfigError("evaluate.judge: gold knows the demo task only; got other data.prompts; use auto")
+    if config.sft.deepspeed.ranks > config.sft.batch_size:
+        yield ConfigError(
+            f"sft.deepspeed.ranks: must be at most sft.batch_size ({config.sft.batch_size}); "
+            f"got {config.sft.deepspeed.ranks}; lower it or raise the batch"
+        )
+    if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
+        yield ConfigError(
+            f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"
+            f" share processes (ppo.colocate=all); got {ppo.critic_deepspeed.hpz}"
+        )
+    for field, deepspeed in trainers(config):
+        if deepspeed.hpz > 1 and deepspeed.zero_stage != 3:
+            yield ConfigError(
+                f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1"
+            )
+        offloads = _OFFLOAD_STAGES.get(deepspeed.offload)
+        if offloads is not None and deepspeed.zero_stage not in offloads:
+            yield ConfigError(
+                f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {_either(offloads)}; got "
+                f"{deepspeed.zero_stage}; set it, or offload=none"
+            )
+        if deepspeed.grad_accum_dtype is not None and deepspeed.dtype != "float32":
+            yield from _accumulation(field, deepspeed)
+        if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
+            yield ConfigError(
+                f"{field}.dtype: float16 needs {field}.zero_stage 1, 2 or 3; got 0; set it, or dtype=bfloat16"
+            )
+
+
+def _accumulation(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Finding]:
+    """Check float32 sums of 16-bit gradients. DeepSpeed 0.19 supports them under ZeRO 2 and 3, without
+    offload.
+    """
+    rule = f"{field}.grad_accum_dtype: float32 needs"
+    if deepspeed.dtype != "bfloat16":
+        yield ConfigError(f"{rule} {field}.dtype=bfloat16 (or float32); got {deepspeed.dtype}; leave it out")
+    if deepspeed.zero_stage < 2:
+        yield ConfigError(
+            f"{rule} {field}.zero_stage 2 or 3; got {deepspeed.zero_stage}; set zero_stage=2, also on one"
+            " rank, or leave it out"
+        )
+    if deepspeed.offload != "none":
+        yield ConfigError(f"{rule} {field}.offload=none; got {deepspeed.offload}; set it, or leave it out")
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def trainers(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
+    """Return the DeepSpeed section of each trained model, with its field."""
+    return [
+        ("sft.deepspeed", config.sft.deepspeed),
+        ("reward.deepspeed", config.reward.deepspeed),
+        ("ppo.policy_deepspeed", config.ppo.policy_deepspeed),
+        ("ppo.critic_deepspeed", config.ppo.critic_deepspeed),
+    ]
+
+
+def unusual_settings(config: PipelineConfig) -> Iterator[str]:
+    """Yield one sentence for each valid setting that is rarely intended."""
+    ppo = config.ppo
+    yield from _kl(ppo)
+    yield from _critic(ppo)
+    yield from _merge(ppo)
+    if config.data.eval_fraction > 0.5:
+        yield (
+            f"data.eval_fraction is {config.data.eval_fraction:g}: more prompts are held out than trained on;"
+            " 0.1 is usual"
+        )
+    if config.evaluate.prompts < config.register_.min_prompts:
+        yield (
+            f"evaluate.prompts: {config.evaluate.prompts} is below register.min_prompts"
+            f" ({config.register_.min_prompts}): no candidate can become champion; raise it, or lower"
+            " register.min_prompts"
+        )
+    if config.evaluation_temperature != ppo.temperature:
+        yield (
+            f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at"
+            f" ppo.temperature={ppo.temperature:g}: evaluation then judges a different distribution than the"
+            " trained one; leave it out"
+        )
+    if ppo.uses_reward_model and ppo.max_new_tokens > config.data.max_response_tokens:
+        yield (
+            f"ppo.max_new_tokens: {ppo.max_new_tokens} is above data.max_response_tokens"
+            f" ({config.data.max_response_tokens}): the reward model scores longer responses than in its"
+            " training; lower it, or raise data.max_response_tokens"
+        )
+
+
+def _kl(ppo: PPOConfig) -> Iterator[str]:
+    kl = ppo.kl
+    if kl.place == "reward" and kl.used_estimator != "k1":
+        yield (
+            f"ppo.kl.estimator: {kl.used_estimator} in the reward has a gradient different from that of the"
+            " KL, partly with the wrong sign (arXiv 2512.21852); leave it out for k1, or set"
+            " ppo.kl.place=loss with k2"
+        )
+    if kl.place == "loss" and kl.used_estimator != "k2":
+        yield (
+            f"ppo.kl.estimator: {kl.used_estimator} in the loss has a gradient different from that of the KL"
+            " (arXiv 2512.21852); leave it out for k2"
+        )
+    if kl.target is None:
+        if kl.horizon is not None:
+            yield (
+                f"ppo.kl.horizon: {kl.horizon} has no effect without ppo.kl.target; set the target, or leave"
+                " it out"
+            )
+        return
+    steps = ppo.steps - ppo.warmup_steps
+    log_most = steps * math.log1p(0.2 * ppo.rollout_batch_size / ppo.kl_horizon)
+    if log_most < math.log(2):
+        yield (
+            f"ppo.kl.horizon: {ppo.kl_horizon} responses are too many: the coefficient changes by a factor of"
+            f" {math.exp(log_most):.2f} at most in {steps} steps of {ppo.rollout_batch_size} responses and"
+            f" cannot follow ppo.kl.target; leave it out ({20 * ppo.rollout_batch_size}), or leave the"
+            " target out"
+        )
+    if ppo.kl_limit > _USELESS_LIMIT * kl.target:
+        yield (
+            f"ppo.max_kl: {ppo.kl_limit:g} is far above ppo.kl.target ({kl.target:g}), so a policy far from "
+            f"its target is not stopped; leave it out ({5 * kl.target:g})"
+        )
+
+
+def _critic(ppo: PPOConfig) -> Iterator[str]:
+    rising_steps = round(ppo.critic.warmup_ratio * ppo.critic_optimizer_steps)
+    warmup_steps = ppo.warmup_steps * ppo.epochs * ppo.minibatches
+    if warmup_steps and rising_steps:
+        yield (
+            f"ppo.critic.warmup_ratio: {ppo.critic.warmup_ratio:g} increases the critic's learning rate over"
+            f" {rising_steps} optimizer steps, but the critic's warm-up (ppo.critic_warmup_steps) has only"
+            f" {warmup_steps}, so the critic learns little before the policy is trained; set it to 0"
+        )
+
+
+def why_merged(lora: LoraConfig) -> tuple[str, str]:
+    """Return (setting, fix) if the engines receive merged weights instead of the adapter: the cause and how
+    to change it.
+    """
+    if lora.quantize is not None:
+        return f"ppo.lora.quantize: {lora.quantize}", "leave it out"
+    if lora.r > MAX_ENGINE_RANK:
+        return f"ppo.lora.r: {lora.r}", f"use at most {MAX_ENGINE_RANK}"
+    return "ppo.weight_sync.lora: merged", "leave it out, or use adapter"
+
+
+def _merge(ppo: PPOConfig) -> Iterator[str]:
+    """Warn about settings for which `ppo.published_loss_limit` may fail the stage at the end of the run."""
+    rounded = {ppo.engine.dtype, ppo.policy_deepspeed.dtype} - {"float32"}
+    if ppo.lora is None or ppo.syncs_adapter or not rounded:
+        return
+    cause, fix = why_merged(ppo.lora)
+    yield (
+        f"{cause} merges the adapter into weights that are rounded to {', '.join(sorted(rounded))}, which"
+        " loses a large part of a small update: rollouts and evaluation use a different policy than the"
+        " trained one, and the stage fails at its end if the loss exceeds ppo.published_loss_limit"
+        f" ({ppo.published_loss_limit:g}); {fix}, or compute in float32"
+    )

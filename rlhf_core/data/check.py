@@ -1,0 +1,101 @@
+"""Check of the data sources and the chat template before anything is started.
+
+Yields findings: an `InputError` for what would make the run fail, and a text for what the user should know.
+Of each file only the beginning is read, by the reader of the data stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+
+from rlhf_core.config.address import Address, parse_address
+from rlhf_core.config.data import Source
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.files import check_beginning, list_files
+from rlhf_core.data.templates import read_chat_template
+from rlhf_core.errors import ConfigError, DataError, Finding, ModelError, guarded
+from rlhf_core.system.files import exists
+
+_FILES_OF_A_FOLDER = 3
+"""Number of files of a folder whose beginnings are read."""
+
+
+def check_data(config: PipelineConfig) -> Iterator[Finding]:
+    """Check every source of the three sets, and the chat template."""
+    data = config.data
+    for name, sources in (("sft", data.sft), ("preference", data.preference), ("prompts", data.prompts)):
+        for index, source in enumerate(sources):
+            field = f"data.{name}.{index}"
+            yield from guarded(f"{field}.path", check_source(field, source))
+    if data.chat_template is not None:
+        yield from guarded("data.chat_template", _chat_template(data.chat_template))
+    if all(source.path == "synthetic" for source in data.prompts):
+        training = round(data.synthetic.prompts * (1 - data.eval_fraction))
+        if config.ppo.prompts_per_step > training:
+            yield (
+                f"ppo.prompts_per_step is {config.ppo.prompts_per_step}, but only about {training} prompts"
+                " are for training: some come twice in one step; raise data.synthetic.prompts"
+            )
+
+
+def check_source(field: str, source: Source) -> Iterator[Finding]:
+    """Check one source. `field` is its name in messages, such as `data.sft.0`."""
+    address = parse_address(source.path)
+    if address.kind == "s3" and re.match(r"s3://[^/]+/.", address.text) is None:
+        yield ConfigError(
+            f"{field}.path: must be s3://bucket/key; got {address.text!r}; name the bucket and a key in it"
+        )
+    elif address.kind == "url":
+        scheme = address.text.split("://")[0][:20]
+        yield ConfigError(
+            f"{field}.path: must be a local path, s3://, a hub id or `synthetic`; got scheme {scheme}://; "
+            "download the file first"
+        )
+    elif _is_misspelt_synthetic(address):
+        yield DataError(
+            f"{field}.path: file not found: {address.text}; did you mean synthetic? A hub data set is"
+            f" owner/name, a local file ./{address.text}"
+        )
+    elif address.kind == "hub" and source.revision is None:
+        yield (
+            f"{field}.path: {address.text} is no local path, so it is read from the Hugging Face hub; "
+            f"pin {field}.revision to a commit, or a later run may read another one"
+        )
+    elif address.kind == "local":
+        yield from _local(field, address)
+
+
+def _is_misspelt_synthetic(address: Address) -> bool:
+    if address.kind not in ("hub", "local") or address.looks_like_path or exists(address.path):
+        return False
+    return difflib.SequenceMatcher(a=address.text.lower(), b="synthetic").ratio() >= 0.85
+
+
+def _local(field: str, address: Address) -> Iterator[Finding]:
+    if not address.looks_like_path and not exists(address.path):
+        yield DataError(
+            f"{field}.path: file not found, and {address.text[:80]!r} is no hub id either; correct the path"
+        )
+        return
+    try:
+        files = list_files(address)
+    except DataError as error:
+        yield DataError(f"{field}.path: {error.message}")
+        return
+    for file in files[:_FILES_OF_A_FOLDER]:
+        try:
+            check_beginning(file)
+        except DataError as error:
+            yield DataError(f"{field}.path: {error.message}")
+
+
+def _chat_template(path: str) -> Iterator[Finding]:
+    try:
+        content = read_chat_template(path)
+    except ModelError as error:
+        yield ConfigError(error.message)
+        return
+    if not content.strip():
+        yield ConfigError(f"data.chat_template: {path} is empty; a template must render something")

@@ -1,0 +1,533 @@
+"""A model's folder in Hugging Face layout, read without loading the model and without running its code.
+
+config.json     sizes of the model (`ModelFolder.config`, `ModelFolder.shape`)
+tokenizer.json  or another tokenizer, and tokenizer_config.json with the chat template
+*.safetensors   model.safetensors, or shards with model.safetensors.index.json (`ModelFolder.tensors`)
+
+The functions `check_...` yield findings for the preflight: an `InputError` for what would make the run fail,
+and a text for what the user should know. They import neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.address import parse_address
+from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
+from rlhf_core.models.headers import BadHeader, read_header
+from rlhf_core.models.shape import ModelShape, shape_from_config, tiny_shape
+from rlhf_core.system.files import UnfitFile, exists, read_bounded
+
+_JSON_LIMIT = 256 << 20
+"""Maximum size of a JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+"""Fields of a config.json that must be integers if they are present."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""Endings of the names of input embeddings."""
+_LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,6})\.")
+_TINY_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class UnreadableJSON(ValueError):
+    """The file is missing, too large or no JSON object. The message names it."""
+
+
+def is_hub_model(path: str) -> bool:
+    """Return whether `model.path` is an id of the Hugging Face hub. Otherwise it is a folder."""
+    return parse_address(path).kind == "hub"
+
+
+class ModelFolder:
+    """A model's folder. Its files are read when they are needed, once."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file of the folder. Raises UnreadableJSON."""
+        return read_json_object(self.root / name)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json. Raises ModelError."""
+        try:
+            return self.read_json("config.json")
+        except UnreadableJSON as error:
+            raise ModelError(f"model.path: {error}; the folder must be in Hugging Face layout") from error
+
+    @property
+    def attention_heads(self) -> int | None:
+        """Number of attention heads, or None if config.json does not have it."""
+        heads = self.config.get("num_attention_heads")
+        return heads if type(heads) is int and heads > 0 else None
+
+    @property
+    def head_size(self) -> int | None:
+        """Size of an attention head, or None if config.json does not have it."""
+        head_size, width = self.config.get("head_dim"), self.config.get("hidden_size")
+        if isinstance(head_size, int):
+            return head_size
+        if isinstance(width, int) and self.attention_heads is not None:
+            return width // self.attention_heads
+        return None
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model. Raises ModelError for other architectures than those that can be counted."""
+        return shape_from_config(self.config)
+
+    def weight_files(self) -> list[Path]:
+        """Return the files that transformers loads: model.safetensors, or the shards of its index.
+
+        The files may be missing. Raises ModelError if the folder has neither, or if the index is invalid.
+        """
+        single, index = self.root / "model.safetensors", self.root / "model.safetensors.index.json"
+        if os.path.lexists(single):
+            return [single]
+        if not index.is_file():
+            raise self._no_weights()
+        try:
+            shards = read_json_object(index).get("weight_map")
+        except UnreadableJSON as error:
+            raise ModelError(f"model.path: {error}; fetch it again") from error
+        if not isinstance(shards, dict):
+            raise ModelError(f"model.path: {index} has no weight_map; fetch it again")
+        names = sorted({str(name) for name in shards.values()})
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ModelError(
+                    f"model.path: {index} names {shown(name)}, but each of its shards must be a"
+                    " *.safetensors file of this folder; take the index from where the model is from"
+                )
+        return [self.root / name for name in names]
+
+    def _no_weights(self) -> ModelError:
+        """Return the error for a folder that contains neither `model.safetensors` nor an index of shards."""
+        unused = sorted(file.name for file in self.root.glob("*.safetensors"))
+        if unused:
+            return ModelError(
+                f"model.path: {self.root} has {unused[0]}, but neither model.safetensors nor"
+                " model.safetensors.index.json, so its weights would not be loaded; rename the file, or fetch"
+                " the index of the shards"
+            )
+        pickled = [file.name for kind in ("*.bin", "*.pt", "*.pth") for file in self.root.glob(kind)]
+        contents = f"only {pickled[0]}, whose loading can run code" if pickled else "no weights"
+        return ModelError(
+            f"model.path: {self.root} has {contents}; give model.safetensors, or shards with their index"
+        )
+
+    @cached_property
+    def tensors(self) -> dict[str, Any]:
+        """Header entry of each tensor that transformers loads, by name. Damaged files have no entries."""
+        entries: dict[str, Any] = {}
+        if not exists(self.root):
+            return entries
+        try:
+            files = self.weight_files()
+        except ModelError:
+            return entries
+        for file in files:
+            try:
+                entries.update(read_header(file))
+            except BadHeader:
+                continue
+        return entries
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters in the files, for any architecture."""
+        return sum(math.prod(entry["shape"]) for entry in self.tensors.values())
+
+    @property
+    def layer_names(self) -> set[str]:
+        """Names of the modules within the layers, such as `q_proj`, which a LoRA adapter can have as targets.
+
+        They are taken from the names of the weights, such as `model.layers.0.self_attn.q_proj.weight`.
+        """
+        names = set()
+        for tensor in self.tensors:
+            parts = tensor.split(".")
+            if len(parts) > 2 and any(part.isdigit() for part in parts):
+                names.add(parts[-2])
+        return names
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of limited size that holds an object. Raises UnreadableJSON."""
+    try:
+        content = json.loads(read_bounded(file, _JSON_LIMIT))
+    except FileNotFoundError as error:
+        # A link into a cache that was cleaned: the name of its target says more than "has no config.json".
+        reason = str(error) if file.is_symlink() else f"{file.parent} has no {file.name}"
+        raise UnreadableJSON(reason) from error
+    except UnfitFile as error:
+        raise UnreadableJSON(str(error)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableJSON(f"{file} is not readable JSON ({str(error)[:80]})") from error
+    if not isinstance(content, dict):
+        raise UnreadableJSON(f"{file} is no JSON object")
+    return content
+
+
+def base_model_config(config: PipelineConfig, *, local_only: bool = False) -> dict[str, Any]:
+    """Return the content of the base model's config.json. `model.path` must be set.
+
+    With `local_only`, that of a hub model is read from the local cache, without a network request. Raises
+    ModelError.
+    """
+    path = str(config.model.path)
+    if not is_hub_model(path):
+        return ModelFolder(path).config
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(
+            path, "config.json", revision=config.model.revision, local_files_only=local_only
+        )
+        return read_json_object(Path(file))
+    except Exception as error:  # the hub client raises many unrelated types
+        raise ModelError(
+            f"model.path: the config.json of {path} cannot be read from the hub or its cache"
+            f" ({type(error).__name__}); check the id, the revision and the network"
+        ) from error
+
+
+def base_model_shape(
+    config: PipelineConfig, given: Path | None = None, *, local_only: bool = False
+) -> ModelShape:
+    """Return the shape of the base model.
+
+    Args:
+        config: Configuration of the pipeline.
+        given: A config.json to use instead of the base model's own.
+        local_only: Read the config.json of a hub model from the local cache only.
+
+    Raises ModelError if the shape cannot be read.
+    """
+    if given is not None:
+        try:
+            return shape_from_config(read_json_object(given))
+        except UnreadableJSON as error:
+            raise ModelError(
+                f"{given}: is no readable config.json: {error}; give a copy of a model's config.json"
+            ) from error
+    if config.model.path is None:
+        return tiny_shape(config.model.tiny)
+    try:
+        return shape_from_config(base_model_config(config, local_only=local_only))
+    except ModelError as error:
+        if not is_hub_model(config.model.path):
+            raise
+        raise ModelError(f"{error.message}, or give --model-config with a copy of its config.json") from error
+
+
+# -- checks --
+
+
+def check_model(config: PipelineConfig) -> Iterator[Finding]:
+    """Check the base model: its address and, for a local model, every file of its folder."""
+    path = config.model.path
+    if path is None:
+        return
+    if is_hub_model(path):
+        if config.model.revision is None:
+            yield (
+                f"model.path: {path} is no local folder, so it is read from the Hugging Face hub; "
+                "pin model.revision to a commit, or a later run may read another one"
+            )
+        return
+    folder = Path(path)
+    if not exists(path):
+        yield ModelError(
+            f"model.path: model path not found: {path[:200]}; correct it, or give a hub id as owner/name"
+        )
+    elif not folder.is_dir():
+        yield ModelError(
+            f"model.path: must be a folder in Hugging Face layout; got the file {path}; give its folder"
+        )
+    elif not any(folder.iterdir()):
+        yield ModelError(
+            f"model.path: {path} is empty; it must hold config.json, a tokenizer and *.safetensors"
+        )
+    else:
+        yield from guarded("model.path", _folder(ModelFolder(folder), config))
+
+
+def _folder(folder: ModelFolder, config: PipelineConfig) -> Iterator[Finding]:
+    settings = folder.config
+    yield from _fields(folder)
+    longest = longest_sequence(config)
+    problem = context_problem(str(folder.root), settings, longest)
+    if problem is not None:
+        yield problem
+    head_size = folder.head_size
+    if not runs_on_gpu(config) and head_size is not None and head_size not in CPU_HEAD_SIZES:
+        yield ModelError(
+            f"model.path: {folder.root} has attention heads of size {head_size}; vLLM on the CPU needs one of"
+            f" {', '.join(map(str, CPU_HEAD_SIZES))}; use another model or a GPU"
+        )
+    yield from _arithmetic(folder, longest, sdpa=config.model.attention == "sdpa")
+    if "auto_map" in settings:
+        yield f"model.path: {folder.root}/config.json names code (auto_map); code of a model is never run"
+    needs_template = config.data.template == "chat" and config.data.chat_template is None
+    yield from _tokenizer(folder, needs_template)
+    yield from _weights(folder)
+
+
+def longest_sequence(config: PipelineConfig) -> int:
+    """Return the number of tokens of the longest prompt and response that the model must hold."""
+    data = config.data
+    return max(config.max_sequence_tokens, data.max_prompt_tokens + data.max_response_tokens)
+
+
+def context_problem(model: str, settings: Mapping[str, Any], tokens: int) -> ConfigError | None:
+    """Return the error if a sequence of `tokens` is longer than the context in `settings`, a config.json."""
+    context = settings.get("max_position_embeddings")
+    if not isinstance(context, int) or tokens <= context:
+        return None
+    return ConfigError(
+        f"model.path: the longest prompt and response are {tokens} tokens, but {model} has a context of"
+        f" {context} (max_position_embeddings); lower data.max_prompt_tokens, data.max_response_tokens or"
+        " ppo.max_new_tokens"
+    )
+
+
+def vocabulary_problem(model: str, settings: Mapping[str, Any], tokens: int) -> ModelError | None:
+    """Return the error if a tokenizer has more than the `vocab_size` tokens of `settings`, a config.json."""
+    rows = settings.get("vocab_size")
+    if not isinstance(rows, int) or tokens <= rows:
+        return None
+    return ModelError(
+        f"model.path: {model}: the tokenizer has {tokens} tokens, but config.json says vocab_size"
+        f" {rows}; the embedding would have no row for some; take the tokenizer of this model"
+    )
+
+
+def _fields(folder: ModelFolder) -> Iterator[Finding]:
+    """Check fields of config.json for impossible values, and for settings that affect more than the model."""
+    for name in _COUNTS:
+        value = folder.config.get(name)
+        if value is not None and (type(value) is not int or not 0 < value <= 10**8):
+            yield ModelError(
+                f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to 10^8; got"
+                f" {shown(str(value))}; take config.json from where the model is from"
+            )
+    for name in ("_attn_implementation", "attn_implementation"):
+        value = folder.config.get(name)
+        if value is not None:
+            yield (
+                f"model.path: {folder.root}/config.json asks for attention {shown(str(value))} ({name}); it"
+                " is ignored: model.attention decides"
+            )
+    if (folder.root / "adapter_config.json").exists():
+        yield ModelError(
+            f"model.path: {folder.root} holds an adapter (adapter_config.json), which would be loaded over"
+            " the weights; merge it into the model and give that folder"
+        )
+
+
+def _arithmetic(folder: ModelFolder, tokens: int, *, sdpa: bool) -> Iterator[Finding]:
+    """Check for operations beyond plain causal attention and a plain head, which training would leave out."""
+    settings = folder.config
+    # The value with which each operation does nothing.
+    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
+        if settings.get(name) not in (None, neutral):
+            yield ModelError(
+                f"model.path: {folder.root} scales or caps its logits ({name} is {settings[name]}), which"
+                " training here leaves out; use a model whose logits are its head's, such as Llama, Qwen or"
+                " Mistral"
+            )
+    if not sdpa:
+        return  # eager attention of transformers computes both of the following
+    window = settings.get("sliding_window")
+    # Qwen2 has a size in every config.json, and a second field that says whether it is used.
+    if settings.get("use_sliding_window", True) and isinstance(window, int) and window < tokens:
+        yield ConfigError(
+            f"model.path: {folder.root} attends to a window of {window} tokens (sliding_window), but the"
+            f" longest prompt and response are {tokens}; lower data.max_prompt_tokens,"
+            " data.max_response_tokens or ppo.max_new_tokens, or set model.attention=eager"
+        )
+    if settings.get("attn_logit_softcapping") is not None:
+        yield ConfigError(
+            f"model.path: {folder.root} caps its attention scores (attn_logit_softcapping is"
+            f" {settings['attn_logit_softcapping']}), which sdpa does not compute; set model.attention=eager"
+        )
+
+
+def _tokenizer(folder: ModelFolder, needs_template: bool) -> Iterator[Finding]:
+    if not any((folder.root / name).is_file() for name in _TOKENIZER_FILES):
+        yield ModelError(
+            f"model.path: {folder.root} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it from where"
+            " the model is from"
+        )
+        return
+    if (folder.root / "tokenizer.json").is_file():
+        try:
+            tokens = _token_count(folder.read_json("tokenizer.json"))
+        except UnreadableJSON as error:
+            yield ModelError(f"model.path: {error}; fetch it again")
+        else:
+            problem = vocabulary_problem(str(folder.root), folder.config, tokens)
+            if problem is not None:
+                yield problem
+    if needs_template and not _has_chat_template(folder):
+        yield ModelError(
+            f"model.path: the tokenizer of {folder.root} has no chat template; set data.chat_template to a"
+            " Jinja file, or data.template=plain"
+        )
+
+
+def _has_chat_template(folder: ModelFolder) -> bool:
+    if (folder.root / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(folder.read_json("tokenizer_config.json").get("chat_template"))
+    except UnreadableJSON:
+        return False
+
+
+def _token_count(content: dict[str, Any]) -> int:
+    """Return 1 + the highest token id of a `tokenizer.json`."""
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    highest = -1
+    if isinstance(vocabulary, dict):
+        highest = max((index for index in vocabulary.values() if isinstance(index, int)), default=-1)
+    elif isinstance(vocabulary, list):  # of a Unigram tokenizer, in the order of the ids
+        highest = len(vocabulary) - 1
+    added = content.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and isinstance(token.get("id"), int):
+            highest = max(highest, token["id"])
+    return highest + 1
+
+
+def _weights(folder: ModelFolder) -> Iterator[Finding]:
+    """Check the header of every weight file, and the numbers of layers and embeddings against config.json."""
+    try:
+        files = folder.weight_files()
+    except ModelError as error:
+        yield error
+        return
+    is_sharded = files != [folder.root / "model.safetensors"]
+    missing = [file.name for file in files if not file.exists()]
+    if is_sharded and missing:
+        yield ModelError(
+            f"model.path: {folder.root} lacks {missing[0]} ({len(missing)} of {len(files)} shards); fetch"
+            " them"
+        )
+        files = [file for file in files if file.exists()]
+    tensors: dict[str, Any] = {}
+    for file in files:
+        try:
+            tensors.update(read_header(file))
+        except BadHeader as problem:
+            yield ModelError(f"model.path: {file}: {problem}; fetch it again")
+    yield from _layer_count(folder, tensors)
+    vocabulary = folder.config.get("vocab_size")
+    rows = {
+        axis for name, entry in tensors.items() if name.endswith(_EMBEDDINGS) for axis in entry["shape"][:1]
+    }
+    for count in sorted(rows):
+        if isinstance(vocabulary, int) and count != vocabulary:
+            yield ModelError(
+                f"model.path: {folder.root}: the embedding has {count} rows, but config.json says vocab_size"
+                f" {vocabulary}; they must be equal; take weights and config.json from the same model"
+            )
+
+
+def _layer_count(folder: ModelFolder, tensors: Mapping[str, Any]) -> Iterator[Finding]:
+    layers = folder.config.get("num_hidden_layers")
+    numbers = [int(match[1]) for match in map(_LAYER_NUMBER.search, tensors) if match is not None]
+    if type(layers) is not int or not numbers:
+        return
+    allowed = [layers]
+    # Layers for multi-token prediction are stored after the others, or not at all.
+    predicting = folder.config.get("num_nextn_predict_layers")
+    if type(predicting) is int:
+        allowed.append(layers + predicting)
+    count = max(numbers) + 1
+    if count not in allowed:
+        yield ModelError(
+            f"model.path: {folder.root}: config.json says num_hidden_layers {layers}, but the weights have"
+            f" {count}; take weights and config.json from the same model"
+        )
+
+
+def check_tensor_parallel(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that an engine's GPUs can share the attention heads of the model."""
+    ways, path = config.ppo.engine.tensor_parallel, config.model.path
+    heads: int | None = None
+    if path is None:
+        heads = config.model.tiny.heads
+    elif exists(Path(path) / "config.json"):
+        heads = ModelFolder(path).attention_heads
+    if heads is None or heads % ways == 0:
+        return
+    fits = max(number for number in range(1, ways) if heads % number == 0)
+    yield ConfigError(
+        f"ppo.engine.tensor_parallel: must divide the {heads} attention heads of the model; got {ways};"
+        f" use {fits}"
+    )
+
+
+def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that the model has the targets of each adapter, and that its quantization is possible."""
+    ppo = config.ppo
+    for field, lora, trainers in (
+        ("sft", config.sft.lora, (config.sft.deepspeed,)),
+        ("reward", config.reward.lora, (config.reward.deepspeed,)),
+        ("ppo", ppo.lora, (ppo.policy_deepspeed, ppo.critic_deepspeed)),
+    ):
+        if lora is None:
+            continue
+        if lora.targets is not None:
+            yield from guarded(f"{field}.lora.targets", _targets(field, lora.targets, config.model.path))
+        if lora.quantize is None:
+            continue
+        rule = f"{field}.lora.quantize: {lora.quantize} needs"
+        if not runs_on_gpu(config):
+            yield ConfigError(f"{rule} a GPU; got 0 visible; leave it out")
+        elif importlib.util.find_spec("bitsandbytes") is None:
+            yield ConfigError(
+                f"{rule} bitsandbytes, which is not installed; install it, or leave quantize out"
+            )
+        if any(deepspeed.zero_stage == 3 for deepspeed in trainers):
+            yield ConfigError(f"{rule} zero_stage 0, 1 or 2: ZeRO cannot shard packed weights; got 3; use 2")
+        has_other_weights = ppo.weight_sync.lora == "adapter" or ppo.colocate in ("none", "critic_reward")
+        if field == "ppo" and has_other_weights:
+            yield ConfigError(
+                f"{rule} ppo.weight_sync.lora=merged and ppo.colocate=pairs, policy_reference or all,"
+                " so that engines and reference have the policy's rounded weights; got"
+                f" {ppo.weight_sync.lora or 'merged'} and {ppo.colocate}"
+            )
+
+
+def _targets(field: str, targets: tuple[str, ...], path: str | None) -> Iterator[Finding]:
+    if path is not None and is_hub_model(path):
+        return
+    if path is None:
+        model, layers = "the model from scratch", set(_TINY_LAYERS)
+    else:
+        model, layers = path, ModelFolder(path).layer_names
+    unknown = sorted(set(targets) - layers)
+    if layers and unknown:
+        yield ModelError(
+            f"{field}.lora.targets: {model} has no {', '.join(unknown)} in its layers; it has"
+            f" {', '.join(sorted(layers))}; name linear layers among them, or leave targets out"
+        )

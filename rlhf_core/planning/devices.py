@@ -1,0 +1,143 @@
+"""Check of a configuration against the GPUs, cores and disk of this machine, without importing torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhf_core.config.consistency import trainers
+from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.placement import plan as plan_placement
+from rlhf_core.errors import ConfigError, Finding
+from rlhf_core.models.folder import ModelFolder
+from rlhf_core.models.shape import tiny_shape
+
+_MIN_FREE_BYTES = 30_000_000
+"""Of databases and logs alone."""
+_BYTES_PER_PARAMETER = 16
+"""A resumable checkpoint in float32: weights, two moments of Adam, and a copy of the weights to load from."""
+
+
+def check_devices(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that the GPUs, or the cores and the memory without GPUs, are enough for all ranks and engines."""
+    # A Ray cluster counts its devices itself when PPO reserves them; all other stages run on this machine.
+    on_cluster = bool(os.environ.get("RAY_ADDRESS"))
+    gpus = visible_gpus()
+    if config.run.device == "cuda" and gpus == 0:
+        yield ConfigError(
+            "run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu"
+        )
+    elif runs_on_gpu(config):
+        yield from _gpu_counts(config, gpus, on_cluster)
+        yield from _flash_attention(config)
+    elif not on_cluster:
+        yield from _cpu_settings(config)
+        yield from _cpu_limits(config)
+
+
+def _gpu_counts(config: PipelineConfig, gpus: int, on_cluster: bool) -> Iterator[Finding]:
+    for field, ranks in (
+        ("sft.deepspeed", config.sft.deepspeed.ranks),
+        ("reward.deepspeed", config.reward.deepspeed.ranks),
+    ):
+        if ranks > gpus:
+            yield ConfigError(
+                f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}"
+            )
+    placement = plan_placement(config.ppo)
+    if placement.devices > gpus and not on_cluster:
+        yield ConfigError(
+            f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
+            f" got {gpus} visible; lower ranks or ppo.engine.count, or use ppo.colocate=all"
+        )
+
+
+def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
+    if config.model.attention != "flash_attention_2":
+        return
+    if find_spec("flash_attn") is None:
+        yield ConfigError(
+            "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install"
+            " it, or use sdpa"
+        )
+    exact = [f"{field}.dtype" for field, deepspeed in trainers(config) if deepspeed.dtype == "float32"]
+    if exact:
+        verb = "is" if len(exact) == 1 else "are"
+        yield ConfigError(
+            f"model.attention: flash_attention_2 has no float32, which {', '.join(exact)}"
+            f" {verb} here; use bfloat16 there, or model.attention=sdpa"
+        )
+
+
+def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
+    backend = config.ppo.weight_sync.backend
+    if backend in ("nccl", "ipc"):
+        yield ConfigError(f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo")
+    if config.model.attention == "flash_attention_2":
+        yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
+    for field, deepspeed in trainers(config):
+        if deepspeed.offload != "none":
+            yield ConfigError(
+                f"{field}.offload: {deepspeed.offload} needs a GPU to offload from; got 0 visible; use none"
+            )
+        if deepspeed.dtype == "float16":
+            yield ConfigError(f"{field}.dtype: float16 needs a GPU; got 0 visible; use float32 or bfloat16")
+
+
+def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
+    cores, placement = cpu_cores(), plan_placement(config.ppo)
+    for field, ranks in (("sft", config.sft.deepspeed.ranks), ("reward", config.reward.deepspeed.ranks)):
+        if ranks > cores:
+            yield (
+                f"{field}.deepspeed.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
+                " with a copy of the model; lower it"
+            )
+    if placement.busy > cores:
+        yield (
+            f"ppo has {placement.busy} processes at work at once ({placement.describe()}) on {cores} CPU"
+            " cores: they will take turns; lower ranks or ppo.engine.count for speed"
+        )
+    engine = config.ppo.engine
+    memory = engine.count * engine.kv_cache_gib
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if memory > total:
+        yield ConfigError(
+            f"ppo.engine.kv_cache_gib: {engine.count} engines x {engine.kv_cache_gib:g} GiB ="
+            f" {memory:g} GiB must fit in memory; got {total:.0f} GiB; lower it"
+        )
+
+
+def check_disk(config: PipelineConfig) -> Iterator[Finding]:
+    """Check the free space of `run.home`. An error only if there is hardly any."""
+    folder = Path(config.run.home).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    copies = 1
+    if "://" not in config.store_url:
+        copies = config.store.keep_checkpoints + config.store.keep_best + 1
+    # With an adapter, a checkpoint has nothing large. The merged model is saved once.
+    bytes_per_parameter = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4
+    needed = 200_000_000 + 2 * _parameters(config) * bytes_per_parameter
+    disk = shutil.disk_usage(folder)
+    # File systems that are not disks, such as /proc, have a total of 0.
+    if disk.total > 0 and disk.free < _MIN_FREE_BYTES:
+        yield ConfigError(
+            f"run.home: {folder} has {disk.free / 1e6:.0f} MB free; databases and logs alone need"
+            f" {_MIN_FREE_BYTES / 1e6:.0f} MB; free some, or set run.home"
+        )
+    elif disk.free < needed:
+        yield (
+            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but policy and critic with {copies}"
+            f" checkpoints need about {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
+        )
+
+
+def _parameters(config: PipelineConfig) -> int:
+    """Return the number of parameters of the base model, or 0 if it is not on this machine."""
+    if config.model.path is None:
+        return tiny_shape(config.model.tiny).parameters
+    return ModelFolder(config.model.path).parameters

@@ -1,0 +1,49 @@
+"""Check of the Ray cluster that the environment names, before anything is started.
+
+Without it, the error would only appear when PPO starts, after hours. The module does not import ray.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import ConfigError, Finding
+
+_CONNECT_SECONDS = 5.0
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})")
+
+
+def check_ray_address() -> Iterator[Finding]:
+    """Check that a server answers at RAY_ADDRESS. This is the only network connection of the preflight."""
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        return
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match is None:
+        yield ConfigError(
+            f"RAY_ADDRESS: must be host:port of a running cluster's head; got {shown(address)}; give it (`ray"
+            " status` shows it), or unset it to start Ray on this machine"
+        )
+        return
+    host, port = match[1].strip("[]"), int(match[2])
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+            return
+    except (OSError, ValueError, OverflowError) as error:
+        yield ConfigError(
+            f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to"
+            " start Ray on this machine"
+        )
+
+
+def check_ray_authentication() -> Iterator[Finding]:
+    """Check that a Ray cluster started on this machine requires its token."""
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token" and not os.environ.get("RAY_ADDRESS"):
+        yield ConfigError(
+            f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
+        )

@@ -1,0 +1,112 @@
+"""Preflight: every check that can be made before anything is started.
+
+Each part of the pipeline has its own checks, next to what they check. They examine files, folders, addresses,
+devices and arithmetic, and neither import nor execute anything of the user: reward functions and models are
+only read. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_core.config.consistency import check_consistency, unusual_settings
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.redact import HIDDEN, has_credentials, shown, texts
+from rlhf_core.data.check import check_data
+from rlhf_core.errors import ConfigError, Finding, InputError, guarded
+from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
+from rlhf_core.planning.devices import check_devices, check_disk
+from rlhf_core.ppo.check import check_ray_address, check_ray_authentication
+from rlhf_core.rewards.check import check_rewards
+from rlhf_core.storage.check import check_store, check_store_environment, check_store_folder
+from rlhf_core.system.failpoints import is_well_formed
+from rlhf_core.system.files import unwritable
+from rlhf_core.system.home import home_problem
+from rlhf_core.tracking.check import check_tracking, check_tracking_environment
+
+_UNSAFE_VARIABLES = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "allows engines to execute received code",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "allows checkpoints to execute code",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "allows models of the registry to execute code",
+    "PYTHONOPTIMIZE": "removes checks from the libraries",
+}
+"""Environment variables that disable a guarantee of SECURITY.md, and the effect of each."""
+
+
+def check(config: PipelineConfig) -> list[str]:
+    """Return the warnings, one sentence each.
+
+    Raises ConfigError, DataError or ModelError (the class of the first problem). Its message lists every
+    problem, one per line.
+    """
+    # Messages are in this order. The name is used if a check itself fails.
+    parts = (
+        ("store, run.home, tracking", check_addresses),
+        ("environment", check_environment),
+        ("data", check_data),
+        ("model.path", check_model),
+        ("lora", check_adapters),
+        ("ppo.rewards", check_rewards),
+        ("configuration", unusual_settings),
+        ("configuration", check_consistency),
+        ("ppo.engine.tensor_parallel", check_tensor_parallel),
+        ("run.device", check_devices),
+        ("run.home", check_disk),
+    )
+    errors: dict[str, InputError] = {}
+    warnings: dict[str, None] = {}  # a set in the order of insertion
+    for field, part in parts:
+        for finding in guarded(field, part(config)):
+            if isinstance(finding, InputError):
+                errors.setdefault(finding.message, finding)
+            else:
+                warnings[finding] = None
+    if errors:
+        first = next(iter(errors.values()))
+        raise type(first)("\n".join(errors))
+    return list(warnings)
+
+
+def check_addresses(config: PipelineConfig) -> Iterator[Finding]:
+    """Check the addresses of store and tracker, and that their folders can be written to."""
+    for path, text in texts(config.model_dump(mode="json", by_alias=True)):
+        if has_credentials(text):
+            yield ConfigError(
+                f"{'.'.join(map(str, path))}: credentials in a URL are refused; got {HIDDEN}; "
+                "give them by environment variables or a role"
+            )
+    yield from check_store(config)
+    yield from check_tracking(config)
+    problem = home_problem(Path(config.run.home))
+    if problem is not None:
+        home = shown(config.run.home, limit=200)
+        yield ConfigError(f"run.home: the folder {home} cannot be used: {problem}; choose another")
+    yield from check_store_folder(config)
+
+
+def check_environment(config: PipelineConfig) -> Iterator[Finding]:
+    """Check environment variables that cannot be used, or that disable a protection."""
+    yield from check_tracking_environment(config)
+    yield from check_store_environment()
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        folder = os.environ.get(name)
+        problem = unwritable(Path(folder)) if folder and os.path.exists(folder) else None
+        if problem is not None:
+            yield ConfigError(
+                f"{name}: {shown(folder, limit=200)} cannot be used: {problem}; choose another folder"
+            )
+    yield from check_ray_address()
+    faults = os.environ.get("RLHF_FAIL")
+    if faults and not is_well_formed(faults):
+        yield ConfigError(
+            f"RLHF_FAIL: must be name:nth:action, several by commas; got {shown(faults)}; correct or unset it"
+        )
+    for name, effect in _UNSAFE_VARIABLES.items():
+        is_set = os.environ.get(name, "").lower() not in ("", "0", "false")
+        # `python -O` has the effect of the variable without setting it.
+        if is_set or (name == "PYTHONOPTIMIZE" and sys.flags.optimize):
+            yield ConfigError(f"{name}: {effect}; got {shown(os.environ.get(name, 'python -O'))}; unset it")
+    yield from check_ray_authentication()

@@ -1,0 +1,74 @@
+"""Check of the address and the environment variables of MLflow before anything is started.
+
+The module does not import mlflow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.redact import HIDDEN, shown
+from rlhf_core.errors import ConfigError, Finding
+
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
+_NUMBERS = (("MLFLOW_HTTP_REQUEST_TIMEOUT", 1, 3600), ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", 0, 10))
+"""Numeric variables of MLflow's client, with their smallest and largest values."""
+
+
+def tracker_problem(uri: str) -> str | None:
+    """Return the reason for which `uri` cannot be MLflow's tracking URI, with a fix, or None."""
+    scheme, separator, rest = uri.partition("://")
+    kind = scheme.split("+")[0]  # postgresql+psycopg2://
+    if not separator or kind not in _SCHEMES:
+        got = f"scheme {scheme[:20]}://" if separator else shown(uri)
+        return (
+            f"must begin with one of {', '.join(_SCHEMES)}; got {got}; use http://host:port or"
+            " sqlite:///path/of/a/file.db"
+        )
+    if kind == "sqlite":
+        names_file = rest.startswith("/") and len(rest) > 1
+        # `#`, `%` and `?` have a meaning in a URL, so that another file would be opened.
+        if not names_file or any(sign in rest for sign in "#%?"):
+            return f"must be sqlite:///path/of/a/file.db; got {shown(uri)}; name the file"
+    elif not rest.strip("/"):
+        return f"must name a host; got {shown(uri)}; use http://host:port"
+    return None
+
+
+def check_tracking(config: PipelineConfig) -> Iterator[Finding]:
+    """Check the tracking URI. With none, the database is in `run.home`, which is checked by itself."""
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    problem = tracker_problem(uri) if uri else None
+    if problem is not None:
+        yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
+
+
+def check_tracking_environment(config: PipelineConfig) -> Iterator[Finding]:
+    """Check variables of MLflow's client that would make every call fail.
+
+    Otherwise only the stage `register` would fail, at the end of the run.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri and config.tracking.uri is None:
+        problem = tracker_problem(uri)
+        if problem is not None:
+            yield ConfigError(f"MLFLOW_TRACKING_URI: {problem}")
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN", "")
+    if token and not (token.isascii() and token.isprintable() and token == token.strip()):
+        yield ConfigError(
+            "MLFLOW_TRACKING_TOKEN: must be printable ASCII characters without blanks or line breaks around"
+            f" them; got {HIDDEN}; take them off (a file read into a variable keeps its last line break in"
+            " some shells)"
+        )
+    for name, low, high in _NUMBERS:
+        value = os.environ.get(name)
+        if value is None:
+            continue
+        if re.fullmatch("[0-9]{1,4}", value) is None or not low <= int(value) <= high:
+            yield ConfigError(
+                f"{name}: must be a whole number from {low} to {high}; got {shown(value)}; correct or"
+                " unset it"
+            )
