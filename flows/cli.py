@@ -19,13 +19,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlhf_core.config.redact import ScrubbingFormatter, printable, scrubbed
+from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
+from rlhf_core.run.logs import set_up_logging
 from rlhf_core.system.home import Home
 from rlhf_core.types import STAGES
 
@@ -225,7 +225,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_range(arguments.start, arguments.until)
     config, _ = checked_config(arguments.config, arguments.overrides)
     home = Home.of(config.run.home)
-    console = _set_up_logging(home)
+    console = set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
     from flows.external import external_prefect_url, prefect_responds
     from flows.isolated import isolate_prefect
@@ -321,7 +321,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.serve_reward import serve_reward
 
     home = _home(arguments).make()
-    _set_up_logging(home)
+    set_up_logging(home)
     with suppress(KeyboardInterrupt, Stopped):  # the normal end of a service
         serve_reward(
             arguments.artifact,
@@ -353,9 +353,9 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from flows.status import describe
+    from flows.servers import status
 
-    print(describe(_home(arguments)))
+    print(status(_home(arguments)))
     return 0
 
 
@@ -366,32 +366,6 @@ def _home(arguments: argparse.Namespace) -> Home:
     if problem:
         raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
     return Home.of(arguments.home)
-
-
-def _set_up_logging(home: Home) -> Console:
-    """Log to `logs/rlhf.log`, and without tracebacks to the terminal. Prefect does not log to the terminal."""
-    from rich.console import Console
-    from rich.logging import RichHandler
-
-    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-    console = Console(stderr=True)
-    home.logs.mkdir(parents=True, exist_ok=True)
-    file = RotatingFileHandler(home.logs / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
-    file.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal: logging.Handler = logging.StreamHandler(sys.stderr)
-    if console.is_terminal:
-        terminal = RichHandler(
-            console=console, show_time=False, show_level=False, show_path=False, markup=False
-        )
-    terminal.setFormatter(ScrubbingFormatter())
-    terminal.addFilter(lambda record: record.exc_info is None)
-    for name in ("flows", "rlhf_core"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(file)
-        logger.addHandler(terminal)
-    return console
 
 
 def _what_next(error: RLHFError) -> str:

@@ -1,4 +1,4 @@
-"""`rlhf up` and `rlhf down`: start the supervisor in the background, stop it, and find what is running.
+"""`rlhf up`, `down` and `status`: start the supervisor in the background, stop it, and describe what is running.
 
 A process is identified by its pid and start time (state.json), by an environment variable that every process
 started by `up` inherits, and by its command line. No other process receives a signal.
@@ -21,11 +21,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flows.external import external_mlflow_uri, external_prefect_url, prefect_responds
 from flows.prefect_server import external_database_url, read_auth_string
 from flows.reconcile import ENGINE_VARIABLE
+from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.run.environment import past_proxies
+from rlhf_core.run.status import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.launch import SAFE_PATH, launch, python_module
+from rlhf_core.system.launch import SAFE_PATH, launch, python_module, python_program
+from rlhf_core.system.local_http import post, responds
 from rlhf_core.system.processes import ProcessId, carriers, stop, wait_gone
 
 DEPLOYMENTS = Path("deployments/prefect.yaml")
@@ -36,6 +39,7 @@ READY_SECONDS = 120.0
 FLOW_STOP_SECONDS = 40.0
 """A stage may take 20 s to stop, and its flow needs some more time to report its state."""
 
+_MAX_FLOW_RUNS = 5
 _MODULES = ("flows.supervisor", "flows.isolated", "rlhf_core.run", "rlhf_core.tracking.database")
 """Modules of this project that `up` and its flow runs start with `python -m`."""
 _PACKAGES = ("mlflow", "prefect")
@@ -116,7 +120,7 @@ def up(home: Home) -> str:
         {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
         log_file=home.supervisor_log,
     )
-    return _describe(home, _wait_until_ready(home, supervisor))
+    return _describe_start(home, _wait_until_ready(home, supervisor))
 
 
 def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> ServersState:
@@ -143,7 +147,7 @@ def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> Server
         raise
 
 
-def _describe(home: Home, state: ServersState) -> str:
+def _describe_start(home: Home, state: ServersState) -> str:
     lines = [f"Prefect  {state.prefect.removesuffix('/api')}"]
     if "prefect" in state.servers:
         lines.append(f"         its UI asks for a password once: the line in {home.servers_login}")
@@ -192,6 +196,60 @@ def down(home: Home) -> str:
     )
 
 
+def status(home: Home) -> str:
+    """Return the status of the servers, the last runs and the relevant addresses for `home`.
+
+    Names may come from files and servers and are printed without control characters.
+    """
+    mlflow = Path(sys.executable).parent / "mlflow"
+    locations = [
+        f"logs:      {home.logs}",
+        f"summaries: {home.runs}/*/summary.json",
+        f"MLflow:    {mlflow} ui --backend-store-uri sqlite:///{home.mlflow_database}",
+    ]
+    lines = [*_describe_servers(home), "", *describe_runs(home), "", *locations]
+    return "\n".join(map(printable, lines))
+
+
+def _describe_servers(home: Home) -> list[str]:
+    state = ServersState.read(home)
+    if state is None or supervisor_of(home) is None:
+        return ["servers: none; start them with `rlhf up` (`rlhf run` needs none)"]
+    lines = [f"servers: {state.status} (supervisor pid {state.pid})"]
+    for name, url in (("prefect", state.prefect), ("mlflow", state.mlflow)):
+        page = url.removesuffix("/api")
+        if name in state.servers:
+            answer = "up" if responds(f"{url}/health") else "NO ANSWER"
+            lines.append(f"  {name:<8} {answer:<10} {page}{_restarts(state, name)}")
+        else:
+            lines.append(f"  {name:<8} {'yours':<10} {page}")
+    worker = state.servers.get("worker")
+    answer = "up" if worker and worker.pid else "down"
+    lines.append(f"  {'worker':<8} {answer:<10} {_restarts(state, 'worker')}")
+    if "prefect" in state.servers:
+        lines.append(f"  password of Prefect's UI: the line in {home.servers_login}")
+        lines += _describe_flow_runs(home, state.prefect)
+    return lines
+
+
+def _restarts(state: ServersState, name: str) -> str:
+    server = state.servers.get(name)
+    return f"  restarted {server.restarts} times" if server and server.restarts else ""
+
+
+def _describe_flow_runs(home: Home, api: str) -> list[str]:
+    body = {"sort": "EXPECTED_START_TIME_DESC", "limit": _MAX_FLOW_RUNS}
+    lines = ["flow runs, newest first:"]
+    try:
+        for run in post(f"{api}/flow_runs/filter", body, auth=read_auth_string(home)):
+            lines.append(
+                f"  {run['state_name']:<14} {run['name']:<32} {run['id']}  started {run['run_count']} time(s)"
+            )
+    except (OSError, ValueError, TypeError, KeyError):  # no response, or not a Prefect server
+        return ["flow runs: Prefect does not answer"]
+    return lines if len(lines) > 1 else [*lines, "  none yet"]
+
+
 def supervisor_of(home: Home) -> ProcessId | None:
     """Return the running supervisor of `home`, or None.
 
@@ -234,25 +292,10 @@ def is_started_by_up(command: Sequence[str]) -> bool:
     program = Path(command[0]).name
     if not program.startswith("python"):
         return program in _PACKAGES
-    module, script = _python_program(command)
+    module, script = python_program(command)
     if module == "uvicorn":
         return any(word.startswith(_APPLICATIONS) for word in command)
     return module in _MODULES or module.partition(".")[0] in _PACKAGES or Path(script).name in _PACKAGES
-
-
-def _python_program(command: Sequence[str]) -> tuple[str, str]:
-    """Return the module and the script that a Python command line runs. At least one of them is empty."""
-    words = iter(command[1:])
-    for word in words:
-        if word == "-m":
-            return next(words, ""), ""
-        if word in ("-W", "-X"):
-            next(words, "")  # the value of this option
-        elif word == "-c":
-            return "", ""
-        elif not word.startswith("-"):
-            return "", word
-    return "", ""
 
 
 def _command(process: ProcessId) -> list[str]:

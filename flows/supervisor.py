@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,10 +46,10 @@ from flows.servers import (
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
 from rlhf_core.run.environment import NO_TELEMETRY, past_proxies
-from rlhf_core.run.home import rotate_logs
+from rlhf_core.run.logs import LINE, rotate_logs
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
-from rlhf_core.system.launch import SAFE_PATH, python_module
+from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import post, responds
 from rlhf_core.system.processes import ProcessId, free_port, stop
 from rlhf_core.system.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
@@ -282,17 +281,10 @@ class Supervisor:
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log_name: str) -> int:
         """Run a command and return its exit code."""
-        with (self._home.servers / log_name).open("ab") as output:
-            done = subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=READY_SECONDS,
-                check=False,
-            )
-        return done.returncode
+        log_file = self._home.servers / log_name
+        # The process ends with the supervisor, so it must not be killed here if it takes too long.
+        process = launch(command, environment, log_file=log_file, parent_death_signal=signal.SIGKILL)
+        return process.wait(timeout=READY_SECONDS)
 
     def _pause(self, seconds: float) -> None:
         # In short steps, because the signal handler only sets `stopping`.
@@ -352,7 +344,7 @@ class Supervisor:
 def main() -> int:
     """Entry point of the supervisor's process: `python -m flows.supervisor HOME`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(ScrubbingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(ScrubbingFormatter(LINE))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     supervisor = Supervisor(Home.of(sys.argv[1]))
 

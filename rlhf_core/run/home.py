@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.system.files import read_json
-
-LOG_BYTES = 10_000_000
-"""Maximum size of a log file before it is rotated. One old file is kept, because `rlhf up` may run for
-months.
-"""
-
-
-def rotate_logs(folder: Path, most: int = LOG_BYTES) -> None:
-    """Rotate the logs in `folder` that have more than `most` bytes.
-
-    The content is copied and the file is truncated. Its writer keeps the file open in append mode and
-    therefore continues at the beginning. Files that cannot be read or written are not changed.
-    """
-    for file in folder.glob("*.log"):
-        with suppress(OSError):
-            if file.stat().st_size > most:
-                shutil.copyfile(file, file.with_suffix(".log.1"))
-                os.truncate(file, 0)
 
 
 def read_run(path: Path) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def settle(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(devices, "_installed_gpus", lambda: 0)
     patch.setattr(devices, "_torch_is_cpu_build", lambda: True)
     patch.setattr(signal, "signal", lambda *_: None)
-    patch.setattr(cli, "_set_up_logging", lambda home: None)
+    patch.setattr(cli, "set_up_logging", lambda home: None)
     for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3"):
         patch.delenv(name, raising=False)
     patch.setenv("PREFECT_API_URL", NO_SERVER)

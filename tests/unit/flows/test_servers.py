@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from flows.servers import HOME_VARIABLE, down, is_started_by_up, supervisor_of, up
-from flows.status import describe
+from flows.servers import HOME_VARIABLE, down, is_started_by_up, status, supervisor_of, up
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
@@ -169,7 +168,7 @@ def test_invalid_state_file_is_ignored(home: Home, content: Any, supervisor: Pro
         content = state_of(supervisor, **content)
     home.servers.mkdir()
     home.servers_state.write_text(json.dumps(content))
-    assert "servers: none" in describe(home)
+    assert "servers: none" in status(home)
     assert supervisor_of(home) is None
 
 

@@ -14,14 +14,14 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from flows.status import describe
+from flows.servers import status
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId
 
 
 def test_status_of_an_empty_home(tmp_path: Path) -> None:
-    text = describe(Home.of(tmp_path))
+    text = status(Home.of(tmp_path))
     assert "servers: none" in text
     assert "pipeline runs: none yet" in text
 
@@ -50,7 +50,7 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
     home = Home.of(tmp_path)
     for name, content in {**states, **damaged}.items():
         write_json(home.run(name) / "run.json", content)
-    text = describe(home)
+    text = status(home)
     assert text.replace("\n", "").isprintable() and "owned" in text
     assert not [name for name in damaged if f"{name}: " in text]
     assert "elsewhere: running, " in text

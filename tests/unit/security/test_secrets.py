@@ -31,6 +31,7 @@ from rlhf_core.errors import InfrastructureError
 from rlhf_core.preflight import check_addresses
 from rlhf_core.run.child import run_child
 from rlhf_core.run.environment import stage_environment
+from rlhf_core.run.logs import set_up_logging
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.home import Home
 
@@ -248,7 +249,7 @@ def test_what_the_command_line_says_and_logs_is_without_the_secret(
     before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
 
     def fail(arguments: object) -> int:
-        cli._set_up_logging(Home.of(tmp_path))
+        set_up_logging(Home.of(tmp_path))
         raise RuntimeError(f"signature of {CANARY} does not match http://me:{CANARY}@host")
 
     monkeypatch.setattr(cli, "_status", fail)

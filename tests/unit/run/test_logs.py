@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_core.run.home import rotate_logs
+from rlhf_core.run.logs import rotate_logs
 
 
 def test_log_is_rotated_while_its_writer_continues(tmp_path: Path) -> None:
@@ -12,10 +12,10 @@ def test_log_is_rotated_while_its_writer_continues(tmp_path: Path) -> None:
     with log.open("ab", buffering=0) as writer:
         for text in (b"first " * 20, b"second " * 20):
             writer.write(text)
-            rotate_logs(tmp_path, most=100)
+            rotate_logs(tmp_path, max_bytes=100)
             assert (log.read_bytes(), (tmp_path / "worker.log.1").read_bytes()) == (b"", text)
         writer.write(b"third")
-        rotate_logs(tmp_path, most=100)
+        rotate_logs(tmp_path, max_bytes=100)
     assert log.read_bytes() == b"third"
 
 
@@ -23,6 +23,6 @@ def test_unreadable_log_does_not_prevent_rotation_of_others(tmp_path: Path) -> N
     for name in ("a.log", "z.log"):
         (tmp_path / name).symlink_to(tmp_path / "nowhere")
     (tmp_path / "mlflow.log").write_bytes(b"text " * 40)
-    rotate_logs(tmp_path, most=100)
+    rotate_logs(tmp_path, max_bytes=100)
     assert (tmp_path / "mlflow.log").read_bytes() == b""
     assert (tmp_path / "mlflow.log.1").read_bytes() == b"text " * 40

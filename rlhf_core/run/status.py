@@ -1,0 +1,45 @@
+"""The last runs below a home, as text for `rlhf status`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlhf_core.run.home import read_run
+from rlhf_core.run.summary import duration
+from rlhf_core.system.home import Home
+from rlhf_core.system.processes import lives
+
+_MAX_RUNS = 5
+
+
+def describe_runs(home: Home) -> list[str]:
+    """Return lines about the last runs of `home`. Damaged files are skipped."""
+    files = sorted(home.run_states(), key=lambda path: path.stat().st_mtime, reverse=True)
+    lines = []
+    shown = 0
+    for file in files:
+        run = read_run(file)
+        if run is not None and shown < _MAX_RUNS:
+            lines += _describe_run(file.parent.name, run)
+            shown += 1
+    return ["pipeline runs, newest first:", *lines] if lines else ["pipeline runs: none yet"]
+
+
+def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
+    state, stage = run["state"], run.get("making")
+    # A killed process could not write its end. On another host its state is unknown (None).
+    if state == "running" and lives(*run.get("process", (0, 0.0, ""))) is False:
+        state = "killed; the same command continues it"
+    finished = []
+    for stage_name, record in run["stages"].items():
+        finished.append(f"{stage_name} {'reused' if record.get('reused') else duration(record['seconds'])}")
+    lines = [
+        f"  {name}: {state}, {duration(time.time() - run['updated'])} ago, config {run['config']}",
+        f"    finished: {', '.join(finished) or 'none'}",
+    ]
+    if stage:
+        lines.append(f"    {'now' if state == 'running' else 'was at'}: {stage['stage']}, log {stage['log']}")
+    if run.get("error"):
+        lines.append(f"    {run['error'][:300]}")
+    return lines
