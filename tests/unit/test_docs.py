@@ -1,0 +1,178 @@
+"""The documentation matches the code.
+
+- relative links lead to files, and their anchors to headings
+- `rlhf` commands parse, and their overrides are fields with allowed values
+- targets of make, modules of `python -m` and paths of files exist
+- the configuration in the README is valid
+- every page, and every decision with its status and date, is in an index
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.cli import _parse
+from rlhf_core.config.load import config_from_tree, load_config
+from rlhf_core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
+)
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+REFUSED_ON_PURPOSE = "sft.optimzer"
+"""The README shows the message for this misspelled field."""
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FILE = re.compile(r"(?:rlhf_core|flows|tests|deployments|requirements|docs|\.ci)/[\w./*-]*[\w*]")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading, as code hosts compute it."""
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Yield the command lines of code blocks, without comments.
+
+    In a `bash` block every line is a command. In other blocks a command follows `$ `, and the lines after it
+    are its output.
+    """
+    for language, block in _FENCE.findall(text):
+        joined = re.sub(r"\s*\\\n\s*", " ", block)
+        for line in joined.splitlines():
+            is_prompt = line.startswith("$ ")
+            if language == "bash" or is_prompt:
+                command = line.removeprefix("$ ").split(" #")[0].strip()
+                if command and not command.startswith("#"):
+                    yield command
+
+
+def inline_commands(text: str) -> Iterator[str]:
+    """Yield inline code that begins like a command."""
+    for code in _INLINE.findall(_FENCE.sub("", text)):
+        if re.match(r"(\.venv/bin/)?(rlhf|make|python|pytest|OMP_NUM_THREADS=\d+ python) ", code):
+            yield code
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the words of all commands of a page, without variables and the folder of the environment."""
+    found = []
+    for line in [*shell_lines(read(page)), *inline_commands(read(page))]:
+        words = shlex.split(line)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words:
+            found.append([words[0].removeprefix(".venv/bin/"), *words[1:]])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    broken = []
+    for target in _LINK.findall(_FENCE.sub("", read(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    text = read(page)
+    missing = []
+    for code in [*_INLINE.findall(_FENCE.sub("", text)), *(block for _, block in _FENCE.findall(text))]:
+        for match in re.finditer(rf"(?<![\w/.{{}}]){_FILE.pattern}", code):
+            if not list(ROOT.glob(match.group())):
+                missing.append(match.group())
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_targets_and_modules_of_commands_exist(page: str) -> None:
+    missing = []
+    for words in commands(page):
+        if words[0] == "make":
+            given = [word for word in words[1:] if re.fullmatch(r"[a-z][a-z-]*", word)]
+            missing += [f"make {word}" for word in given if word not in TARGETS]
+        if words[0].startswith("python") and words[1:2] == ["-m"] and words[2].startswith(("tests", "rlhf")):
+            module = ROOT / words[2].replace(".", "/")
+            if not module.with_suffix(".py").exists() and not (module / "__main__.py").exists():
+                missing.append(words[2])
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_rlhf_commands_parse(page: str) -> None:
+    for words in commands(page):
+        if words[0] != "rlhf":
+            continue
+        if any(word.startswith("[") or word == "..." for word in words):
+            # a synopsis such as `rlhf plan CONFIG [--json]`
+            words = words[: next(i for i, word in enumerate(words) if word.startswith("[") or word == "...")]
+        if len(words) == 2 and words[1] in ("run", "plan", "serve-reward"):
+            continue  # the name of the command
+        arguments = _parse(words[1:])
+        config = getattr(arguments, "config", None)
+        if config is None or not config.startswith("deployments/"):
+            continue
+        if any(REFUSED_ON_PURPOSE in override for override in arguments.overrides):
+            with pytest.raises(ConfigError, match=r"did you mean sft\.optimizer"):
+                load_config(ROOT / config, arguments.overrides)
+        else:
+            load_config(ROOT / config, arguments.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_configurations_in_pages_are_valid(page: str) -> None:
+    for language, block in _FENCE.findall(read(page)):
+        if language == "yaml":
+            config_from_tree(yaml.safe_load(block))
+
+
+def test_the_readme_is_about_8_kb() -> None:
+    assert len(read("README.md")) < 9_000
+
+
+def test_every_page_is_in_an_index() -> None:
+    index = read("docs/README.md") + read("README.md")
+    records = read("docs/decisions/README.md")
+    missing = [
+        page
+        for page in PAGES
+        if f"({Path(page).name})" not in (records if page.startswith("docs/decisions/0") else index)
+        and f"({page})" not in index
+        and f"(../{page})" not in index
+        and page not in ("README.md", "docs/decisions/README.md")
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/decisions/0")])
+def test_a_decision_has_status_date_and_three_parts(page: str) -> None:
+    text = read(page)
+    assert re.search(r"^- Status: (accepted|superseded by \[)", text, re.MULTILINE)
+    assert re.search(r"^- Date: 20\d\d-\d\d-\d\d$", text, re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Context", "Decision", "Consequences"]
