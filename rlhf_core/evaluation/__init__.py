@@ -1,3 +1,1 @@
-"""The policy against the SFT model on held-out prompts: sampling, scores, win rate with intervals, plots,
-report.
-"""
+"""Comparison of the policy with the SFT model on held-out prompts: sampling, scores, win rate, plots and report."""

@@ -1,6 +1,6 @@
-"""How far the reward model's probabilities can be believed, and whether it rewards length. Numpy only.
+"""Calibration of the reward model's probabilities, and its length bias. Uses numpy only.
 
-A pair whose scores are equal is half right, wherever it is counted.
+A pair with equal scores counts as half correct in every measure.
 
 Axes: `P` held-out pairs.
 """
@@ -22,61 +22,72 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Predicted against found: by bins of equal width of the predicted probability that the chosen response
-    wins.
-    """
+    """Accuracy by predicted probability, in bins of equal width."""
 
     error: float
-    """Expected calibration error (Guo et al. 2017): mean over pairs of |share right - mean confidence| of
-    their bin.
-    """
+    """Expected calibration error (Guo et al. 2017): mean over pairs of |accuracy - mean confidence| of their bin."""
     confidence: list[float]
-    """Mean predicted probability of the answer the model prefers, 0.5 to 1, per bin that is not empty."""
+    """Mean predicted probability of the preferred response of each non-empty bin, 0.5 to 1."""
     accuracy: list[float]
-    """Share of its pairs where it prefers the chosen response."""
+    """Share of pairs of each bin for which the model prefers the chosen response."""
     count: list[int]
+    """Number of pairs of each bin."""
 
 
 def calibration(scores_P2: Any) -> Calibration:
-    """`scores_P2`: raw scores (pairs, 2), chosen first; probabilities are sigmoid(chosen - rejected)."""
+    """Return the calibration of the probabilities sigmoid(chosen - rejected).
+
+    `scores_P2` are raw scores (pairs, 2), with the chosen response first.
+    """
     gap_P = _gap(scores_P2)
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(gap_P)))
     right_P = _right(gap_P)
     index_P = np.minimum(((confidence_P - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
-    bins = [index_P == i for i in range(_BINS) if (index_P == i).any()]
-    confidence = [float(confidence_P[b].mean()) for b in bins]
-    accuracy = [float(right_P[b].mean()) for b in bins]
-    count = [int(b.sum()) for b in bins]
-    gaps = [n * abs(a - c) for n, a, c in zip(count, accuracy, confidence, strict=True)]
+    confidence, accuracy, count = [], [], []
+    gaps = []
+    for i in range(_BINS):
+        in_bin_P = index_P == i
+        if not in_bin_P.any():
+            continue
+        confidence.append(float(confidence_P[in_bin_P].mean()))
+        accuracy.append(float(right_P[in_bin_P].mean()))
+        count.append(int(in_bin_P.sum()))
+        gaps.append(count[-1] * abs(accuracy[-1] - confidence[-1]))
     return Calibration(sum(gaps) / len(gap_P), confidence, accuracy, count)
 
 
 def length_bias(scores_P2: Any, lengths_P2: Any) -> dict[str, float]:
-    """Does the model prefer the longer response? `lengths_P2`: response tokens (pairs, 2), chosen first.
+    """Measure whether the model prefers the longer response.
 
-    `longer_wins`: share of pairs in which the longer response has the higher score; `longer_chosen`: the same
-    share among the annotators; `accuracy_longer`, `accuracy_shorter`: accuracy where the chosen response is
-    the longer, the shorter one; `correlation`: of score with length over all responses. What no pair can tell
-    is left out.
+    `lengths_P2` are response tokens (pairs, 2), with the chosen response first. The result has these entries, as
+    far as any pair defines them:
+
+    - `longer_wins`: share of pairs in which the longer response has the higher score
+    - `longer_chosen`: share of pairs in which the annotators chose the longer response
+    - `accuracy_longer`, `accuracy_shorter`: accuracy if the chosen response is the longer or the shorter one
+    - `correlation` of score and length over all responses
     """
     gap_P, lengths = _gap(scores_P2), np.asarray(lengths_P2, dtype=float)
     difference_P = lengths[:, 0] - lengths[:, 1]
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     uneven = difference_P != 0
     if uneven.any():
-        found["longer_wins"] = float(_right(gap_P * np.sign(difference_P))[uneven].mean())
-        found["longer_chosen"] = float((difference_P > 0)[uneven].mean())
-    for name, where in (("accuracy_longer", difference_P > 0), ("accuracy_shorter", difference_P < 0)):
-        if where.any():
-            found[name] = float(_right(gap_P)[where].mean())
+        measures["longer_wins"] = float(_right(gap_P * np.sign(difference_P))[uneven].mean())
+        measures["longer_chosen"] = float((difference_P > 0)[uneven].mean())
+    for name, selected_P in (("accuracy_longer", difference_P > 0), ("accuracy_shorter", difference_P < 0)):
+        if selected_P.any():
+            measures[name] = float(_right(gap_P)[selected_P].mean())
     scores = np.asarray(scores_P2, dtype=float)
     if scores.std() > 0 and lengths.std() > 0:
-        found["correlation"] = float(np.corrcoef(scores.ravel(), lengths.ravel())[0, 1])
-    return found
+        measures["correlation"] = float(np.corrcoef(scores.ravel(), lengths.ravel())[0, 1])
+    return measures
 
 
 def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]]:
-    """Accuracy in quarters of the pairs by their longer response: `from`, `to` (tokens), `pairs`, `accuracy`."""
+    """Return the accuracy of four groups of pairs, ordered by the length of their longer response.
+
+    Each group has `from` and `to` (tokens), `pairs` and `accuracy`.
+    """
     gap_P, longest_P = _gap(scores_P2), np.asarray(lengths_P2, dtype=float).max(axis=1)
     order = np.argsort(longest_P, kind="stable")
     return [
@@ -91,10 +102,10 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
 
 
 def accuracy_by(names: Sequence[str], scores_P2: Any) -> dict[str, float]:
-    """Accuracy of the pairs of each name (their source)."""
+    """Return the accuracy for each name in `names` (pairs,), for example by data source."""
     right_P = _right(_gap(scores_P2))
-    of = np.asarray(names)
-    return {name: float(right_P[of == name].mean()) for name in sorted(set(names))}
+    names_P = np.asarray(names)
+    return {name: float(right_P[names_P == name].mean()) for name in sorted(set(names))}
 
 
 def _gap(scores_P2: Any) -> Floats:
@@ -103,5 +114,5 @@ def _gap(scores_P2: Any) -> Floats:
 
 
 def _right(gap_P: Floats) -> Floats:
-    """1 where the gap is above 0, one half where it is 0."""
+    """Return 1 for gaps above 0 and 0.5 for gaps of 0."""
     return np.heaviside(gap_P, 0.5)

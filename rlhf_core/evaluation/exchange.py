@@ -33,8 +33,9 @@ def exchange(prompts: Sequence[str]) -> list[int] | None:
     # would be similar.
     order = sorted(range(count), key=lambda i: (hashlib.sha256(prompts[i].encode()).digest(), i))
     partner = [0] * count
-    for place, item in enumerate(order):
-        partner[item] = order[(place + largest) % count]
+    for position, item in enumerate(order):
+        # A shift by the size of the largest group leaves every group of equal prompts.
+        partner[item] = order[(position + largest) % count]
     return partner
 
 
@@ -60,7 +61,8 @@ def exchanged_gold(
         partner = exchange([sample.prompt for sample in samples])
         if partner is None:
             return None
-        pair[model] = score_gold(
-            [replace(sample, prompt=samples[i].prompt) for sample, i in zip(samples, partner, strict=True)]
-        )
+        exchanged = []
+        for sample, i in zip(samples, partner, strict=True):
+            exchanged.append(replace(sample, prompt=samples[i].prompt))
+        pair[model] = score_gold(exchanged)
     return interval.pair("gold_exchanged", pair)

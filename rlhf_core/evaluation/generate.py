@@ -1,4 +1,4 @@
-"""Responses of one model to held-out prompts, by a vLLM engine in this process."""
+"""Sample responses to held-out prompts with a vLLM engine in this process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
 
-_ADAPTER = 1
-"""Number of the adapter in the engine."""
+_ADAPTER_ID = 1
 
 
 def responses_of(
@@ -25,7 +24,16 @@ def responses_of(
     device: str,
     progress: Progress,
 ) -> dict[str, list[RewardInput]]:
-    """Responses (n,) of each of `models`, one engine after the other: only one is in memory."""
+    """Return the responses (n,) of each model. Only one engine is in memory at a time.
+
+    Args:
+        config: Configuration of the run.
+        models: Files of each model by name.
+        decode: Decodes the tokens of a response.
+        prompts: (n,) held-out prompts.
+        device: Device of the engine.
+        progress: Is called after each batch.
+    """
     total = len(models) * len(prompts)
     responses: dict[str, list[RewardInput]] = {}
     for name, files in models.items():
@@ -48,10 +56,17 @@ def sample_responses(
     device: str,
     done: Callable[[int], None],
 ) -> list[Rollout]:
-    """One response per prompt (n,), in order; `done(k)` is called after each batch with the responses so far.
+    """Return one response per prompt (n,), in the order of the prompts.
 
-    Seeds depend on the prompt alone, so two models answer with the same random numbers. The engine is gone
-    afterwards.
+    The seed of a response depends only on the prompt, so that all models use the same random numbers. The
+    engine is shut down at the end, also after an error.
+
+    Args:
+        config: Configuration of the run.
+        files: Files of the model.
+        prompts: (n,) held-out prompts.
+        device: Device of the engine.
+        done: Is called after each batch with the number of responses so far.
     """
     from rlhf_core.engines.vllm import Engine
 
@@ -68,7 +83,7 @@ def sample_responses(
             head_dtype=config.model.head_dtype,
         )
         if files.adapter is not None:
-            engine.load_adapter(_ADAPTER, files.adapter)
+            engine.load_adapter(_ADAPTER_ID, files.adapter)
     except BaseException:
         idle()
         raise
@@ -83,7 +98,7 @@ def sample_responses(
                 temperature=config.evaluation_temperature,
                 seeds=[derive_seed(config.run.seed, "evaluate", prompt.prompt_id, 0) for prompt in batch],
                 policy_version=0,
-                adapter=None if files.adapter is None else _ADAPTER,
+                adapter=None if files.adapter is None else _ADAPTER_ID,
             )
             done(len(rollouts))
     finally:

@@ -21,8 +21,8 @@ from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.judge import Answer, Comparison, ScoreJudge, compare
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
+from rlhf_core.evaluation.statistics import Answer, Comparison, compare
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-class _NotPlayed(Exception):
-    """Its message says why."""
+class MatchSkipped(Exception):
+    """The match is not possible. The message has the reason."""
 
 
 @dataclass(frozen=True)
-class Played:
-    """Result of a match from the candidate's point of view."""
+class MatchResult:
+    """Result of a match of the candidate against the champion."""
 
     judge: str
     """The measure that decided."""
-    home: Comparison
+    comparison: Comparison
     """Comparison by the judge of the candidate's evaluation."""
-    away: Comparison | None
-    """Comparison by the champion's reward model, if `home` used the candidate's. None if it is not in this
-    store.
+    by_champion_model: Comparison | None
+    """Comparison by the champion's reward model, if `comparison` used the candidate's. None if it is not in
+    this store.
     """
 
 
@@ -57,7 +57,7 @@ class Played:
 class _Champion:
     policy: PolicyFiles
     tokenizer: str
-    seen: frozenset[str]
+    trained_prompts: frozenset[str]
     """Ids of the prompts that it was trained on."""
     template: str
     """`data.template` of its run."""
@@ -65,48 +65,57 @@ class _Champion:
     """The champion's reward model, if a reward model is the judge. None if it is not in this store."""
 
 
-def play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Played | None:
-    """The candidate of `context.inputs` against the version with the tags `champion`, paired by prompt.
+def run_match(
+    config: PipelineConfig, context: StageContext, champion: Mapping[str, str]
+) -> MatchResult | None:
+    """Compare the candidate in `context.inputs` with the champion, prompt by prompt.
 
-    None, with the reason in the log, where the champion is not in this store, reads other tokens, cannot be
-    served as the candidate can, or where no prompt is left that both can be asked.
+    Returns None and logs the reason if the champion is not in this store, has another tokenizer or template, or
+    cannot be served, or if no prompt is left.
+
+    Args:
+        config: Configuration of the candidate's run.
+        context: Context of the register stage.
+        champion: Tags of the champion's version.
     """
     try:
         prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
         judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
-        other = _find(config, champion, judge)
-        tokenizer = _tokenizer(context.inputs["ppo"] / "policy")
-        if (other.tokenizer, other.template) != (tokenizer, config.data.template):
-            raise _NotPlayed("it has another tokenizer or template")
-        prompts = [prompt for prompt in prompts if prompt.prompt_id not in other.seen]
+        opponent = _load_champion(config, champion, judge)
+        tokenizer = _tokenizer_digest(context.inputs["ppo"] / "policy")
+        if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
+            raise MatchSkipped("it has another tokenizer or template")
+        prompts = [prompt for prompt in prompts if prompt.prompt_id not in opponent.trained_prompts]
         if not prompts:
-            raise _NotPlayed("it was trained on all held-out prompts")
-        return _play(config, context, prompts, other, judge)
-    except _NotPlayed as reason:
+            raise MatchSkipped("it was trained on all held-out prompts")
+        return _run_match(config, context, prompts, opponent, judge)
+    except MatchSkipped as reason:
         log.warning("no match against the champion: %s; recorded evaluations decide", reason)
         return None
 
 
-def _find(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
+def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
     artifacts = ArtifactStore(open_store(config), Home.of(config.run.home).cache)
     try:
-        policy, data = (_artifact(artifacts, stage, tags) for stage in ("ppo", "data"))
+        policy = _artifact(artifacts, "ppo", tags)
+        data = _artifact(artifacts, "data", tags)
         made = artifacts.config(policy)
         train = load_prompts(artifacts.fetch(data), "train")
         folder = artifacts.fetch(policy)
         sft = partial(_fetched, artifacts, "sft", tags)
         files = policy_files(made_with(made["ppo"]), folder, sft)
-        seen = frozenset(prompt.prompt_id for prompt in train)
+        trained_prompts = frozenset(prompt.prompt_id for prompt in train)
         reward = _reward_model(artifacts, tags) if judge == "reward_model" else None
-        return _Champion(files, _tokenizer(folder / "policy"), seen, str(made["data"]["template"]), reward)
-    except (CorruptArtifact, InputError) as error:  # a store that fails is tried again, and decides nothing
-        raise _NotPlayed(error.message) from error
+        tokenizer = _tokenizer_digest(folder / "policy")
+        return _Champion(files, tokenizer, trained_prompts, str(made["data"]["template"]), reward)
+    except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
+        raise MatchSkipped(error.message) from error
 
 
 def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str]) -> Path | None:
     try:
         return _fetched(artifacts, "reward", tags) / "model"
-    except _NotPlayed as reason:
+    except MatchSkipped as reason:
         log.warning("the champion's reward model will not judge: %s", reason)
         return None
 
@@ -116,30 +125,31 @@ def _fetched(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]
 
 
 def _artifact(artifacts: ArtifactStore, stage: StageName, tags: Mapping[str, str]) -> ArtifactRef:
-    """The one that the version was made from or with."""
+    """Return the artifact of `stage` that belongs to the version."""
     key = tags.get(f"rlhf.{stage}.key")
     ref = artifacts.find(stage, key) if key is not None else None
     if ref is None or ref.digest != tags.get(f"rlhf.{stage}.digest"):
-        raise _NotPlayed(f"its {stage} artifact is not in this store")
+        raise MatchSkipped(f"its {stage} artifact is not in this store")
     return ref
 
 
-def _tokenizer(folder: Path) -> str:
-    """Digest of what turns text into tokens."""
-    found = hashlib.sha256()
-    for file in (folder / name for name in _TOKENIZER_FILES):
-        found.update(file.read_bytes() if file.exists() else b"")
-        found.update(b"\x1f")
-    return found.hexdigest()
+def _tokenizer_digest(folder: Path) -> str:
+    """Return the digest of the tokenizer's files and the chat template."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        file = folder / name
+        digest.update(file.read_bytes() if file.exists() else b"")
+        digest.update(b"\x1f")
+    return digest.hexdigest()
 
 
-def _play(
+def _run_match(
     config: PipelineConfig,
     context: StageContext,
     prompts: list[PromptExample],
     champion: _Champion,
     judge: str,
-) -> Played:
+) -> MatchResult:
     from rlhf_core.engines.ranks import resolve_device
 
     device = resolve_device(config.run.device)
@@ -150,30 +160,38 @@ def _play(
             config, {name: files}, decoder.response, prompts, device=device, progress=context.progress
         )[name]
 
-    ours = respond("ppo", policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"]))
+    candidate_answers = respond(
+        "ppo", policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
+    )
     try:
-        theirs = respond("champion", champion.policy)
-    except (
-        Exception
-    ) as error:  # it may be larger, older, of another kind: the candidate was just served the same way
-        raise _NotPlayed(f"it cannot be served here ({type(error).__name__}: {error})") from error
+        champion_answers = respond("champion", champion.policy)
+    except Exception as error:
+        # The candidate was just served in the same way, so the cause is the champion: it may be larger, older or
+        # of another kind.
+        raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
     code = code_digests(config.ppo.rewards, context.sources)
 
-    def judged(reward: Path | None) -> Comparison:
+    def compare_by(reward: Path | None) -> Comparison:
+        # In one call, so that batch normalisation treats both models' responses alike.
+        samples = [*candidate_answers, *champion_answers]
         scores = scoring.score(
-            judge, config, reward, [*ours, *theirs], pad_id=decoder.pad, device=device, reward_code=code
+            judge, config, reward, samples, pad_id=decoder.pad, device=device, reward_code=code
         )
-        pairs = [
-            (Answer(a, {judge: x}), Answer(b, {judge: y}))
-            for a, b, x, y in zip(ours, theirs, scores[: len(ours)], scores[len(ours) :], strict=True)
-            if not math.isnan(x + y)
-        ]
-        if not pairs:
-            raise _NotPlayed("no response could be scored")
-        settings = Intervals(config).settings("match")
-        return compare(ScoreJudge(judge), [a for a, _ in pairs], [b for _, b in pairs], **settings)
+        count = len(candidate_answers)
+        ours: list[Answer] = []
+        theirs: list[Answer] = []
+        for index in range(count):
+            our_score, their_score = scores[index], scores[count + index]
+            if not math.isnan(our_score + their_score):
+                ours.append(Answer(candidate_answers[index], {judge: our_score}))
+                theirs.append(Answer(champion_answers[index], {judge: their_score}))
+        if not ours:
+            raise MatchSkipped("no response could be scored")
+        return compare(ours, theirs, judge, **Intervals(config).settings("match"))
 
-    home = judged(context.inputs["reward"] / "model" if "reward" in context.inputs else None)
-    away = judged(champion.reward) if judge == "reward_model" and champion.reward is not None else None
-    return Played(judge, home, away)
+    comparison = compare_by(context.inputs["reward"] / "model" if "reward" in context.inputs else None)
+    by_champion_model = None
+    if judge == "reward_model" and champion.reward is not None:
+        by_champion_model = compare_by(champion.reward)
+    return MatchResult(judge, comparison, by_champion_model)

@@ -1,26 +1,89 @@
-"""The plots of the report. matplotlib's object interface only: no pyplot, no global state, no display."""
+"""The plots of the report, from the metrics of the PPO steps.
+
+Only matplotlib's object interface is used, because pyplot has global state and selects a display.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.calibration import Calibration
-from rlhf_core.evaluation.history import Column, History
 
 SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
 _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
-MEASURE_LABELS = {"gold": "gold reward (true reward)", "reward_model": "reward-model score (normalised)", "rules": "weighted sum of rule rewards"}  # fmt: skip
+MEASURE_LABELS = {
+    "gold": "gold reward (true reward)",
+    "reward_model": "reward-model score (normalised)",
+    "rules": "weighted sum of rule rewards",
+}
 _DPI = 130
 GOLD = "rewards/gold/mean"
 """True reward by step, if the rewards include a source of type gold (with weight 0, as a monitor)."""
 
 
-def training_curves(history: History) -> Any:
-    """Score and KL by PPO step, one panel each (no second axis to misread). Needs at least one step."""
+Column = npt.NDArray[np.float64]
+
+
+class StepMetrics:
+    """Metrics of the PPO steps, ordered by step.
+
+    After a crash, steps are repeated and written again. Of these rows the later one counts.
+    """
+
+    def __init__(self, rows: list[dict[str, float]]) -> None:
+        by_step = {int(row["step"]): row for row in rows}
+        self._rows = [by_step[step] for step in sorted(by_step)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def column(self, name: str) -> Column:
+        """Return the values (steps,), with NaN for steps without this metric."""
+        return np.array([float(row.get(name, math.nan)) for row in self._rows], dtype=np.float64)
+
+    def has(self, name: str) -> bool:
+        """Return whether any step has a finite value of `name`."""
+        return bool(np.isfinite(self.column(name)).any())
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the sorted metric names that start with `prefix`."""
+        return sorted({name for row in self._rows for name in row if name.startswith(prefix)})
+
+
+def read_step_metrics(path: Path) -> StepMetrics:
+    """Read `metrics.jsonl` of a PPO artifact. A missing file has no steps.
+
+    Raises:
+        CorruptArtifact: A line is not a JSON object with `step`.
+    """
+    rows: list[dict[str, float]] = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptArtifact(
+                f"{path.name}:{number}: each line must be a JSON object with `step`; got {line[:60]!r}; run"
+                " the ppo stage again"
+            ) from error
+        rows.append({name: float(value) for name, value in row.items() if isinstance(value, int | float)})
+    return StepMetrics(rows)
+
+
+def training_curves(history: StepMetrics) -> Any:
+    """Plot score and KL by PPO step, one panel each. Needs at least one step."""
     figure, (top, bottom) = _figure(9.4, 5.6, rows=2)
     step = history.column("step")
     _line(top, step, history.column("objective/scores"), PPO, "score")
@@ -33,13 +96,13 @@ def training_curves(history: History) -> Any:
     return figure
 
 
-def reward_means(history: History) -> list[str]:
-    """The metrics with the mean of each reward source."""
+def reward_means(history: StepMetrics) -> list[str]:
+    """Return the names of the metrics with the mean of each reward source."""
     return [name for name in history.names("rewards/") if name.endswith("/mean")]
 
 
-def reward_sources(history: History) -> Any:
-    """Raw value of each reward source by step."""
+def reward_sources(history: StepMetrics) -> Any:
+    """Plot the raw value of each reward source by step."""
     figure, (axes,) = _figure(9.4, 3.6)
     for name, color in zip(reward_means(history), _SERIES * 8, strict=False):
         _line(axes, history.column("step"), history.column(name), color, name.split("/")[1])
@@ -48,19 +111,23 @@ def reward_sources(history: History) -> Any:
     return figure
 
 
-def reliability(found: Calibration) -> Any:
-    """Share of right answers against the model's confidence in them; a calibrated model lies on the diagonal."""
+def reliability(calibration: Calibration) -> Any:
+    """Plot the accuracy against the predicted probability. A calibrated model is on the diagonal."""
     figure, (axes,) = _figure(5.4, 4.6)
     axes.plot([0.5, 1.0], [0.5, 1.0], color=SFT, linewidth=1.2, linestyle=(0, (4, 2)), label="calibrated")
-    sizes = 20 + 240 * np.asarray(found.count) / max(found.count)
-    axes.plot(found.confidence, found.accuracy, color=PPO, linewidth=1.2, alpha=0.5)
+    sizes = 20 + 240 * np.asarray(calibration.count) / max(calibration.count)
+    axes.plot(calibration.confidence, calibration.accuracy, color=PPO, linewidth=1.2, alpha=0.5)
     axes.scatter(
-        found.confidence, found.accuracy, s=sizes, color=PPO, label="held-out pairs (area: how many)"
+        calibration.confidence,
+        calibration.accuracy,
+        s=sizes,
+        color=PPO,
+        label="held-out pairs (area: how many)",
     )
     axes.legend(loc="upper left", frameon=False)
     _label(
         axes,
-        f"Reliability, expected calibration error {found.error:.3f}",
+        f"Reliability, expected calibration error {calibration.error:.3f}",
         "predicted probability of the preferred response",
         "share of pairs where the annotators agree",
     )
@@ -68,7 +135,10 @@ def reliability(found: Calibration) -> Any:
 
 
 def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Any:
-    """Histograms of SFT and policy scores on the same prompts. `scores`: measure -> (sft (n,), policy (n,))."""
+    """Plot histograms of the scores of both models on the same prompts.
+
+    `scores` has (SFT (n,), policy (n,)) for each measure.
+    """
     figure, panels = _figure(9.4, 3.6, columns=len(scores))
     for axes, (measure, (sft, ppo)) in zip(panels, scores.items(), strict=True):
         bins = _bins(np.asarray(sft, dtype=float), np.asarray(ppo, dtype=float))
@@ -86,7 +156,7 @@ def reward_distribution(scores: Mapping[str, tuple[Sequence[float], Sequence[flo
     return figure
 
 
-def reward_against_kl(history: History) -> Any:
+def reward_against_kl(history: StepMetrics) -> Any:
     """Plot score against KL with one point per step, coloured by step.
 
     If the true reward is known by step, both are plotted against the square root of KL (Gao et al. 2022).
@@ -113,7 +183,9 @@ def reward_against_kl(history: History) -> Any:
             "mean per response",
         )
         return figure
-    kl, score, step = (history.column(name) for name in ("objective/kl", "objective/scores", "step"))
+    kl = history.column("objective/kl")
+    score = history.column("objective/scores")
+    step = history.column("step")
     axes.plot(kl, score, color=GRID, linewidth=1.0, zorder=1)
     points = axes.scatter(kl, score, c=step, cmap="viridis", s=22, zorder=2, linewidths=0)
     bar = figure.colorbar(points, ax=axes, pad=0.02)
@@ -124,7 +196,7 @@ def reward_against_kl(history: History) -> Any:
 
 
 def to_png(figure: Any) -> bytes:
-    """The same figure gives the same bytes: no date, no version."""
+    """Return the PNG. It has no date or version, so that the same figure gives the same bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
     return buffer.getvalue()
@@ -154,7 +226,7 @@ def _label(axes: Any, title: str, x: str, y: str) -> None:
 
 
 def _line(axes: Any, step: Column, values: Column, color: str, name: str) -> None:
-    """The values, faint, and their running mean over a twentieth of the steps."""
+    """Plot the values in a light colour and their running mean over a twentieth of the steps."""
     window = max(1, len(values) // 20)
     if window > 1:
         axes.plot(step, values, color=color, alpha=0.3, linewidth=1.0)
@@ -164,7 +236,7 @@ def _line(axes: Any, step: Column, values: Column, color: str, name: str) -> Non
 
 
 def _running_mean(values: Column, window: int) -> Column:
-    """Trailing mean; the first values average over what there is."""
+    """Return the trailing mean over `window` steps. NaN values are left out."""
     if window == 1:
         return values
     sums = np.cumsum(np.nan_to_num(values))

@@ -1,5 +1,6 @@
-"""Scores of sampled responses by each measure, and the policy's KL to the SFT model. One model in memory at a
-time.
+"""Scores of sampled responses by each measure, and the KL of the policy to the SFT model.
+
+Only one model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,21 +41,22 @@ def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
 
 
 def has_gold(prompts: Sequence[PromptExample]) -> bool:
-    """True if every prompt comes from the synthetic task, whose true reward is known."""
+    """Return whether every prompt belongs to the synthetic task, whose true reward is known."""
     return bool(prompts) and all(parse_prompt(prompt.prompt) is not None for prompt in prompts)
 
 
 def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
-    """The measure that decides wins: `gold`, `reward_model` or `rules`.
+    """Return the measure that decides wins: `gold`, `reward_model` or `rules`.
 
-    Raises `ConfigError` if `evaluate.judge` asks for one that this run does not have.
+    Raises:
+        ConfigError: `evaluate.judge` names a measure that this run does not have.
     """
     possible = {
         "gold": gold_known,
         "reward_model": config.reward.enabled,
         "rules": any(source.weight for source in rule_sources(config)),
     }
-    available = [name for name, there in possible.items() if there]
+    available = [name for name, exists in possible.items() if exists]
     wanted = config.evaluate.judge
     if wanted == "auto" and available:
         return available[0]
@@ -76,7 +79,7 @@ def judge_digests(
     (`reward_code`, see `RewardComposer`), but not the service behind a remote reward's address. The digest of
     a reward model is that of its artifact.
     """
-    found = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
+    digests = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
     if sources := rule_sources(config):
         rules = [
             {
@@ -85,8 +88,8 @@ def judge_digests(
             }
             for source in sources
         ]
-        found["rules"] = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
-    return found
+        digests["rules"] = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+    return digests
 
 
 def trained_on(config: PipelineConfig, measure: str) -> bool:
@@ -110,10 +113,16 @@ def score(
     device: str,
     reward_code: Mapping[str, str] | None = None,
 ) -> list[float]:
-    """Return the (n,) values of one of the measures of `choose_measure`.
+    """Return the (n,) values of one measure.
 
-    `reward` is the folder of the reward model, if it is the measure. `reward_code` is described in
-    `RewardComposer`.
+    Args:
+        measure: A result of `choose_measure`.
+        config: Configuration of the run.
+        reward: Folder of the reward model, if it is the measure.
+        samples: (n,) prompts and responses.
+        pad_id: Padding token.
+        device: Device of the reward model.
+        reward_code: Digests of the code of Python rewards, as in `RewardComposer`.
     """
     if measure == "gold":
         return score_gold(samples)
@@ -138,14 +147,22 @@ def score_rules(
 
 
 def score_gold(samples: Sequence[RewardInput]) -> list[float]:
-    """(n,) true rewards."""
+    """Return the (n,) true rewards of the synthetic task."""
     return [gold(sample) for sample in samples]
 
 
 def score_reward_model(
     config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
 ) -> list[float]:
-    """(n,) scores, normalised by the statistics stored with the reward model."""
+    """Return the (n,) scores of a reward model, normalised by the statistics in its folder.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder of the reward model.
+        samples: (n,) prompts and responses.
+        pad_id: Padding token.
+        device: Device of the reward model.
+    """
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, whole_list
 
@@ -174,20 +191,29 @@ def policy_kl(
     pad_id: int,
     device: str,
 ) -> list[float]:
-    """(n,) sum over tokens of log policy - log reference on the policy's samples, in nats per response.
+    """Return the (n,) log-ratios of policy and reference, summed over the tokens of each response.
 
-    Its mean estimates KL(policy || reference) at the evaluation temperature. Raises `NonFiniteError` with the
-    prompt.
+    Their mean over samples of the policy estimates KL(policy || reference) at the evaluation temperature, in
+    nats per response.
+
+    Args:
+        config: Configuration of the run.
+        policy: Files of the policy.
+        reference: Model folder of the SFT model.
+        samples: (n,) responses that the policy sampled.
+        pad_id: Padding token.
+        device: Device of both models.
+
+    Raises:
+        NonFiniteError: A log-ratio is NaN or infinite. The message has its prompt.
     """
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     temperature = config.evaluation_temperature
-    ours, theirs = (
-        logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device)
-        for files in (policy, PolicyFiles(reference))
-    )
-    values = [float((new - ref).double().sum()) for new, ref in zip(ours, theirs, strict=True)]
+    new_logprobs = logprobs(config, policy, pairs, temperature, pad_id=pad_id, device=device)
+    ref_logprobs = logprobs(config, PolicyFiles(reference), pairs, temperature, pad_id=pad_id, device=device)
+    values = [float((new - ref).double().sum()) for new, ref in zip(new_logprobs, ref_logprobs, strict=True)]
     for value, sample in zip(values, samples, strict=True):
-        if abs(value) == float("inf") or value != value:
+        if not math.isfinite(value):
             raise NonFiniteError(
                 f"the log-ratio of policy and SFT model for prompt {sample.prompt_id} is {value}, but must be"
                 " finite"
@@ -207,7 +233,14 @@ def logprobs(
 ) -> list[Tensor]:
     """Return the log-probabilities of each response's tokens, (T,) each.
 
-    `dtype` is the precision of the model, or None for that of the policy's training.
+    Args:
+        config: Configuration of the run.
+        files: Files of the model.
+        pairs: Tokens of prompts and responses.
+        temperature: Sampling temperature that the logits are divided by.
+        pad_id: Padding token.
+        device: Device of the model.
+        dtype: Precision of the model. None is the precision of the policy's training.
     """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
@@ -225,10 +258,10 @@ def logprobs(
     if files.adapter is not None:
         load_adapter(model, files.adapter)
     batches = whole_list(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)
-    found, _ = sequence_logprobs(model, batches, temperature)
+    values, _ = sequence_logprobs(model, batches, temperature)
     del model
     _free(device)
-    return found
+    return values
 
 
 def _free(device: str) -> None:

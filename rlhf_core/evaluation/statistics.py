@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals, win rates with their exact test, and text statistics. Uses numpy only.
+"""Means with bootstrap intervals, comparisons of two models with their exact test, and text statistics.
 
 Intervals are percentile bootstraps over prompts (Efron 1979). They are seeded, so the same values give the
 same interval.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 
 import numpy as np
 
 from rlhf_core.errors import DataError, NonFiniteError
+from rlhf_core.types import RewardInput
+
+TIE = 1e-6
+"""Scores closer than this are a tie: the score of one text can differ in the last bits between batches."""
 
 _CHUNK = 2_000_000
 """Resampled values held in memory at once."""
@@ -32,9 +36,17 @@ class Interval:
 
 
 def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float, seed: int) -> Interval:
-    """Mean of `values` (n,) and its percentile bootstrap interval at level `confidence` in [0, 1].
+    """Return the mean of `values` (n,) and its percentile bootstrap interval.
 
-    Raises `DataError` for no values and `NonFiniteError` for a NaN or Inf.
+    Args:
+        values: Values of n prompts.
+        resamples: Number of bootstrap samples.
+        confidence: Level of the interval, in [0, 1].
+        seed: Seed of the resampling.
+
+    Raises:
+        DataError: There are no values.
+        NonFiniteError: A value is NaN or infinite.
     """
     x = np.asarray(values, dtype=np.float64)
     if x.size == 0:
@@ -48,14 +60,14 @@ def bootstrap_mean(values: Sequence[float], *, resamples: int, confidence: float
     if x.min() == x.max():
         return Interval(float(x[0]), float(x[0]), float(x[0]))
     rng = np.random.default_rng(seed)
+    # In chunks, because all resampled values at once would need resamples x n x 8 bytes. The generator gives
+    # the same indices for any chunk size.
     rows = max(1, _CHUNK // x.size)
-    means = np.concatenate(
-        [
-            x[rng.integers(0, x.size, (min(rows, resamples - done), x.size))].mean(axis=1)
-            for done in range(0, resamples, rows)
-        ]
-    )
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    chunks = []
+    for done in range(0, resamples, rows):
+        indices = rng.integers(0, x.size, (min(rows, resamples - done), x.size))
+        chunks.append(x[indices].mean(axis=1))
+    low, high = np.quantile(np.concatenate(chunks), [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(mean, float(low), float(high))
 
 
@@ -89,7 +101,8 @@ class Verdicts:
 
     @staticmethod
     def of(preferences: Sequence[float]) -> Verdicts:
-        wins, losses = sum(value > 0.5 for value in preferences), sum(value < 0.5 for value in preferences)
+        wins = sum(value > 0.5 for value in preferences)
+        losses = sum(value < 0.5 for value in preferences)
         return Verdicts(wins, losses, len(preferences) - wins - losses)
 
     @property
@@ -107,9 +120,66 @@ class Verdicts:
         return sum(math.comb(decided, k) for k in range(self.wins, decided + 1)) / (1 << decided)
 
 
-def preference(a: float, b: float, tolerance: float) -> float:
-    """1 if `a` is above `b` by more than `tolerance`, 0 if below, else 0.5."""
-    if abs(a - b) <= tolerance:
+@dataclass(frozen=True)
+class Answer:
+    """One model's response to one held-out prompt, with its scores."""
+
+    sample: RewardInput
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """By measure: `gold`, `reward_model`, `rules`, `rule/<name>`."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of model `a` against model `b`."""
+
+    win_rate: Interval
+    """Of `a`, in [0, 1]; ties count half."""
+    preferences: tuple[float, ...]
+    """(n,) 1 where `a` wins, 0.5 for a tie, 0 where `b` wins."""
+
+    @property
+    def verdicts(self) -> Verdicts:
+        return Verdicts.of(self.preferences)
+
+
+def compare(
+    answers_a: Sequence[Answer],
+    answers_b: Sequence[Answer],
+    measure: str,
+    *,
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> Comparison:
+    """Compare the scores of two models' answers to the same prompts.
+
+    Args:
+        answers_a: (n,) answers of model `a`.
+        answers_b: (n,) answers of model `b`, in the same order of prompts.
+        measure: Name of the score. The higher score wins.
+        resamples: Number of bootstrap samples.
+        confidence: Level of the interval, in [0, 1].
+        seed: Seed of the bootstrap.
+
+    Raises:
+        DataError: The answers are not to the same prompts, or there are none.
+    """
+    if [a.sample.prompt_id for a in answers_a] != [b.sample.prompt_id for b in answers_b]:
+        raise DataError(
+            f"a win rate compares answers to the same prompts in the same order; got {len(answers_a)} and"
+            f" {len(answers_b)} others"
+        )
+    preferences = []
+    for a, b in zip(answers_a, answers_b, strict=True):
+        preferences.append(_preference(a.scores[measure], b.scores[measure]))
+    interval = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
+    return Comparison(interval, tuple(preferences))
+
+
+def _preference(a: float, b: float) -> float:
+    """Return 1 if `a` is higher, 0 if `b` is higher, and 0.5 for a tie."""
+    if abs(a - b) <= TIE:
         return 0.5
     return 1.0 if a > b else 0.0
 
@@ -126,7 +196,7 @@ def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
     size = min(map(len, grams.values()))
     if size == 0:
         return dict.fromkeys(grams, 0.0)
-    return {name: _mean_distinct(found, size) for name, found in grams.items()}
+    return {name: _mean_distinct(group, size) for name, group in grams.items()}
 
 
 def _n_grams(texts: Sequence[str], n: int) -> list[tuple[str, ...]]:
@@ -142,4 +212,8 @@ def _mean_distinct(grams: Sequence[tuple[str, ...]], size: int) -> float:
     starts = list(range(0, len(grams) - size + 1, size))
     if starts[-1] + size < len(grams):
         starts.append(len(grams) - size)
-    return sum(len(set(grams[start : start + size])) / size for start in starts) / len(starts)
+    shares = []
+    for start in starts:
+        window = grams[start : start + size]
+        shares.append(len(set(window)) / size)
+    return sum(shares) / len(starts)

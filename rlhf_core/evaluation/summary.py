@@ -1,28 +1,36 @@
-"""From scores to the numbers, rows and metrics that evaluation hands on."""
+"""Numbers of the evaluation from its scores: `evaluation.json`, metrics and sample rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.evaluation.judge import Answer, Comparison
-from rlhf_core.evaluation.statistics import Interval, bootstrap_mean, distinct_n, win_rate
+from rlhf_core.evaluation.statistics import (
+    Answer,
+    Comparison,
+    Interval,
+    bootstrap_mean,
+    distinct_n,
+    win_rate,
+)
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import RewardInput
 
+T = TypeVar("T")
+
 ByModel = dict[str, list[float]]
-"""model (`sft`, `ppo`) -> (n,) values, prompt by prompt."""
+"""(n,) values of each model (`sft`, `ppo`), in the order of the prompts."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All values of both models' responses; n prompts, in the same order everywhere."""
+    """All values of both models' responses to n prompts, always in the same order."""
 
     measures: Mapping[str, ByModel]
-    """`gold`, `reward_model`, `rules` (the weighted sum), where they exist."""
+    """`gold`, `reward_model`, `rules` (the weighted sum), as far as the run has them."""
     rules: Mapping[str, ByModel]
     """Raw values of each rule source. NaN if a failure is masked."""
     kl: list[float]
@@ -30,24 +38,17 @@ class Measured:
     sources: list[str]
     """(n,) data source of each prompt."""
 
-    def at(self, places: Sequence[int]) -> Measured:
-        """Return the values of some prompts."""
-
-        def kept(pairs: Mapping[str, ByModel]) -> dict[str, ByModel]:
-            return {
-                name: {model: [values[i] for i in places] for model, values in pair.items()}
-                for name, pair in pairs.items()
-            }
-
+    def select(self, indices: Sequence[int]) -> Measured:
+        """Return the values of the prompts with these indices."""
         return Measured(
-            kept(self.measures),
-            kept(self.rules),
-            [self.kl[i] for i in places],
-            [self.sources[i] for i in places],
+            {name: _select(pair, indices) for name, pair in self.measures.items()},
+            {name: _select(pair, indices) for name, pair in self.rules.items()},
+            [self.kl[i] for i in indices],
+            [self.sources[i] for i in indices],
         )
 
 
-def scored(
+def without_masked(
     responses: Mapping[str, list[RewardInput]], measured: Measured
 ) -> tuple[dict[str, list[RewardInput]], Measured]:
     """Return the prompts for which every measure has a value for both models.
@@ -55,41 +56,41 @@ def scored(
     If a source with nonzero weight masks a failure, the weighted sum is NaN. A source of weight 0 is only
     measured, and its failures exclude no prompt.
     """
-    columns = [values for pair in measured.measures.values() for values in pair.values()]
-    whole = [i for i in range(len(measured.kl)) if not any(math.isnan(values[i]) for values in columns)]
-    return _chosen(responses, whole), measured.at(whole)
+    masked: set[int] = set()
+    for pair in measured.measures.values():
+        for values in pair.values():
+            masked.update(i for i, value in enumerate(values) if math.isnan(value))
+    indices = [i for i in range(len(measured.kl)) if i not in masked]
+    return _select(responses, indices), measured.select(indices)
 
 
-def _chosen(
-    responses: Mapping[str, list[RewardInput]], places: Sequence[int]
-) -> dict[str, list[RewardInput]]:
-    return {model: [samples[i] for i in places] for model, samples in responses.items()}
+def _select(by_model: Mapping[str, list[T]], indices: Sequence[int]) -> dict[str, list[T]]:
+    return {model: [values[i] for i in indices] for model, values in by_model.items()}
 
 
 def answers(
     responses: Mapping[str, list[RewardInput]], measured: Measured
 ) -> tuple[list[Answer], list[Answer]]:
+    """Return the answers of the SFT model and of the policy, with all their scores that are not masked."""
     columns = dict(measured.measures) | {f"rule/{name}": pair for name, pair in measured.rules.items()}
-
-    def of(model: str) -> list[Answer]:
-        return [
-            Answer(
-                sample,
-                {name: pair[model][i] for name, pair in columns.items() if not math.isnan(pair[model][i])},
-            )
-            for i, sample in enumerate(responses[model])
-        ]
-
-    return of("sft"), of("ppo")
+    by_model: dict[str, list[Answer]] = {}
+    for model in ("sft", "ppo"):
+        by_model[model] = []
+        for i, sample in enumerate(responses[model]):
+            values = {name: pair[model][i] for name, pair in columns.items()}
+            scores = {name: value for name, value in values.items() if not math.isnan(value)}
+            by_model[model].append(Answer(sample, scores))
+    return by_model["sft"], by_model["ppo"]
 
 
 class Intervals:
-    """Bootstrap intervals with the configured level; one seed per quantity, the same for both models."""
+    """Bootstrap intervals with the configured level. Each quantity has its own seed, the same for both models."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
 
     def settings(self, name: str) -> dict[str, Any]:
+        """Return the arguments of `bootstrap_mean`, `win_rate` and `compare` for the quantity `name`."""
         config = self._config
         seed = derive_seed(config.run.seed, "evaluate", "bootstrap", name)
         return {
@@ -119,12 +120,22 @@ def evaluation_json(
     judge: str,
     interval: Intervals,
 ) -> dict[str, Any]:
-    """The content of `evaluation.json`. Intervals are `{mean, low, high}`."""
+    """Return the content of `evaluation.json`. Intervals are `{mean, low, high}`.
+
+    Args:
+        responses: (n,) responses of each model.
+        measured: Their values.
+        comparison: Policy against SFT model.
+        judge: Name of the measure that decided the comparison.
+        interval: Computes the confidence intervals.
+    """
     return {
         **_numbers(responses, measured, comparison.preferences, interval),
         "verdicts": asdict(comparison.verdicts),
         "judge": judge,
-        "inconsistent": comparison.inconsistent,
+        # Share of verdicts that depend on the order of the two answers. A comparison of scores has none; the
+        # field and its metric remain for readers of the format.
+        "inconsistent": 0.0,
         "distinct": _distinct(responses),
         "by_source": _by_source(responses, measured, comparison.preferences, interval),
         "confidence": interval.confidence,
@@ -138,34 +149,39 @@ def _numbers(
     interval: Intervals,
 ) -> dict[str, Any]:
     """Return the measures of some prompts."""
-    lengths = {model: [float(len(s.response_ids)) for s in samples] for model, samples in responses.items()}
+    lengths: ByModel = {}
+    eos_rate = {}
+    for model, samples in responses.items():
+        lengths[model] = [float(len(sample.response_ids)) for sample in samples]
+        eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
     kl = interval.mean("kl", measured.kl)
     measures = {name: interval.pair(name, pair) for name, pair in measured.measures.items()}
+    rules = {}
+    for name, pair in measured.rules.items():
+        unmasked = _without_nan(pair)
+        if unmasked["sft"]:
+            rules[name] = interval.pair(f"rule/{name}", unmasked)
     return {
         "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
-        "rules": {name: interval.pair(f"rule/{name}", pair) for name, pair in _known(measured.rules).items()},
+        "rules": rules,
         "kl": kl.mean,
         "kl_interval": kl.to_json(),
         "lengths": interval.pair("length", lengths),
-        "eos_rate": {
-            model: sum(s.finished for s in samples) / len(samples) for model, samples in responses.items()
-        },
+        "eos_rate": eos_rate,
         "prompts": len(responses["sft"]),
     }
 
 
-def _known(rules: Mapping[str, ByModel]) -> dict[str, ByModel]:
-    """Return the prompts for which each source has a value for both models. Sources without any have no
-    entry.
-    """
-    found: dict[str, ByModel] = {}
-    for name, pair in rules.items():
-        both = [(a, b) for a, b in zip(pair["sft"], pair["ppo"], strict=True) if not math.isnan(a + b)]
-        if both:
-            found[name] = {"sft": [a for a, _ in both], "ppo": [b for _, b in both]}
-    return found
+def _without_nan(pair: ByModel) -> ByModel:
+    """Return the values of the prompts for which both models have one."""
+    indices = [
+        i
+        for i, (sft, ppo) in enumerate(zip(pair["sft"], pair["ppo"], strict=True))
+        if not math.isnan(sft + ppo)
+    ]
+    return _select(pair, indices)
 
 
 def _by_source(
@@ -178,17 +194,26 @@ def _by_source(
     names = sorted(set(measured.sources))
     if len(names) < 2:
         return {}
-    places = {name: [i for i, source in enumerate(measured.sources) if source == name] for name in names}
-    return {
-        name: _numbers(_chosen(responses, some), measured.at(some), [preferences[i] for i in some], interval)
-        for name, some in places.items()
-    }
+    by_source = {}
+    for name in names:
+        indices = [i for i, source in enumerate(measured.sources) if source == name]
+        by_source[name] = _numbers(
+            _select(responses, indices),
+            measured.select(indices),
+            [preferences[i] for i in indices],
+            interval,
+        )
+    return by_source
 
 
 def _distinct(responses: Mapping[str, list[RewardInput]]) -> dict[str, dict[str, float]]:
+    """Return the share of distinct n-grams by model and n."""
     texts = {model: [sample.response for sample in samples] for model, samples in responses.items()}
-    found = {str(n): distinct_n(texts, n) for n in (1, 2, 3)}
-    return {model: {n: shares[model] for n, shares in found.items()} for model in texts}
+    distinct: dict[str, dict[str, float]] = {model: {} for model in texts}
+    for n in (1, 2, 3):
+        for model, share in distinct_n(texts, n).items():
+            distinct[model][str(n)] = share
+    return distinct
 
 
 def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
@@ -208,9 +233,8 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     pairs = {name: evaluation[name] for name in names if evaluation.get(name)}
     pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
     for name, pair in pairs.items():
-        flat |= {
-            f"{name}/{model}/{part}": value for model, mean in pair.items() for part, value in mean.items()
-        }
+        for model, interval in pair.items():
+            flat |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
     flat |= {f"win_rate/{part}": value for part, value in evaluation["win_rate"].items()}
     for model in ("sft", "ppo"):
         flat[f"eos_rate/{model}"] = evaluation["eos_rate"][model]
@@ -221,7 +245,8 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def sample_rows(
     sft: Sequence[Answer], ppo: Sequence[Answer], comparison: Comparison, count: int
 ) -> list[dict[str, Any]]:
-    """The first `count` pairs: not selected, so that they show the usual case."""
+    """Return the first `count` pairs of answers. They are not selected, so that they are representative."""
+    winners = {1.0: "ppo", 0.5: "tie", 0.0: "sft"}
     rows = []
     for before, after, preference in list(zip(sft, ppo, comparison.preferences, strict=True))[:count]:
         rows.append(
@@ -231,7 +256,7 @@ def sample_rows(
                 "sft": before.sample.response,
                 "ppo": after.sample.response,
                 "scores": {"sft": dict(before.scores), "ppo": dict(after.scores)},
-                "winner": "ppo" if preference > 0.5 else "sft" if preference < 0.5 else "tie",
+                "winner": winners[preference],
             }
         )
     return rows

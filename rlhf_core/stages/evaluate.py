@@ -12,16 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.decoding import load_decoder
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.exchange import exchanged_gold
-from rlhf_core.evaluation.history import History, read_history
-from rlhf_core.evaluation.judge import ScoreJudge, compare
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.statistics import compare
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
@@ -30,11 +29,14 @@ from rlhf_core.evaluation.summary import (
     evaluation_json,
     flat_metrics,
     sample_rows,
-    scored,
+    without_masked,
 )
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.plots import StepMetrics
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -65,11 +67,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     measured = _measure(
         config, context, policy, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device
     )
-    responses, measured = scored(responses, measured)
+    responses, measured = without_masked(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)
     interval = Intervals(config)
-    comparison = compare(ScoreJudge(judge), ppo, sft, **interval.settings("win_rate"))
+    comparison = compare(ppo, sft, judge, **interval.settings("win_rate"))
     evaluation = evaluation_json(responses, measured, comparison, judge, interval)
     evaluation["judge_digests"] = scoring.judge_digests(
         config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
@@ -151,7 +153,7 @@ def _write(
     (out / "samples.jsonl").write_text(lines, encoding="utf-8")
     (out / "figures").mkdir()
     images: list[report.Plot] = []
-    history = read_history(context.inputs["ppo"] / "metrics.jsonl")
+    history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
     for name, title, caption, figure in _figures(history, measured):
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
@@ -165,7 +167,7 @@ def _write(
     context.metrics.flush()
 
 
-def _figures(history: History, measured: Measured) -> list[tuple[str, str, str, Any]]:
+def _figures(history: StepMetrics, measured: Measured) -> list[tuple[str, str, str, Any]]:
     """(file name, title, caption, figure)."""
     from rlhf_core.evaluation import plots
 
@@ -194,7 +196,7 @@ def _figures(history: History, measured: Measured) -> list[tuple[str, str, str, 
     return figures
 
 
-def _over_optimisation(history: History) -> str:
+def _over_optimisation(history: StepMetrics) -> str:
     from rlhf_core.evaluation import plots
 
     if history.has(plots.GOLD):

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError
-from rlhf_core.evaluation.match import play
+from rlhf_core.evaluation.match import run_match
 from rlhf_core.storage.digests import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
@@ -99,13 +99,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
 
 def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Match | None:
-    played = play(config, context, champion)
-    if played is None:
+    result = run_match(config, context, champion)
+    if result is None:
         return None
-    rate, verdicts = played.home.win_rate, played.home.verdicts
-    away = None if played.away is None else played.away.win_rate.mean
+    rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
+    away = None if result.by_champion_model is None else result.by_champion_model.win_rate.mean
     return Match(
-        rate.mean, rate.low, rate.high, verdicts.prompts, verdicts.wins, verdicts.losses, played.judge, away
+        rate.mean, rate.low, rate.high, verdicts.prompts, verdicts.wins, verdicts.losses, result.judge, away
     )
 
 

@@ -1,11 +1,10 @@
-"""The match of a candidate against the champion; its models are scripted here, store and tokenizer are real.
+"""Match of a candidate against the champion. Models are scripted; store and tokenizer are real.
 
-- both answer the evaluation's prompts, and the judge of the evaluation decides each
+- both answer the prompts of the evaluation, and its judge decides each prompt
 - prompts that the champion was trained on are left out
-- the champion is loaded as its own run's settings say (base and adapter, or the merge), whatever the
-  candidate's are
-- it is not played where the champion is not in this store, reads other tokens, or cannot be served; the log
-  says why
+- the champion is loaded with the settings of its own run (base and adapter, or the merge)
+- the match is skipped, and the reason logged, if the champion is not in this store, has another tokenizer, or
+  cannot be served
 """
 
 from __future__ import annotations
@@ -108,16 +107,16 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("says", "rate"), [(BAD, 1.0), (GOOD, 0.5)])
-def test_the_judge_of_the_evaluation_decides_prompt_by_prompt(
+def test_judge_of_the_evaluation_decides_each_prompt(
     says: str, rate: float, config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
-    played = match.play(config, context, champion(says)[1])
-    assert played is not None
-    assert (played.home.win_rate.mean, len(played.home.preferences)) == (rate, len(PROMPTS))
+    result = match.run_match(config, context, champion(says)[1])
+    assert result is not None
+    assert (result.comparison.win_rate.mean, len(result.comparison.preferences)) == (rate, len(PROMPTS))
 
 
 @pytest.mark.parametrize("judge", ["rules", "reward_model"])
-def test_rules_and_the_candidates_reward_model_can_judge(
+def test_rules_or_the_candidates_reward_model_decide(
     judge: str, config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = config.model_dump(mode="json", by_alias=True)
@@ -135,15 +134,17 @@ def test_rules_and_the_candidates_reward_model_can_judge(
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
     inputs = {**context.inputs, "reward": Path("/its/reward")}
     with_reward = StageContext(inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress)  # fmt: skip
-    played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1])
-    assert played is not None
-    assert played.home.win_rate.mean == 0.0
+    result = match.run_match(
+        PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1]
+    )
+    assert result is not None
+    assert result.comparison.win_rate.mean == 0.0
     if judge == "reward_model":
         assert asked == [Path("/its/reward/model")]
-        assert len(played.home.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
+        assert len(result.comparison.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
 
 
-def test_the_champions_reward_model_judges_the_same_answers(
+def test_champions_reward_model_scores_the_same_answers(
     config: PipelineConfig,
     context: StageContext,
     champion: Any,
@@ -168,21 +169,21 @@ def test_the_champions_reward_model_judges_the_same_answers(
     ours = StageContext(
         inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress
     )
-    played = match.play(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
-    assert played is not None and played.away is not None and played.judge == "reward_model"
-    assert (played.home.win_rate.mean, played.away.win_rate.mean) == (1.0, 0.0)
+    result = match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
+    assert result is not None and result.by_champion_model is not None and result.judge == "reward_model"
+    assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
 
 
-def test_prompts_that_the_champion_was_trained_on_are_left_out(
+def test_training_prompts_of_the_champion_are_left_out(
     config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = champion(BAD)[1]
     SEEN.extend(["p0", "p5", "another"])
-    played = match.play(config, context, tags)
-    assert played is not None
-    assert len(played.home.preferences) == len(PROMPTS) - 2
+    result = match.run_match(config, context, tags)
+    assert result is not None
+    assert len(result.comparison.preferences) == len(PROMPTS) - 2
     SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
-    assert match.play(config, context, tags) is None
+    assert match.run_match(config, context, tags) is None
     assert "it was trained on all held-out prompts; recorded evaluations decide" in caplog.text
 
 
@@ -202,7 +203,7 @@ NF4 = {**BF16, "lora": {"r": 8, "quantize": "nf4"}}
         ),
     ],
 )
-def test_the_champion_is_loaded_as_its_own_settings_say(
+def test_champion_is_loaded_with_its_own_settings(
     candidate: Any,
     theirs: Any,
     apart: bool,
@@ -240,25 +241,25 @@ def test_the_champion_is_loaded_as_its_own_settings_say(
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.responses_of", respond)
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score", lambda *_, **__: [])
-    assert match.play(settings(candidate), ours, tags) is None
+    assert match.run_match(settings(candidate), ours, tags) is None
     merged = PolicyFiles(fetched["ppo"] / "policy")
     assert loaded["champion"] == (
         PolicyFiles(fetched["sft"] / "model", fetched["ppo"] / "adapter") if apart else merged
     )
 
 
-def test_it_is_not_played_without_the_champions_weights_and_data(
+def test_match_is_skipped_without_the_champions_artifacts(
     config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = champion(BAD)[1]
     others = [{}, *({**tags, name: "f" * len(value)} for name, value in tags.items())]
     for other in others:
-        assert match.play(config, context, other) is None
+        assert match.run_match(config, context, other) is None
         assert "artifact is not in this store; recorded evaluations decide" in caplog.text
         caplog.clear()
 
 
-def test_it_is_not_played_against_other_tokens_templates_or_damaged_weights(
+def test_match_is_skipped_for_other_tokenizers_or_damaged_weights(
     config: PipelineConfig,
     context: StageContext,
     champion: Any,
@@ -270,23 +271,23 @@ def test_it_is_not_played_against_other_tokens_templates_or_damaged_weights(
         own = tmp_path / "ppo" / "policy" / name
         whole = own.read_text()
         own.write_text(whole + " ")
-        assert match.play(config, context, tags) is None
+        assert match.run_match(config, context, tags) is None
         assert "another tokenizer or template" in caplog.text
         own.write_text(whole)
         caplog.clear()
     (folder / "says").write_text("rot")
-    assert match.play(config, context, tags) is None
+    assert match.run_match(config, context, tags) is None
     assert "no match against the champion: " in caplog.text and "recorded evaluations decide" in caplog.text
 
 
-def test_it_is_not_played_against_a_champion_of_another_template(
+def test_match_is_skipped_for_another_template(
     config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert match.play(config, context, champion(BAD, template="plain")[1]) is None
+    assert match.run_match(config, context, champion(BAD, template="plain")[1]) is None
     assert "another tokenizer or template" in caplog.text
 
 
-def test_a_store_that_fails_decides_nothing(
+def test_store_errors_are_raised(
     config: PipelineConfig, context: StageContext, champion: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_arguments: Any) -> None:
@@ -295,15 +296,15 @@ def test_a_store_that_fails_decides_nothing(
     tags = champion(BAD)[1]
     monkeypatch.setattr(ArtifactStore, "fetch", fail)
     with pytest.raises(StoreError):
-        match.play(config, context, tags)
+        match.run_match(config, context, tags)
 
 
-def test_a_champion_that_cannot_be_served_is_not_played_and_a_candidate_must_be(
+def test_match_is_skipped_if_the_champion_cannot_be_served(
     config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = champion("FAIL")[1]
-    assert match.play(config, context, tags) is None
+    assert match.run_match(config, context, tags) is None
     assert "it cannot be served here (RuntimeError: CUDA out of memory); recorded" in caplog.text
     (context.inputs["ppo"] / "policy" / "says").write_text("FAIL")
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
-        match.play(config, context, tags)
+        match.run_match(config, context, tags)

@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.history import History, read_history
+from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
 from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render
 
 HOSTILE = (
@@ -238,8 +238,8 @@ def test_empty_responses_and_missing_step_metrics_are_stated() -> None:
     assert "no step metrics" in document
 
 
-def history(steps: int) -> History:
-    return History(
+def history(steps: int) -> StepMetrics:
+    return StepMetrics(
         [
             {
                 "step": s,
@@ -266,7 +266,7 @@ def test_curves_have_the_recorded_values_and_units(steps: int) -> None:
 def test_score_and_gold_reward_are_plotted_against_root_kl(tmp_path: Path) -> None:
     rows = [{"step": s, "objective/kl": s * s, "objective/scores": s, plots.GOLD: -s} for s in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    score, gold = plots.reward_against_kl(read_history(tmp_path / "metrics.jsonl")).axes[0].lines
+    score, gold = plots.reward_against_kl(read_step_metrics(tmp_path / "metrics.jsonl")).axes[0].lines
     assert (list(score.get_xdata()), list(score.get_ydata())) == ([1, 2, 3], [1, 2, 3])
     assert (list(gold.get_xdata()), list(gold.get_ydata())) == ([1, 2, 3], [-1, -2, -3])
 
@@ -305,10 +305,10 @@ def test_repeated_steps_count_once_and_steps_are_sorted(tmp_path: Path) -> None:
         {"step": 2, "x": 2.0, "note": "text"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    read = read_history(path)
+    read = read_step_metrics(path)
     assert read.column("x").tolist() == [1.0, 2.0, 3.0]
     assert np.isnan(read.column("nothing")).all() and not read.has("nothing")
-    assert len(read_history(tmp_path / "missing.jsonl")) == 0
+    assert len(read_step_metrics(tmp_path / "missing.jsonl")) == 0
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"x": 1}'])
@@ -316,4 +316,4 @@ def test_invalid_line_of_step_metrics_is_named(tmp_path: Path, line: str) -> Non
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(CorruptArtifact, match=r"metrics\.jsonl:2"):
-        read_history(path)
+        read_step_metrics(path)

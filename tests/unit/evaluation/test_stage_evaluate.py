@@ -189,7 +189,7 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     assert {row["winner"] for row in rows} == {"ppo"}
     assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
     document = (context.output / "report.html").read_text()
-    assert "d" * 64 in document and "<b>sets</b>" in document
+    assert "d" * 64 in document and "<strong>sets</strong>" in document
 
 
 def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext) -> None:
