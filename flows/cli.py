@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
+from rlhf_core.pipeline import STAGES
 from rlhf_core.run.logs import set_up_logging
 from rlhf_core.system.home import Home
-from rlhf_core.types import STAGES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,11 +142,13 @@ def _add_run(commands: Any) -> None:
     sub.add_argument(
         "--from",
         dest="start",
-        choices=STAGES,
-        default=STAGES[0],
+        choices=tuple(STAGES),
+        default=next(iter(STAGES)),
         help="stages before this one must have been made already",
     )
-    sub.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage")
+    sub.add_argument(
+        "--until", choices=tuple(STAGES), default=next(reversed(STAGES)), help="stop after this stage"
+    )
 
 
 def _add_plan(commands: Any) -> None:
@@ -219,10 +221,10 @@ def _add_home(sub: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.parameters import check_range
+    from rlhf_core.pipeline import stages_between
     from rlhf_core.run.settings import checked_config
 
-    check_range(arguments.start, arguments.until)
+    stages_between(arguments.start, arguments.until)
     config, _ = checked_config(arguments.config, arguments.overrides)
     home = Home.of(config.run.home)
     console = set_up_logging(home)

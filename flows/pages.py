@@ -26,9 +26,9 @@ from prefect.artifacts import (
 )
 
 from flows.prefect_server import EMBEDDED
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline import Pipeline, StageRecord
 from rlhf_core.run.summary import run_markdown, stage_markdown
-from rlhf_core.types import StageName
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 from prefect import flow, runtime
 from pydantic import Field
 
-from flows import tasks as stages
 from flows.pages import flow_run_tags, publish_run, publish_tags
+from flows.tasks import make_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.parameters import DEFAULT_CONFIG, overrides_of
 from rlhf_core.run.pipeline import open_pipeline
-from rlhf_core.types import StageName
 
 File = Annotated[str, Field(min_length=1)]
 Override = Annotated[str, Field(pattern=r"^[a-z_][\w.]*=")]
@@ -25,8 +25,9 @@ def run_name() -> str:
     """`demo-seed0-3fa2c1`: configuration, seed and flow run; the same after a restart."""
     given = runtime.flow_run.parameters
     flow_run = str(runtime.flow_run.id)[:6]
+    fields = {"run.name": given.get("name"), "run.seed": given.get("seed")}
     try:
-        config = load_config(given["config"], overrides_of(given)).run
+        config = load_config(given["config"], overrides_of(fields, given.get("overrides") or ())).run
     except InputError:  # the flow itself says what is wrong with it
         return f"{Path(given['config']).stem}-{flow_run}"
     return f"{config.name}-seed{config.seed}-{flow_run}"
@@ -57,13 +58,20 @@ def rlhf(
         start: Stages before this one must have been made already; a missing one is an error.
         until: Stop after this stage.
     """
-    with open_pipeline(config, overrides_of(locals()), start, until, flow_run_tags()) as run:
+    fields = {
+        "run.name": name,
+        "run.seed": seed,
+        "ppo.steps": ppo_steps,
+        "ppo.kl.coef": kl_coef,
+        "ppo.policy.learning_rate": policy_learning_rate,
+    }
+    with open_pipeline(config, overrides_of(fields, overrides), start, until, flow_run_tags()) as run:
         publish_tags(run)
-        data = stages.data(run)
-        sft = stages.sft(run, data)
-        reward = stages.reward(run, data, sft)
-        policy = stages.ppo(run, data, sft, reward)
-        evaluation = stages.evaluate(run, data, sft, reward, policy)
-        stages.register(run, data, sft, reward, policy, evaluation)
+        data = make_stage(run, "data")
+        sft = make_stage(run, "sft", data)
+        reward = make_stage(run, "reward", data, sft)
+        policy = make_stage(run, "ppo", data, sft, reward)
+        evaluation = make_stage(run, "evaluate", data, sft, reward, policy)
+        make_stage(run, "register", data, sft, reward, policy, evaluation)
         publish_run(run)
     return run.summary()

@@ -35,6 +35,7 @@ from rlhf_core.errors import (
     Superseded,
     UnexpectedError,
 )
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import OnEvent, run_child
 from rlhf_core.run.display import current_display
 from rlhf_core.run.environment import stage_environment
@@ -42,7 +43,7 @@ from rlhf_core.run.pipeline import Pipeline, StageRecord
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import ArtifactRef, StageName
+from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
@@ -68,37 +69,8 @@ Ref = ArtifactRef | None
 """None: this run does not have the stage (`--until`, or no reward model asked for)."""
 
 
-def data(run: Pipeline) -> Ref:
-    """Sources -> tokenizer, token files, data card."""
-    return _stage(run, "data")
-
-
-def sft(run: Pipeline, data: Ref) -> Ref:
-    """Demonstrations -> the supervised model."""
-    return _stage(run, "sft", data)
-
-
-def reward(run: Pipeline, data: Ref, sft: Ref) -> Ref:
-    """Preference pairs -> the reward model."""
-    return _stage(run, "reward", data, sft)
-
-
-def ppo(run: Pipeline, data: Ref, sft: Ref, reward: Ref) -> Ref:
-    """Prompts and rewards -> the policy."""
-    return _stage(run, "ppo", data, sft, reward)
-
-
-def evaluate(run: Pipeline, data: Ref, sft: Ref, reward: Ref, ppo: Ref) -> Ref:
-    """The policy against the supervised model on held-out prompts -> numbers, samples, report."""
-    return _stage(run, "evaluate", data, sft, reward, ppo)
-
-
-def register(run: Pipeline, data: Ref, sft: Ref, reward: Ref, ppo: Ref, evaluation: Ref) -> Ref:
-    """The policy -> a version in the model registry."""
-    return _stage(run, "register", data, sft, reward, ppo, evaluation)
-
-
-def _stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
+def make_stage(run: Pipeline, stage: StageName, *inputs: Ref) -> Ref:
+    """Return the artifact of `stage`, reused or made by its task; None if this run does not have the stage."""
     if not run.wants(stage):
         return None
     tries = Tries(run.config.run.retries)

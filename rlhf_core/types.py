@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from rlhf_core.pipeline import StageName
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.stopping import StopRequest
 
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
-StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
-STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,7 @@ from rlhf_core.config.base import Section, effect_of
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.types import StageName
-
-SCHEMA: dict[StageName, int] = {"data": 4, "sft": 5, "reward": 6, "ppo": 9, "evaluate": 9, "register": 4}
-"""Version of each stage's code: raise it when the same configuration gives another result."""
-
-INPUTS: dict[StageName, tuple[StageName, ...]] = {
-    "data": (),
-    "sft": ("data",),
-    "reward": ("data", "sft"),
-    "ppo": ("data", "sft", "reward"),
-    "evaluate": ("data", "sft", "reward", "ppo"),
-    "register": ("data", "sft", "reward", "ppo", "evaluate"),
-}
-"""Which artifacts a stage reads. `reward` drops out of all where no reward model is trained."""
-
-_SECTIONS: dict[StageName, tuple[str, ...]] = {
-    "data": ("model", "data"),
-    "sft": ("model", "sft"),
-    "reward": ("model", "reward"),
-    "ppo": ("model", "ppo"),
-    "evaluate": ("evaluate", "ppo"),
-    "register": ("register",),
-}
+from rlhf_core.pipeline import STAGES, StageName
 
 _PIPELINE_SECTIONS = ("model", "data", "sft", "reward", "ppo", "evaluate", "register")
 """All but `run`, `store` and `tracking`, which say where and how the pipeline runs."""
@@ -47,7 +26,13 @@ _PIPELINE_SECTIONS = ("model", "data", "sft", "reward", "ppo", "evaluate", "regi
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
     """The stages whose artifacts `stage` reads under this configuration."""
-    return tuple(name for name in INPUTS[stage] if name != "reward" or config.reward.enabled)
+    return tuple(name for name in STAGES[stage].inputs if is_enabled(config, name))
+
+
+def is_enabled(config: PipelineConfig, stage: StageName) -> bool:
+    """Return whether the pipeline of this configuration has `stage`."""
+    field = STAGES[stage].enabled_by
+    return field is None or bool(attrgetter(field)(config))
 
 
 def stage_key(
@@ -62,10 +47,10 @@ def stage_key(
     """
     payload: dict[str, Any] = {
         "stage": stage,
-        "schema": SCHEMA[stage],
+        "schema": STAGES[stage].version,
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
-        "config": {name: result_settings(_section(config, name)) for name in _SECTIONS[stage]},
+        "config": {name: result_settings(_section(config, name)) for name in STAGES[stage].sections},
         "inputs": dict(sorted(input_digests.items())),
         "sources": dict(sorted(source_digests.items())),
     }
@@ -80,7 +65,7 @@ def stage_key(
 def roundings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
-    for name in _SECTIONS[stage]:
+    for name in STAGES[stage].sections:
         settings.update(_rounding_settings(name, _section(config, name)))
     return settings
 
@@ -132,7 +117,7 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     settings = {name: result_settings(_section(config, name)) for name in _PIPELINE_SECTIONS}
     return {
-        "schema": SCHEMA,
+        "schema": {name: stage.version for name, stage in STAGES.items()},
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,

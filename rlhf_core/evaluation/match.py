@@ -24,11 +24,12 @@ from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
 from rlhf_core.evaluation.statistics import Answer, Comparison, compare
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
-from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContext, StageName
+from rlhf_core.types import ArtifactRef, PromptExample, RewardInput, StageContext
 
 log = logging.getLogger(__name__)
 

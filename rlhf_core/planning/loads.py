@@ -14,9 +14,9 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.config.placement import plan as place
 from rlhf_core.models.shape import ModelShape
+from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.memory import ENGINE_CONTEXT, NOTHING, Bytes, ForwardPass, Model, engine_memory
-from rlhf_core.types import StageName
 
 CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
 """Of one process, whatever it computes: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its

@@ -6,20 +6,19 @@ that dies in between loses nothing, and one that was wrongly thought dead cannot
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, roundings
 from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
+from rlhf_core.pipeline import STAGES
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -32,11 +31,9 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
+from rlhf_core.types import ArtifactRef, Lineage, StageContext
 
 log = logging.getLogger(__name__)
-
-StageFunction = Callable[[PipelineConfig, StageContext], StageResult]
 
 
 def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
@@ -97,27 +94,16 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
 def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
     """The error, with what to lower where memory did not suffice."""
     return (
-        OutOfMemory(f"{error.message}; {_what_needs_less(spec)}") if isinstance(error, OutOfMemory) else error
+        OutOfMemory(f"{error.message}; {_memory_advice(spec)}") if isinstance(error, OutOfMemory) else error
     )
 
 
-def _what_needs_less(spec: StageSpec) -> str:
-    config = spec.config
-    engine = {
-        "ppo.engine.max_num_seqs": config.ppo.engine.max_num_seqs,
-        "ppo.engine.gpu_memory_utilization (GPU)": config.ppo.engine.gpu_memory_utilization,
-        "ppo.engine.kv_cache_gib (CPU)": config.ppo.engine.kv_cache_gib,
-    }
-    scoring = {"ppo.micro_batch_tokens": config.ppo.micro_batch_tokens}
-    numbers: dict[str, dict[str, float]] = {
-        "sft": {"sft.micro_batch_tokens": config.sft.micro_batch_tokens},
-        "reward": {"reward.micro_batch_tokens": config.reward.micro_batch_tokens},
-        "ppo": scoring | engine,
-        "evaluate": scoring | engine,
-        "register": engine,
-    }
-    known = ", ".join(f"{name}={value:g}" for name, value in numbers.get(spec.stage, {}).items())
-    advice = f"lower {known}" if known else "give the machine more memory"
+def _memory_advice(spec: StageSpec) -> str:
+    settings = []
+    for name in STAGES[spec.stage].memory_fields:
+        value = attrgetter(name.partition(" ")[0])(spec.config)
+        settings.append(f"{name}={value:g}")
+    advice = f"lower {', '.join(settings)}" if settings else "give the machine more memory"
     return f"{advice}; `rlhf plan CONFIG` shows what needs how much"
 
 
@@ -198,7 +184,7 @@ class _Attempt:
         # Stages with ranks and actors name their own parts in its place.
         register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
-        result = _stage_function(spec.stage)(spec.config, context)
+        result = STAGES[spec.stage].load()(spec.config, context)
         unregister()
         self.stage_run.flush()
         failpoint("stage.made")
@@ -216,12 +202,6 @@ class _Attempt:
             mlflow_run_id=self.stage_run.run_id,
             fence=self.fence,
         )
-
-
-def _stage_function(stage: str) -> StageFunction:
-    # Imported here: the stages pull in torch, ray and vllm, which only their own process needs.
-    function: StageFunction = importlib.import_module(f"rlhf_core.stages.{stage}").run
-    return function
 
 
 def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:

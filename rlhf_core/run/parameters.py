@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rlhf_core.errors import InputError
-from rlhf_core.types import STAGES, StageName
 
 DEFAULT_CONFIG = "deployments/configs/demo.yaml"
 
-FIELDS = {
-    "name": "run.name",
-    "seed": "run.seed",
-    "ppo_steps": "ppo.steps",
-    "kl_coef": "ppo.kl.coef",
-    "policy_learning_rate": "ppo.policy.learning_rate",
-}
-"""Parameter of the form -> field of the configuration."""
 
-
-def overrides_of(parameters: Mapping[str, Any]) -> list[str]:
-    """`section.field=value` for each parameter given; those in `overrides` come last and win."""
-    given = {field: parameters[name] for name, field in FIELDS.items() if parameters.get(name) is not None}
-    named = [
-        f"{field}={json.dumps(value)}" for field, value in given.items()
-    ]  # JSON is YAML: "1e3" stays a name
-    return [*named, *(parameters.get("overrides") or ())]
-
-
-def check_range(start: StageName, until: StageName) -> None:
-    """Raises InputError if no stage lies between them."""
-    if STAGES.index(start) > STAGES.index(until):
-        raise InputError(f"--from {start} comes after --until {until}; the stages are {', '.join(STAGES)}")
+def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[str]:
+    """Return `section.field=value` for each of `fields` that is not None, followed by `overrides`, which win."""
+    # JSON is valid YAML, and unlike YAML's plain scalars it keeps the name "1e3" a text.
+    given = [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
+    return [*given, *overrides]

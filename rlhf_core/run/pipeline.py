@@ -24,14 +24,14 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.flat import flat
-from rlhf_core.config.keys import decisive, pipeline_key, pipeline_name, stage_inputs, stage_key
+from rlhf_core.config.keys import decisive, is_enabled, pipeline_key, pipeline_name, stage_inputs, stage_key
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.data.sources import pinned, source_digests, source_name
 from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
+from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.rewards.check import module_file
 from rlhf_core.run.home import read_run
-from rlhf_core.run.parameters import check_range
 from rlhf_core.run.settings import checked_config
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.run.summary import nothing_made, reuse_sentence, run_markdown, summarize
@@ -44,7 +44,7 @@ from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId, lives
 from rlhf_core.tracking.tracker import DataSet, Status, Tracking, open_tracking, origin_tags
-from rlhf_core.types import STAGES, ArtifactRef, StageName
+from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,9 @@ class Pipeline:
         start: StageName = "data",
         until: StageName = "register",
     ) -> None:
-        check_range(start, until)
+        self.stages = stages_between(start, until)
         self.config = config
         self.config_path = config_path
-        self.start = start
-        self.until = until
         me = ProcessId.of(os.getpid())
         self.started = me.started if me is not None else time.time()
         self.sources = outside_digests(config)
@@ -118,25 +116,17 @@ class Pipeline:
 
     def wants(self, stage: StageName) -> bool:
         """Whether this run has `stage` at all: `--until` ends it, and no reward model may be asked for."""
-        if stage == "reward" and not self.config.reward.enabled:
-            return False
-        return STAGES.index(stage) <= STAGES.index(self.until)
+        names = list(STAGES)
+        return is_enabled(self.config, stage) and names.index(stage) <= names.index(self.stages[-1])
 
     def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:
         """What the child process of `stage` is told, key included."""
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
-        sources = self._sources_of(stage)
-        key = stage_key(self.config, stage, digests, sources)
-        told = self._sources_of("ppo") if stage in ("evaluate", "register") else sources
-        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, told)
-
-    def _sources_of(self, stage: StageName) -> dict[str, str]:
-        """Digests of what `stage` reads from outside; other stages see it through their inputs."""
-        if stage == "data":
-            return {name: digest for name, digest in self.sources.items() if not name.startswith("ppo.")}
-        names = {"sft": "model", "ppo": "ppo."}.get(stage)
-        return {name: digest for name, digest in self.sources.items() if names and name.startswith(names)}
+        prefixes = STAGES[stage].sources
+        sources = {name: digest for name, digest in self.sources.items() if name.startswith(prefixes)}
+        key = stage_key(self.config, stage, digests, sources if STAGES[stage].sources_in_key else {})
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
 
     def find(self, spec: StageSpec) -> ArtifactRef | None:
         """The artifact of this key, if it was ever made.
@@ -151,9 +141,9 @@ class Pipeline:
                     found, f"The policy was registered once, but MLflow has no such version of {model}."
                 )
                 found = None
-        if found is None and STAGES.index(spec.stage) < STAGES.index(self.start):
+        if found is None and spec.stage not in self.stages:
             raise InputError(
-                f"--from {self.start} needs the artifact of stage {spec.stage} (key {spec.key}), which is not"
+                f"--from {self.stages[0]} needs the artifact of stage {spec.stage} (key {spec.key}), which is not"
                 f" in {self.config.store_url}; leave --from out, or give --from {spec.stage}"
             )
         return found

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.pipeline import StageName
 from rlhf_core.system.home import Home
-from rlhf_core.types import ArtifactRef, StageName
+from rlhf_core.types import ArtifactRef
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from rlhf_core.pipeline import STAGES, StageName
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rlhf_core.run.pipeline import StageRecord
-    from rlhf_core.types import ArtifactRef, StageName
+    from rlhf_core.types import ArtifactRef
 
 _INTERVAL = ("mean", "low", "high")
 _WHO = {"sft": "SFT", "ppo": "PPO", "difference": "difference by prompt"}
@@ -58,11 +60,9 @@ def summarize(
         }
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
-    for name in ("ppo", "evaluate", "register"):
-        facts = records[name].ref.attributes if name in records else {}
-        if "weights_sha256" in facts:
-            summary["weights_sha256"] = facts["weights_sha256"]
-            break
+    for record in records.values():
+        if "weights_sha256" in record.ref.attributes:
+            summary["weights_sha256"] = record.ref.attributes["weights_sha256"]
     return summary
 
 
@@ -95,20 +95,12 @@ def _interval(metrics: Mapping[str, float], prefix: str) -> dict[str, float] | N
     return {part: metrics[f"{prefix}/{part}"] for part in _INTERVAL}
 
 
-_TELLING: Mapping[str, tuple[str, ...]] = {
-    "data": ("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),
-    "sft": ("eval_loss", "perplexity", "tokens_per_s"),
-    "reward": ("accuracy", "margin", "eval_loss"),
-    "ppo": ("scores", "kl", "policy/entropy", "rollout/length"),
-    "evaluate": ("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
-}
-"""What a reader wants to know first of each stage."""
-
-
 def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
-    """A stage's most telling numbers on one line."""
-    telling = {name: metrics[name] for name in _TELLING.get(stage, ()) if name in metrics}
-    shown = list((telling or metrics).items())[:count]
+    """Return the main metrics of a stage on one line, or the first ones if none of them was measured."""
+    row = STAGES.get(cast(StageName, stage))  # progress bars also have tasks that are no stages
+    names = () if row is None else row.headline
+    main = {name: metrics[name] for name in names if name in metrics}
+    shown = list((main or metrics).items())[:count]
     return "  ".join(
         f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown
     )

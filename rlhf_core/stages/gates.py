@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import why_merged
 from rlhf_core.errors import GateFailed
-from rlhf_core.types import StageName
+from rlhf_core.pipeline import StageName
 
 
 def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, float]) -> None:

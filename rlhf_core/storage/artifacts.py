@@ -13,13 +13,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
-from rlhf_core.types import ArtifactRef, StageName
+from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.load import load_config
+from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import STAGES, StageName
 
 CONFIG = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 TRACE = "RLHF_FAIL_TRACE"
@@ -102,13 +102,13 @@ class Result:
 class Golden:
     """The undisturbed run below `folder`; made by the first use."""
 
-    def __init__(self, folder: Path, stages: Sequence[StageName] = STAGES) -> None:
+    def __init__(self, folder: Path, stages: Sequence[StageName] = tuple(STAGES)) -> None:
         self.folder = folder
         self.points: dict[str, Counter[str]] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
         home = folder / "home"
-        for stage in STAGES[: STAGES.index(stages[-1]) + 1]:
+        for stage in stages_between("data", stages[-1]):
             if stage in stages:
                 (
                     shutil.copytree(home, self.before(stage))

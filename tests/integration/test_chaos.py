@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.types import StageName
+from rlhf_core.pipeline import StageName
 from tests.chaos.__main__ import negative_control
 from tests.chaos.harness import Case, Golden, read_passes, run_case
 

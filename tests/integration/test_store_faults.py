@@ -30,6 +30,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, DataError, RLHFError, StoreError, StoreUnavailable
+from rlhf_core.pipeline import Stage
 from rlhf_core.run import attempt as run
 from rlhf_core.run.child import TERM_SECONDS
 from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
@@ -273,7 +274,7 @@ def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploa
         proxy.restart(lambda n: "expired")
         return StageResult({"rows": 2.0})
 
-    monkeypatch.setattr(run, "_stage_function", lambda name: stage)
+    monkeypatch.setattr(Stage, "load", lambda _stage: stage)
     proxy.restart(lambda n: "")
     with pytest.raises(
         StoreError, match=r"expired.*check the credentials.*the same command uploads it"

@@ -26,7 +26,7 @@ from rlhf_core.config.load import load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
-    ("rlhf_core.errors", "rlhf_core.system"),
+    ("rlhf_core.errors", "rlhf_core.pipeline", "rlhf_core.system"),
     ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds"),
     ("rlhf_core.algo",),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),

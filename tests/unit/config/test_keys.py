@@ -22,7 +22,7 @@ from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, locate, variants
-from rlhf_core.types import STAGES
+from rlhf_core.pipeline import STAGES
 
 
 def _keys(tree: dict[str, Any], sources: dict[str, str] | None = None) -> dict[str, str]:

@@ -23,7 +23,7 @@ from rlhf_core.evaluation import match
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import STAGES, PromptExample, Rollout, StageContext
+from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.small_ppo import local_context as nowhere
 
 PROMPTS = [
@@ -72,7 +72,7 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
         made = config.model_dump(mode="json", by_alias=True)
         made["data"] |= data
         tags = {}
-        for stage in STAGES[0], STAGES[3]:
+        for stage in ("data", "ppo"):
             policy(tmp_path / "out" / "policy", says)
             ref = store.publish(stage, "c" * 16, tmp_path / "out", parents={}, metrics={}, config=made)
             tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}

@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
+from rlhf_core.pipeline import Stage
 from rlhf_core.run import attempt as run
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
@@ -45,7 +46,7 @@ class Attempt:
             (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
-        self._patch.setattr(run, "_stage_function", lambda _stage: stage)
+        self._patch.setattr(Stage, "load", lambda _stage: stage)
         return run.execute(StageSpec("sft", KEY, self.config), Events(None))
 
     def saved(self) -> list[str]:

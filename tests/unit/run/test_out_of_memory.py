@@ -13,10 +13,10 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory, classified
+from rlhf_core.pipeline import STAGES, Stage, StageName
 from rlhf_core.run import attempt as run
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.types import STAGES, StageName
 
 
 @pytest.mark.parametrize("told_by", ["the stage", "the monitor"])
@@ -37,7 +37,7 @@ def test_the_message_has_numbers_to_lower(
         raise SystemExit
 
     monkeypatch.setattr(run, "_abort", gives_up)
-    monkeypatch.setattr(run, "_stage_function", lambda _stage: full)
+    monkeypatch.setattr(Stage, "load", lambda _stage: full)
     untracked = SimpleNamespace(run_id=None, finish=lambda status: None)
     monkeypatch.setattr(
         run, "open_tracking", lambda _config: SimpleNamespace(stage_run=lambda *_a, **_k: untracked)

@@ -26,7 +26,8 @@ from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
-from rlhf_core.run.parameters import check_range, overrides_of
+from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline import Pipeline, StageRecord, open_pipeline, outside_digests
 from rlhf_core.run.settings import checked_config
 from rlhf_core.run.spec import StageSpec
@@ -37,7 +38,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.tracking.registry import WEIGHTS
-from rlhf_core.types import STAGES, ArtifactRef, StageName
+from rlhf_core.types import ArtifactRef
 
 
 def config(home: Path, **sections: Any) -> PipelineConfig:
@@ -128,9 +129,9 @@ def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Pat
 
 
 def test_a_range_without_stages_is_refused() -> None:
-    check_range("ppo", "ppo")
+    assert stages_between("ppo", "ppo") == ("ppo",)
     with pytest.raises(InputError, match="--from ppo comes after --until sft"):
-        check_range("ppo", "sft")
+        stages_between("ppo", "sft")
 
 
 def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_path: Path) -> None:
@@ -169,13 +170,13 @@ def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_parameters_of_the_form_become_overrides_and_the_explicit_ones_win() -> None:
-    given = {"seed": 3, "kl_coef": 0.0, "ppo_steps": None, "overrides": ("run.seed=4",)}
-    assert overrides_of(given) == ["run.seed=3", "ppo.kl.coef=0.0", "run.seed=4"]
+    given = {"run.seed": 3, "ppo.kl.coef": 0.0, "ppo.steps": None}
+    assert overrides_of(given, ("run.seed=4",)) == ["run.seed=3", "ppo.kl.coef=0.0", "run.seed=4"]
 
 
 @pytest.mark.parametrize("name", ["2024", "1e3", "0.1", "true", "null", "demo"])
 def test_a_name_of_the_form_stays_a_name_whatever_yaml_would_make_of_it(name: str) -> None:
-    assert load_config("deployments/configs/demo.yaml", overrides_of({"name": name})).run.name == name
+    assert load_config("deployments/configs/demo.yaml", overrides_of({"run.name": name})).run.name == name
 
 
 EVALUATION = {

@@ -1,0 +1,139 @@
+"""The stages of the pipeline and what each of them reads: the DAG, stated once.
+
+    data ──> sft ──> reward ──> ppo ──> evaluate ──> register
+
+A stage reads the artifacts of all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py`
+with `run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
+
+This module imports nothing heavy: the command line and the configuration use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_core.errors import InputError
+
+StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table."""
+
+    name: StageName
+    function: str
+    """`module:function` of `run(config, context) -> StageResult`. It is imported in the stage's own process,
+    because it loads torch, Ray and vLLM.
+    """
+    version: int
+    """Version of the stage's code, part of its key. Raise it when the same configuration gives another
+    result.
+    """
+    sections: tuple[str, ...]
+    """Sections of the configuration that affect its result."""
+    inputs: tuple[StageName, ...] = ()
+    """Stages whose artifacts it reads, if they are enabled."""
+    sources: tuple[str, ...] = ()
+    """External inputs that it reads, as prefixes of the names in `rlhf_core.data.sources.source_digests`. The
+    stage compares them with the digests of the run.
+    """
+    sources_in_key: bool = True
+    """False if the key of an input artifact already contains the sources."""
+    enabled_by: str | None = None
+    """Configuration field that switches the stage on; None if every pipeline has it."""
+    headline: tuple[str, ...] = ()
+    """Metrics that are shown on one line, the most important first."""
+    memory_fields: tuple[str, ...] = ()
+    """Configuration fields that reduce its memory if they are lowered, with the device that they apply to."""
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the stage's function."""
+        module, _, function = self.function.partition(":")
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return loaded
+
+
+_ENGINE_MEMORY = (
+    "ppo.engine.max_num_seqs",
+    "ppo.engine.gpu_memory_utilization (GPU)",
+    "ppo.engine.kv_cache_gib (CPU)",
+)
+
+_TABLE = (
+    Stage(
+        "data",
+        "rlhf_core.stages.data:run",
+        version=4,
+        sections=("model", "data"),
+        sources=("model", "data."),
+        headline=("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),
+    ),
+    Stage(
+        "sft",
+        "rlhf_core.stages.sft:run",
+        version=5,
+        sections=("model", "sft"),
+        inputs=("data",),
+        # The tokenizer of the data artifact comes from the model, but its weights are read here.
+        sources=("model",),
+        headline=("eval_loss", "perplexity", "tokens_per_s"),
+        memory_fields=("sft.micro_batch_tokens",),
+    ),
+    Stage(
+        "reward",
+        "rlhf_core.stages.reward:run",
+        version=6,
+        sections=("model", "reward"),
+        inputs=("data", "sft"),
+        enabled_by="reward.enabled",
+        headline=("accuracy", "margin", "eval_loss"),
+        memory_fields=("reward.micro_batch_tokens",),
+    ),
+    Stage(
+        "ppo",
+        "rlhf_core.stages.ppo:run",
+        version=9,
+        sections=("model", "ppo"),
+        inputs=("data", "sft", "reward"),
+        sources=("ppo.",),
+        headline=("scores", "kl", "policy/entropy", "rollout/length"),
+        memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+    ),
+    Stage(
+        "evaluate",
+        "rlhf_core.stages.evaluate:run",
+        version=9,
+        sections=("evaluate", "ppo"),
+        inputs=("data", "sft", "reward", "ppo"),
+        sources=("ppo.",),
+        sources_in_key=False,
+        headline=("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
+        memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
+    ),
+    Stage(
+        "register",
+        "rlhf_core.stages.register:run",
+        version=4,
+        sections=("register",),
+        inputs=("data", "sft", "reward", "ppo", "evaluate"),
+        sources=("ppo.",),
+        sources_in_key=False,
+        memory_fields=_ENGINE_MEMORY,
+    ),
+)
+
+STAGES: dict[StageName, Stage] = {stage.name: stage for stage in _TABLE}
+"""All stages by name, in the order in which they run."""
+
+
+def stages_between(start: StageName, until: StageName) -> tuple[StageName, ...]:
+    """Return the names of the stages from `start` to `until`. Raises InputError if there are none."""
+    names = tuple(STAGES)
+    between = names[names.index(start) : names.index(until) + 1]
+    if not between:
+        raise InputError(f"--from {start} comes after --until {until}; the stages are {', '.join(names)}")
+    return between
