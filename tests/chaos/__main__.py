@@ -24,9 +24,19 @@ from typing import Any
 from rlhf_core.pipeline import STAGES
 from tests.chaos.harness import Case, Golden, Result, run_case
 
-PREFACE = """# What kills do to a run
+PREFACE = """# Kills of a run
 
-Every row: runs of one stage of `tests/assets/tiny.yaml`, through the real Prefect, DeepSpeed, Ray, vLLM and MLflow on the CPU, each with one to three SIGKILLs, either where the code says `failpoint(...)` (first, middle or last pass, in whatever process comes by: flow, stage, training rank, Ray worker, engine; drawn by chance until there are enough kills, so not every pass of every point comes up) or of a process chosen by chance at a moment chosen by chance (Ray's and Prefect's servers are among them). The same command is typed until it ends well. "Same bits": every file of the artifact, every metric in it and every value of every metric in MLflow, each once, equals the run that nobody disturbed; times and rates are left out. "Recovery": seconds from the kill until the same point of the work is passed again, or the end where it does not come again; most of it is starting processes anew.
+Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real Prefect, DeepSpeed, Ray, vLLM and MLflow
+on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
+
+- **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the flow, the stage, a training
+  rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at random until there are enough
+  kills, so not all of them occur.
+- **a random process**: a random process is killed at a random time, including the servers of Ray and Prefect.
+- **same bits**: all files of the artifact, all metrics in it, and all values of all metrics in MLflow (each once) equal
+  those of an undisturbed run. Times and rates are not compared.
+- **recovery**: seconds from the kill until the run reaches the same point again, or until its end if it does not reach
+  that point again. Most of it is the start of processes.
 
 """
 NEGATIVE = Path(__file__).parent / "forget_kl"

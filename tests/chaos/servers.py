@@ -220,7 +220,7 @@ def table(trials: Sequence[Mapping[str, Any]]) -> str:
     for kind in (kind for kind in KINDS if kind in groups):
         group = groups[kind]
         back = [row["back"] for row in group if row["back"] > 0]
-        middle = f"{statistics.median(back):.1f} s" if back else "went on"
+        middle = f"{statistics.median(back):.1f} s" if back else "continued"
         longest = f"{max(back):.1f} s" if back else ""
         completed, same = sum(row["state"] == "COMPLETED" for row in group), sum(row["same"] for row in group)
         lines.append(f"| {kind} | {len(group)} | {completed} | {same} | {middle} | {longest} |")
