@@ -1,12 +1,11 @@
-"""Kills of what `rlhf up` runs, in the middle of PPO: a table of what became of the flow run.
+"""Kill processes of `rlhf up` in the middle of PPO, and write a table of the results of the flow runs.
 
     python -m tests.chaos.servers [--times 10] [--only KIND] [--postgres] [--folder .rlhf/chaos-servers]
     [--table FILE]
 
-Every trial: PPO of the tiny pipeline as a deployment's run; when its first checkpoint is committed (or, for
-"still pending", as soon as a process has the run) the victims get SIGKILL; what was started by `up` is left
-to itself. Where the supervisor is a victim, `rlhf up` is typed again. The end is compared with the run that
-nobody disturbed.
+Each trial runs PPO of the tiny pipeline as a run of the deployment. When its first checkpoint is committed (or,
+for "still pending", as soon as a process has the run), the victims get SIGKILL. If the supervisor is a victim,
+`rlhf up` is run again; otherwise nothing is done. The result is compared with that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -47,31 +46,31 @@ KINDS = {
     "MLflow server": ("mlflow",),
     "everything, `up` again": ("supervisor", "prefect", "mlflow", "worker", "flow"),
 }
-"""Name -> victims."""
+"""Kind of kill -> killed processes."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one flow run."""
+    """The result of one flow run."""
 
     kind: str
     state: str
-    """Prefect's last word."""
+    """The last state in Prefect."""
     same: bool
     back: float
-    """Seconds from the kill until a process had the run again (0 where it was not killed), or -1: never."""
+    """Seconds from the kill until a process had the run again. 0 if it was not killed, -1 if none had it again."""
     finished: float
-    """Seconds from the kill to the end."""
+    """Seconds from the kill to the end of the run."""
     attempts: int
-    """How often Prefect started it."""
+    """How often Prefect started the run."""
     why: str = ""
 
 
 class Servers:
-    """What `rlhf up --home` started."""
+    """The servers of `rlhf up --home`, and requests to them."""
 
     def __init__(self, home: Path, trace: Path, database: str | None = None) -> None:
-        """`database`: of Prefect's server; None: SQLite."""
+        """`database` is the address of Prefect's database, or None for SQLite."""
         self.home = home
         self._environment = {**os.environ, TRACE: str(trace)}
         if database is not None:
@@ -99,23 +98,25 @@ class Servers:
         return state
 
     def ask(self, path: str, body: Mapping[str, Any] | Sequence[Any]) -> Any:
-        """POST to Prefect's API, as a client that knows the password."""
+        """Send a POST request with the password to Prefect's API."""
         return post(f"{self.state['prefect']}{path}", body, auth=read_auth_string(Home.of(self.home)))
 
     def pids(self, victims: Sequence[str]) -> list[int]:
-        """Of the flow's process and of the named servers."""
-        found = [process.pid for process in flow_processes(Home.of(self.home))] if "flow" in victims else []
-        state = self.state
-        found += [state["pid"]] if "supervisor" in victims else []
-        return found + [server["pid"] for name, server in state["servers"].items() if name in victims]
+        """Return the pids of the victims: `flow`, `supervisor`, or names of servers."""
+        pids = []
+        if "flow" in victims:
+            pids += [process.pid for process in flow_processes(Home.of(self.home))]
+        if "supervisor" in victims:
+            pids.append(self.state["pid"])
+        return pids + [server["pid"] for name, server in self.state["servers"].items() if name in victims]
 
     def deployment(self, name: str) -> dict[str, Any]:
-        """A deployment as Prefect knows it."""
+        """Return a deployment from Prefect's API."""
         (deployment,) = [d for d in self.ask("/deployments/filter", {}) if d["name"] == name]
         return dict(deployment)
 
     def deploy(self, *overrides: str, until: str = "ppo") -> str:
-        """Start a run of the deployment; the flow run's id."""
+        """Start a run of the deployment and return the id of the flow run."""
         parameters = {
             "config": str(CONFIG),
             "overrides": [f"run.home={self.home}", *overrides],
@@ -127,23 +128,23 @@ class Servers:
                 run = self.ask(f"/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
                 return str(run["id"])
             except HTTPError as error:
-                # Its database is busy: Prefect's own client tries again as well.
+                # Its database is busy. Prefect's own client repeats such requests as well.
                 if error.code != 503:
                     raise
                 time.sleep(1)
-        raise AssertionError("Prefect's server answers 503 for 20 s")
+        raise AssertionError("Prefect's server has answered with status 503 for 20 s")
 
     def cancel(self, name: str) -> None:
-        """As the button of Prefect's page does."""
+        """Cancel the run as the button in Prefect's UI does."""
         state = {"type": "CANCELLING", "name": "Cancelling"}
         self.ask(f"/flow_runs/{name}/set_state", {"state": state})
 
     def wait_for_end(self, name: str, seconds: float) -> bool:
-        """Whether the flow run ended within `seconds`."""
+        """Return whether the flow run ended within `seconds`."""
         return wait(lambda: (run := self.run(name)) is not None and run["state_type"] in _ENDS, seconds)
 
     def run(self, name: str) -> dict[str, Any] | None:
-        """The flow run as Prefect knows it; None while the server is away."""
+        """Return the flow run from Prefect's API, or None if the server does not respond."""
         try:
             (run,) = self.ask("/flow_runs/filter", {"flow_runs": {"id": {"any_": [name]}}})
         except (OSError, ValueError):
@@ -152,7 +153,7 @@ class Servers:
 
 
 def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Trial:
-    """One kill."""
+    """Run one trial in `folder`."""
     home, trace = folder / "home", folder / "trace"
     shutil.copytree(golden.before("ppo"), home)
     trace.mkdir()
@@ -174,8 +175,10 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
         gone = {process for process in map(ProcessId.of, victims) if process is not None}
         back = 0.0
         if "flow" in KINDS[kind]:
-            found = wait(lambda: any(v == name and p not in gone for p, v in carriers(ENGINE_VARIABLE)), 200)
-            back = time.time() - killed if found else -1.0
+            resumed = wait(
+                lambda: any(v == name and p not in gone for p, v in carriers(ENGINE_VARIABLE)), 200
+            )
+            back = time.time() - killed if resumed else -1.0
         servers.wait_for_end(name, 400)
         run = servers.run(name) or {"state_type": "UNKNOWN", "run_count": 0}
         finished = time.time() - killed
@@ -188,7 +191,7 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
         else str(run.get("state", {}).get("message"))
     )
     if before != ("PENDING" if "pending" in kind else "RUNNING"):
-        why = f"the run was {before} when the kill came: not what was to be tried; {why}"
+        why = f"the run was {before} at the time of the kill, so this is not the intended trial; {why}"
     return Trial(kind, run["state_type"], ended and not why, back, finished, int(run["run_count"]), why)
 
 
@@ -196,7 +199,7 @@ _ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 def wait(ready: Callable[[], bool], seconds: float) -> bool:
-    """Whether `ready` became true in time."""
+    """Return whether `ready` became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if ready():
@@ -206,7 +209,7 @@ def wait(ready: Callable[[], bool], seconds: float) -> bool:
 
 
 def table(trials: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown."""
+    """Return the Markdown table of the trials."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in trials:
         groups[row["kind"]].append(row)
@@ -228,16 +231,16 @@ def table(trials: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    """0 if every run completed in the same bits."""
+    """Return 0 if every run completed with bit-identical results."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.servers", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument(
-        "--only", action="append", choices=KINDS, help="this kind of kill, and others that are named so"
+        "--only", action="append", choices=KINDS, help="this kind of kill; may be given several times"
     )
     parser.add_argument(
-        "--postgres", action="store_true", help="Prefect's server on PostgreSQL, in place of SQLite"
+        "--postgres", action="store_true", help="use PostgreSQL instead of SQLite for Prefect's server"
     )
     parser.add_argument("--folder", type=Path, default=Path(".rlhf/chaos-servers"))
     parser.add_argument("--table", type=Path, help="write the table to this Markdown file")

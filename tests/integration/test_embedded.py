@@ -1,10 +1,10 @@
-"""The Prefect server behind `rlhf run`.
+"""The Prefect server of a single `rlhf run`.
 
-- one that is killed is started again at the same address, with what it knew
-- it is gone when the command is, however that ended
-- one of the user's that is gone for good in the middle costs nothing
-- a web page of another origin, opened in a real browser, gets nothing from it and changes nothing in it
-- a file that is not a database is replaced by a new one; those who write to it at the same time take turns
+- if it is killed, it is restarted at the same address with the same data
+- it ends with the command, in every case
+- a run whose external server disappears still ends well
+- a web page of another origin, opened in a real browser, can neither read nor change anything
+- an unreadable database is replaced; concurrent writers wait for each other
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ time.sleep(600)
 
 
 def listener(port: int) -> int | None:
-    """The pid of the server with this port on its command line."""
+    """Return the pid of the server with this port on its command line."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -60,7 +60,7 @@ def listener(port: int) -> int | None:
 
 
 class Server(NamedTuple):
-    """One that a command of its own has started."""
+    """A server that a separate command has started."""
 
     command: subprocess.Popen[str]
     home: Path
@@ -71,7 +71,7 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all: making its database takes longest. The last test ends it."""
+    """One server for all tests, because creating its database is slow. The last test ends it."""
     home = tmp_path_factory.mktemp("home")
     (home / "prefect").mkdir()
     (home / "prefect" / "prefect.db").write_bytes(b"garbage " * 1000)
@@ -85,11 +85,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         command.kill()
 
 
-def test_a_database_that_is_none_was_made_anew(server: Server) -> None:
+def test_unreadable_database_is_replaced(server: Server) -> None:
     assert (server.home / "prefect" / "prefect.db").read_bytes().startswith(b"SQLite format 3")
 
 
-def test_a_database_that_a_kill_leaves_half_made_is_not_complete(
+def test_database_is_not_complete_after_an_interrupted_creation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(_: object) -> None:
@@ -139,7 +139,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @contextmanager
 def opened(page: str, profile: Path) -> Iterator[queue.Queue[dict[str, str]]]:
-    """`page`, served by another port and opened in Chromium; what it sends to /result."""
+    """Serve `page` on another port and open it in Chromium. Yield what the page sends to /result."""
     results: queue.Queue[dict[str, str]] = queue.Queue()
 
     class Site(http.server.BaseHTTPRequestHandler):
@@ -177,40 +177,42 @@ def opened(page: str, profile: Path) -> Iterator[queue.Queue[dict[str, str]]]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_web_page_of_another_origin_is_refused_in_a_real_browser(server: Server, tmp_path: Path) -> None:
+def test_browser_page_of_another_origin_is_refused(server: Server, tmp_path: Path) -> None:
     page = ATTACK.replace("API", server.url).replace("LOGIN", server.auth)
     with opened(page, tmp_path / "profile") as results:
-        assert results.get(timeout=90) == {}, "the control, which proves that the page runs"
+        assert results.get(timeout=90) == {}, "the control request, which proves that the page runs"
         seen = results.get(timeout=60)
     assert seen.pop("control: its own origin") == "done"
-    assert seen.pop("write without a preflight") == "opaque 0", "sent, and refused: see what is left"
+    assert seen.pop("write without a preflight") == "opaque 0", (
+        "it is sent and then refused, as the variables below show"
+    )
     assert set(seen.values()) == {"refused"} and len(seen) == 6, seen
     assert post(f"{server.url}/variables/filter", {}, auth=server.auth) == []
 
 
-def test_each_rule_refuses_alone(server: Server) -> None:
-    """What a page may have right, and the status of the rule that refuses it. In a browser all look alike."""
+def test_each_rule_alone_refuses(server: Server) -> None:
+    """Satisfy all rules except one and compare the status code. In a browser all refusals look the same."""
     origin, known = server.url.removesuffix("/api"), basic_auth(server.auth)
     rebound = {"Host": "evil.example"}
-    tried = {
+    cases = {
         "Origin, though the password is right": ({**known, "Origin": "http://127.0.0.1:1"}, 403),
         "Host, though the password is right": ({**known, **rebound}, 403),
         "the password, though Host and Origin are right": ({"Origin": origin}, 401),
         "nothing": ({**known, "Origin": origin}, 200),
     }
-    found = {
+    codes = {
         title: (
             httpx.post(
                 f"{server.url}/variables/filter", json={}, headers=headers, trust_env=False
             ).status_code
         )
-        for title, (headers, _) in tried.items()
+        for title, (headers, _) in cases.items()
     }
-    assert found == {title: status for title, (_, status) in tried.items()}
+    assert codes == {title: status for title, (_, status) in cases.items()}
 
 
-def test_writers_wait_for_each_other_and_none_is_refused(server: Server) -> None:
-    """As Prefect begins its transactions, five of six get 503, "database is locked"."""
+def test_concurrent_writers_wait_for_each_other(server: Server) -> None:
+    """With Prefect's own transactions, five of six writers get status 503 ("database is locked")."""
 
     def write(number: int) -> None:
         flow = post(f"{server.url}/flows/", {"name": f"flow {number}"}, 60, server.auth)["id"]
@@ -223,14 +225,13 @@ def test_writers_wait_for_each_other_and_none_is_refused(server: Server) -> None
     assert "database is locked" not in (server.home / "logs" / "prefect.log").read_text()
 
 
-def test_it_is_started_again_where_it_dies_and_ends_with_the_command(server: Server) -> None:
+def test_server_is_restarted_when_killed_and_ends_with_the_command(server: Server) -> None:
     post(f"{server.url}/variables/", {"name": "known", "value": "x"}, auth=server.auth)
     os.kill(server.pid, signal.SIGKILL)
     assert wait(lambda: not responds(f"{server.url}/health"), 10)
     assert wait(lambda: responds(f"{server.url}/health"), 60)
-    assert [found["name"] for found in post(f"{server.url}/variables/filter", {}, auth=server.auth)] == [
-        "known"
-    ]
+    variables = post(f"{server.url}/variables/filter", {}, auth=server.auth)
+    assert [variable["name"] for variable in variables] == ["known"]
     new = listener(int(server.url.split(":")[2].partition("/")[0]))
     assert new not in (None, server.pid)
     process = ProcessId.of(new or 0)
@@ -238,8 +239,8 @@ def test_it_is_started_again_where_it_dies_and_ends_with_the_command(server: Ser
     assert process is not None and wait(lambda: not process.alive(), 10)
 
 
-@pytest.mark.slow  # Prefect's client asks for a while
-def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
+@pytest.mark.slow  # Prefect's client repeats its requests for some time
+def test_run_ends_well_if_its_server_disappears(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     trace.mkdir()
     with subprocess.Popen(
@@ -267,7 +268,7 @@ def test_a_run_whose_server_is_gone_for_good_ends_well(tmp_path: Path) -> None:
         with subprocess.Popen(
             line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as run:
-            # The stage's process takes a moment to end: the flow is not told yet.
+            # The process of the stage takes a moment to end, so its flow has not reported it yet.
             assert wait(lambda: any(p.point == "stage.published" for p in read_passes(trace)), 120)
             server.kill()
             out, err = run.communicate(timeout=300)

@@ -1,6 +1,7 @@
-"""Retraining by a schedule, and a deployment's run to the registry: the real Prefect, MLflow and worker.
+"""Retraining on a schedule, and a run of the deployment up to the registry, with the real Prefect, MLflow and
+worker.
 
-- a schedule that is turned on starts runs of the `weekly` deployment; nobody else does
+- an active schedule starts runs of the `weekly` deployment
 - the first runs the whole pipeline and registers a model
 - the next one, with unchanged data, trains nothing and ends as `Unchanged`
 - after a row is added to a data file, the next one runs the pipeline again and registers a second version
@@ -27,7 +28,7 @@ from tests.chaos.servers import Servers, wait
 pytestmark = pytest.mark.slow
 
 SECONDS = 45
-"""Between two scheduled runs."""
+"""The interval of the schedule."""
 
 
 def add_row(file: Path, row: int) -> None:
@@ -38,7 +39,7 @@ def add_row(file: Path, row: int) -> None:
 
 
 def ended(servers: Servers, deployment: str) -> list[dict[str, Any]]:
-    """The deployment's runs that have ended, the oldest first."""
+    """Return the runs of the deployment that have ended, the oldest first."""
     runs = servers.ask(
         "/flow_runs/filter",
         {
@@ -51,10 +52,10 @@ def ended(servers: Servers, deployment: str) -> list[dict[str, Any]]:
 
 
 def summaries(home: Path) -> list[dict[str, Any]]:
-    """Of the runs that reached the registry, the oldest first."""
+    """Return the summaries of the runs that registered a model, the oldest first."""
     files = sorted(home.glob("runs/*/summary.json"), key=lambda path: path.stat().st_mtime)
-    found = [read_json(path) or {} for path in files]
-    return [summary for summary in found if "register" in summary.get("stages", {})]
+    contents = [read_json(path) or {} for path in files]
+    return [summary for summary in contents if "register" in summary.get("stages", {})]
 
 
 def versions(servers: Servers) -> int:
@@ -62,7 +63,7 @@ def versions(servers: Servers) -> int:
     return len(answer.get("model_versions", []))
 
 
-def test_a_schedule_retrains_when_the_data_has_changed(tmp_path: Path, summary_lines: list[str]) -> None:
+def test_schedule_retrains_when_the_data_have_changed(tmp_path: Path, summary_lines: list[str]) -> None:
     home, trace, rows = tmp_path / "home", tmp_path / "trace", tmp_path / "rows.jsonl"
     trace.mkdir()
     for row in range(3):
@@ -78,7 +79,7 @@ def test_a_schedule_retrains_when_the_data_has_changed(tmp_path: Path, summary_l
             "schedule": {"interval": SECONDS},
             "parameters": {"config": str(CONFIG), "overrides": overrides},
         }
-        (turned_on,) = servers.ask(f"/deployments/{deployment['id']}/schedules", [schedule])
+        (activated,) = servers.ask(f"/deployments/{deployment['id']}/schedules", [schedule])
 
         def runs() -> list[dict[str, Any]]:
             return ended(servers, deployment["id"])
@@ -110,8 +111,8 @@ def test_a_schedule_retrains_when_the_data_has_changed(tmp_path: Path, summary_l
         assert servers.wait_for_end(name, 300)
         run = servers.run(name)
         assert run is not None and run["state_type"] == "COMPLETED", run
-        assert turned_on["active"]
-        assert versions(servers) == 2, "what is registered already is not registered again"
+        assert activated["active"]
+        assert versions(servers) == 2, "a registered model is not registered again"
     finally:
         servers.down()
     assert wait(lambda: not [p for p, value in carriers(HOME_VARIABLE) if value == str(home)], 10)

@@ -1,13 +1,12 @@
-"""`rlhf up`, a run of the deployment whose process is killed, `rlhf down`: the real Prefect, MLflow and
-worker.
+"""`rlhf up`, runs of the deployment that are killed or cancelled, and `rlhf down`, with the real Prefect,
+MLflow and worker.
 
 On SQLite, and in the slow set on PostgreSQL.
 
-- the same flow run is running again within 30 s and completes; its tags tell configuration, seed and pipeline
-- progress, reports and links are there as artifacts; the form's schema knows types and descriptions; the
-  schedule is off
-- the run's MLflow run leads back to it, and nothing is left after `rlhf down`
-- a run that is cancelled in Prefect leaves a checkpoint of the step in hand, and is not started again
+- a killed flow run is running again within 30 s and completes; its tags name configuration, seed and pipeline
+- progress, reports and links exist as artifacts; the form has types and descriptions; the schedule is off
+- the MLflow run has the id of the flow run, and no process is left after `rlhf down`
+- a flow run that is cancelled in Prefect commits a checkpoint of its current step and is not started again
 """
 
 from __future__ import annotations
@@ -36,17 +35,15 @@ NEEDS_POSTGRES = pytest.mark.skipif(postgres_programs() is None, reason="needs P
 @pytest.mark.parametrize(
     "database", ["SQLite", pytest.param("PostgreSQL", marks=[pytest.mark.slow, NEEDS_POSTGRES])]
 )
-def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(
-    database: str, tmp_path: Path
-) -> None:
+def test_killed_flow_run_continues_and_cancelled_one_does_not(database: str, tmp_path: Path) -> None:
     home, trace = tmp_path / "home", tmp_path / "trace"
     trace.mkdir()
     with postgres(tmp_path / "postgres") if database == "PostgreSQL" else nullcontext() as url:
         servers = Servers(home, trace, url)
         servers.up()
         try:
-            _kill_one_that_runs(servers, home, trace)
-            _cancel_one_that_runs(servers, home, trace)
+            _kill_running_flow(servers, home, trace)
+            _cancel_running_flow(servers, home, trace)
         finally:
             servers.down()
     assert wait(
@@ -59,7 +56,7 @@ def test_a_flow_run_that_is_killed_continues_and_one_that_is_cancelled_does_not(
         assert not list(home.rglob("prefect.db"))
 
 
-def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
+def _kill_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     name = servers.deploy(until="sft")
     assert wait(lambda: any(p.point == "bundle.committed" for p in _of_sft(trace)), 240), servers.run(name)
     (first,) = flow_processes(Home.of(home))
@@ -90,7 +87,7 @@ def _kill_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
     assert len(post(f"{url}/api/2.0/mlflow/runs/search", query)["runs"]) == 1
 
 
-def _cancel_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
+def _cancel_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     began = time.time()
     name = servers.deploy("sft.epochs=500", "sft.checkpoint_every=10000", until="sft")
 
@@ -99,10 +96,12 @@ def _cancel_one_that_runs(servers: Servers, home: Path, trace: Path) -> None:
 
     assert wait(lambda: len(steps()) > 1, 240), servers.run(name)
     servers.cancel(name)
-    assert wait(lambda: not flow_processes(Home.of(home)), 35), "20 s for the stage, some more for its flow"
+    assert wait(lambda: not flow_processes(Home.of(home)), 35), (
+        "20 s for the stage, and some more for its flow"
+    )
     assert wait(lambda: (servers.run(name) or {}).get("state_type") == "CANCELLED", 35), servers.run(name)
     committed = [p.time for p in read_passes(trace) if p.point == "bundle.committed" and p.time > steps()[0]]
-    assert len(committed) == 1 and committed[0] > steps()[-1], "a checkpoint of the step in hand"
+    assert len(committed) == 1 and committed[0] > steps()[-1], "a checkpoint of the current step"
     time.sleep(3 * POLL_SECONDS)
     run = servers.run(name)
     assert run is not None and (run["state_type"], run["run_count"]) == ("CANCELLED", 1)
