@@ -1,4 +1,5 @@
-# The five commands: setup, run, test, lint, bench. `run` and `test` call `setup`, which does nothing the second time.
+# The five commands: setup, run, test, lint, bench. All call `setup`, which does nothing if .venv is up to date.
+# The lock is for Python 3.11 (docs/deployment.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,20 +9,20 @@ LOCK := requirements/cpu.txt
 CONFIG ?= deployments/configs/demo.yaml
 ARGS ?=
 
-# torch's CPU build has its own index. Where wheels lie in a local folder (PIP_FIND_LINKS), that folder is used instead.
+# torch's CPU build has its own index. If PIP_FIND_LINKS names a folder with its wheel, that folder is used instead.
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 else
 export UV_TORCH_BACKEND ?= cpu
 endif
 export UV_LINK_MODE ?= copy
-# Every stage is a fresh process: without bytecode each would compile the whole stack again.
+# Every stage is a new process. Without bytecode files, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup run test test-unit test-slow lint format bench bench-training chaos audit up down status lock clean help
 
 help:
-	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, bench-training, chaos, audit, lock, clean)"
+	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-unit, test-slow, bench-training, chaos, audit, format, lock, clean)"
 
 setup: $(STAMP)
 

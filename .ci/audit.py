@@ -1,9 +1,10 @@
-"""`make audit`: are the locks whole, and is anything in them known to be vulnerable?
+"""`make audit`: check that the locks are complete, and that no locked package has a known vulnerability.
 
-    every requirement pinned and hashed  ->  pip-audit asks osv.dev about each  ->  0: all asked, nothing known
+    every requirement is pinned and hashed  ->  pip-audit looks up each one at osv.dev  ->  exit code
 
-Anything else ends with 1 and says why: an entry without a hash, a known vulnerability, a package that could
-not be looked up, a service that could not be reached. A check that looked at nothing must not pass.
+The exit code is 0 only if every package was looked up and none has a known vulnerability. It is 1 for an
+entry without a hash, a vulnerability, a package that could not be looked up, and a service that does not
+answer. An audit that checked nothing must not pass.
 """
 
 from __future__ import annotations
@@ -23,43 +24,47 @@ _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
 def entries(lock: str) -> list[str]:
-    """The requirements of a lock, each with its options on one line."""
+    """Return the requirements of a lock, each with its options on one line."""
     lines = lock.replace("\\\n", " ").splitlines()
     return [" ".join(line.split()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def lock_problems(lock: str) -> list[str]:
-    """What keeps an installation from being exactly the one that was tried."""
-    found = []
+    """Return the entries of a lock that are not pinned or have no hash, with the reason."""
+    problems = []
     for entry in entries(lock):
         requirement = entry.split(" --hash=")[0].strip()
         if not _PINNED.fullmatch(requirement):
-            found.append(f"{entry[:80]}: is no `name==version`; run `make lock`")
+            problems.append(f"{entry[:80]}: is no `name==version`; run `make lock`")
         elif not _HASH.search(entry):
-            found.append(f"{requirement}: has no sha256; run `make lock`")
-    return found if entries(lock) else ["the lock is empty; run `make lock`"]
+            problems.append(f"{requirement}: has no sha256; run `make lock`")
+    if not entries(lock):
+        problems.append("the lock is empty; run `make lock`")
+    return problems
 
 
 def advisories(report: dict[str, Any]) -> list[str]:
-    """What pip-audit's report says against the locks: vulnerabilities, and packages it could not look up."""
-    found = []
+    """Return the vulnerabilities in pip-audit's report, and the packages that it could not look up."""
+    findings = []
     for package in report.get("dependencies", []):
         name = f"{package['name']} {package.get('version', '')}".strip()
-        if reason := package.get("skip_reason"):
-            found.append(f"{name}: was not looked up ({' '.join(reason.split())[:120]})")
-        for known in package.get("vulns", []):
-            fixed = ", ".join(known.get("fix_versions") or []) or "no version yet"
-            aliases = ", ".join(known.get("aliases") or [])
-            found.append(f"{name}: {known['id']}{f' ({aliases})' if aliases else ''}; fixed in {fixed}")
-    return found
+        reason = package.get("skip_reason")
+        if reason:
+            findings.append(f"{name}: was not looked up ({' '.join(reason.split())[:120]})")
+        for vulnerability in package.get("vulns", []):
+            fixed = ", ".join(vulnerability.get("fix_versions") or []) or "no version yet"
+            aliases = ", ".join(vulnerability.get("aliases") or [])
+            identity = f"{vulnerability['id']} ({aliases})" if aliases else vulnerability["id"]
+            findings.append(f"{name}: {identity}; fixed in {fixed}")
+    return findings
 
 
-def ask(options: list[str]) -> tuple[dict[str, Any] | None, str]:
-    """pip-audit's report over all locks, or None and its last words."""
+def run_pip_audit(options: list[str]) -> tuple[dict[str, Any] | None, str]:
+    """Return pip-audit's report over all locks, or None and the last line of its error output."""
     with TemporaryDirectory() as folder:
         arguments = []
         for name in LOCKS:
-            # Advisories know the release, not a build of it such as `+cpu`.
+            # osv.dev lists releases. It does not know local builds such as `+cpu`, and would report nothing.
             plain = re.sub(r"(==[\w.!]+)\+\w+", r"\1", (FOLDER / name).read_text(encoding="utf-8"))
             (Path(folder) / name).write_text(plain, encoding="utf-8")
             arguments += ["--requirement", str(Path(folder) / name)]
@@ -69,6 +74,7 @@ def ask(options: list[str]) -> tuple[dict[str, Any] | None, str]:
             [*command, *arguments, *options], capture_output=True, text=True, timeout=1800, check=False
         )
     try:
+        # pip-audit also exits with 1 if it finds a vulnerability, so the exit code does not tell a failure.
         report = json.loads(done.stdout)
     except ValueError:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -77,24 +83,24 @@ def ask(options: list[str]) -> tuple[dict[str, Any] | None, str]:
 
 
 def main(options: list[str]) -> int:
-    """`options` go to pip-audit, such as `--ignore-vuln ID`."""
-    problems = [
-        f"requirements/{name}: {problem}"
-        for name in LOCKS
-        for problem in lock_problems((FOLDER / name).read_text(encoding="utf-8"))
-    ]
-    number = sum(len(entries((FOLDER / name).read_text(encoding="utf-8"))) for name in LOCKS)
+    """Run the audit with these options of pip-audit (such as `--ignore-vuln ID`); return the exit code."""
+    number = 0
+    problems = []
+    for name in LOCKS:
+        lock = (FOLDER / name).read_text(encoding="utf-8")
+        number += len(entries(lock))
+        problems += [f"requirements/{name}: {problem}" for problem in lock_problems(lock)]
     if problems:
         return _end("\n".join([*problems, f"{len(problems)} of {number} entries are not locked"]), 1)
     sys.stdout.write(f"{number} entries, all pinned with their sha256\n")
-    report, words = ask(options)
+    report, reason = run_pip_audit(options)
     if report is None:
-        return _end(f"nothing was audited: the advisories at osv.dev could not be asked ({words})", 1)
-    found = advisories(report)
-    asked = len(report.get("dependencies", []))
-    if found or not asked:
-        return _end("\n".join([*found, f"{len(found)} findings in {asked} packages"]), 1)
-    return _end(f"{asked} packages looked up, none of them known to be vulnerable", 0)
+        return _end(f"nothing was audited: the advisories at osv.dev could not be asked ({reason})", 1)
+    findings = advisories(report)
+    checked = len(report.get("dependencies", []))
+    if findings or not checked:
+        return _end("\n".join([*findings, f"{len(findings)} findings in {checked} packages"]), 1)
+    return _end(f"{checked} packages looked up, none of them known to be vulnerable", 0)
 
 
 def _end(text: str, code: int) -> int:

@@ -1,12 +1,12 @@
-"""The supply chain: what is installed is what was tried, and the audit cannot pass without having looked.
+"""The locks and their audit.
 
-Locked here:
-- every entry of every lock is pinned and has its sha256, and names no host; what the project asks for is in
-  the lock
-- the installation demands the hashes
-- the audit fails on an entry without a hash, on a known vulnerability, on a package that it could not look
-  up, on an empty report and on a service that does not answer, and says which; it passes when all were asked
-  and nothing is known
+- every entry of every lock is pinned and has its sha256, and names no host; the lock contains every declared
+  dependency
+- the installation requires the hashes
+- every declared dependency is imported, or a comment in `pyproject.toml` says why it is pinned
+- the audit fails on an entry without a hash, a known vulnerability, a package that it could not look up, an
+  empty report and a service that does not answer, and names it; it passes if all packages were looked up and
+  none has a known vulnerability
 """
 
 from __future__ import annotations
@@ -39,27 +39,43 @@ HASH = "--hash=sha256:" + "a" * 64
 
 
 @pytest.mark.parametrize("name", audit.LOCKS)
-def test_every_entry_of_a_lock_is_pinned_and_hashed_and_names_no_host(name: str) -> None:
+def test_lock_entries_are_pinned_and_hashed(name: str) -> None:
     lock = (audit.FOLDER / name).read_text()
     assert audit.lock_problems(lock) == []
     assert "://" not in lock and "--index" not in lock and "--find-links" not in lock
 
 
-def test_what_the_project_asks_for_is_in_the_lock() -> None:
+def test_declared_dependencies_are_in_the_lock() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
+    declared = [
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
         *project["optional-dependencies"]["cpu"],
     ]
-    names = {re.split(r"[^\w.-]", text)[0].lower().replace("_", "-") for text in wanted}
+    names = {re.split(r"[^\w.-]", text)[0].lower().replace("_", "-") for text in declared}
     locked = {
         entry.split("==")[0].split("[")[0] for entry in audit.entries((audit.FOLDER / "cpu.txt").read_text())
     }
     assert names - locked == set()
 
 
-def test_every_installation_of_the_makefile_demands_hashes_or_installs_the_project_alone() -> None:
+def test_dependencies_are_imported_or_commented() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    dependencies = tomllib.loads(text)["project"]["dependencies"]
+    modules = {"huggingface-hub": "huggingface_hub", "markdown-it-py": "markdown_it", "pyyaml": "yaml"}
+    files = [file for top in ("rlhf_core", "flows") for file in (ROOT / top).rglob("*.py")]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    unexplained = []
+    for dependency in dependencies:
+        name = re.split(r"[^\w.-]", dependency)[0]
+        is_imported = re.search(rf"^\s*(from|import) {modules.get(name, name)}\b", code, re.MULTILINE)
+        has_comment = re.search(rf'"{re.escape(dependency)}", # ', text)
+        if not is_imported and not has_comment:
+            unexplained.append(name)
+    assert unexplained == []
+
+
+def test_installations_of_the_makefile_require_hashes() -> None:
     lines = [
         line
         for line in (ROOT / "Makefile").read_text().splitlines()
@@ -82,7 +98,7 @@ def test_every_installation_of_the_makefile_demands_hashes_or_installs_the_proje
         ("# nothing\n", "the lock is empty"),
     ],
 )
-def test_an_entry_that_is_not_locked_is_named(lock: str, word: str) -> None:
+def test_unlocked_entry_is_named(lock: str, word: str) -> None:
     [problem] = audit.lock_problems(lock)
     assert word in problem and "make lock" in problem
     assert (
@@ -106,13 +122,21 @@ SKIPPED = {"name": "b", "skip_reason": "Dependency not found"}
     ("answer", "code", "words"),
     [
         ({"dependencies": [FINE]}, 0, ["1 packages looked up, none of them known"]),
-        ({"dependencies": [FINE, KNOWN]}, 1, ["a 1.0: PYSEC-1 (CVE-1); fixed in 1.1", "X; fixed in no version yet", "2 findings"]),
+        (
+            {"dependencies": [FINE, KNOWN]},
+            1,
+            ["a 1.0: PYSEC-1 (CVE-1); fixed in 1.1", "X; fixed in no version yet", "2 findings"],
+        ),
         ({"dependencies": [FINE, SKIPPED]}, 1, ["b: was not looked up (Dependency not found)"]),
         ({"dependencies": []}, 1, ["0 findings in 0 packages"]),
-        ("Traceback ...\nConnectionError: osv", 1, ["nothing was audited: the advisories at osv.dev could not be asked", "osv)"]),
+        (
+            "Traceback ...\nConnectionError: osv",
+            1,
+            ["nothing was audited: the advisories at osv.dev could not be asked", "osv)"],
+        ),
     ],
-)  # fmt: skip
-def test_the_audit_says_what_it_found_and_does_not_pass_without_looking(
+)
+def test_audit_reports_its_findings_and_fails_without_lookups(
     answer: Any,
     code: int,
     words: list[str],
@@ -137,7 +161,7 @@ def test_the_audit_says_what_it_found_and_does_not_pass_without_looking(
     )
 
 
-def test_without_its_tool_the_audit_fails_with_one_sentence() -> None:
+def test_audit_without_pip_audit_fails_with_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-S", ROOT / ".ci" / "audit.py"], capture_output=True, text=True, check=False
     )
