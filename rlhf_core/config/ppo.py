@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
     RANKS,
     TEMPERATURE,
     TOKENS,
-    TRIES,
     Decay,
     Fraction,
     NonNegativeFloat,
@@ -25,6 +23,7 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
+from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
@@ -35,10 +34,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 ConfiguredAggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
-"""With `-norm`, which is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
-
-MAX_ENGINE_RANK = 512
-"""The largest rank of an adapter that vLLM serves."""
+"""`-norm` is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
 
 
 class KLConfig(Section):
@@ -55,14 +51,14 @@ class KLConfig(Section):
     )
     estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
         None,
-        "Per-token estimator (Schulman, Approximating KL divergence). None: k1 in the reward and k2 in the"
+        "Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the"
         " loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is"
         " refused; other estimators cause a warning (arXiv 2512.21852)",
     )
     target: PositiveFloat | None = result(
         None,
         "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the"
-        " token sum)",
+        " token sum). null: the coefficient is constant",
     )
     horizon: PositiveInt | None = result(
         None,
@@ -73,11 +69,11 @@ class KLConfig(Section):
 
     @property
     def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
-        """`estimator`, or the default of its place."""
+        """`estimator`, or the default for `place`."""
         return self.estimator or ("k1" if self.place == "reward" else "k2")
 
     @model_validator(mode="after")
-    def _has_a_gradient(self) -> Self:
+    def _check_gradient(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
                 "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
@@ -87,18 +83,18 @@ class KLConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's soft penalty for responses that near the length limit (Yu et al. 2025)."""
+    """DAPO's soft penalty for responses close to the length limit (Yu et al. 2025)."""
 
     buffer: PositiveInt = result(..., "The penalty starts this many tokens before ppo.max_new_tokens")
-    factor: PositiveFloat = result(1.0, "Taken from the score at the limit; linear in between")
+    factor: PositiveFloat = result(1.0, "Subtracted from the score at the limit; linear in between")
 
 
 class DynamicFilteringConfig(Section):
-    """DAPO's dynamic sampling: prompts whose samples all score alike teach nothing and are replaced."""
+    """DAPO's dynamic sampling: replace prompts whose samples all have the same score, and so no gradient."""
 
     max_rounds: PositiveInt = result(
         3,
-        "Rounds of replacement prompts in one step; what is still missing then stays, and is counted",
+        "Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted",
         within=Range(1, 100, "each round samples a whole batch"),
     )
 
@@ -108,91 +104,6 @@ class PTXConfig(Section):
 
     coef: PositiveFloat = result(..., "Weight of the token loss on the demonstrations of stage `data`")
     batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)
-
-
-class EngineConfig(Section):
-    """The vLLM engines that sample rollouts."""
-
-    count: PositiveInt = result(
-        1,
-        "Engines; each is a process with a copy of the policy",
-        within=Range(1, 1024, "each is a process with a copy of the policy"),
-    )
-    tensor_parallel: PositiveInt = result(
-        1,
-        "GPUs of one engine, or processes on the CPU; it must divide the attention heads",
-        within=Range(1, 256, "GPUs of one engine"),
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = result(
-        "float32",
-        "Precision of the engines; the policy's where nothing is said",
-    )
-    gpu_memory_utilization: Fraction = execution(
-        0.85,
-        "Share of GPU memory for weights and KV cache; lower it when colocated",
-    )
-    kv_cache_gib: PositiveFloat = execution(1.0, "KV cache of a CPU engine in GiB")
-    max_num_seqs: PositiveInt = rounding(
-        256,
-        "Sequences decoded at once by one engine",
-        within=Range(1, 65536, "each sequence needs memory"),
-    )
-    enforce_eager: bool = result(True, "No CUDA graphs: slower decoding, faster start")
-    max_restarts: NonNegativeInt = execution(
-        3,
-        "How often in a row an engine is started again that dies or gets stuck before it has answered",
-        within=TRIES,
-    )
-    min_count: PositiveInt | None = execution(
-        None,
-        "The run goes on without engines that used up their restarts while so many are left; None: all are"
-        " needed, since fewer would sample in other batches",
-    )
-
-    @property
-    def needed(self) -> int:
-        """Engines without which the run does not go on."""
-        return self.min_count or self.count
-
-    @model_validator(mode="after")
-    def _enough(self) -> Self:
-        if self.needed > self.count:
-            raise ValueError(
-                f"ppo.engine.min_count must be at most ppo.engine.count ({self.count}); got {self.min_count}"
-            )
-        return self
-
-
-class WeightSyncConfig(Section):
-    """Transfer of weights from the training ranks to the engines."""
-
-    backend: Literal["auto", "gloo", "nccl", "ipc"] = result(
-        "auto",
-        "`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise",
-    )
-    lora: Literal["merged", "adapter"] | None = result(
-        None,
-        "With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the adapter,"
-        " which the engines then apply (`adapter`). Evaluation loads the policy in the same way. None:"
-        " `merged` if policy and engines compute in float32 or the adapter is quantized or above rank 512,"
-        " else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a small update."
-        " `adapter` needs a model class that supports LoRA in vLLM. For other classes the engine does not"
-        " start, and `merged` must be set",
-    )
-    bucket_mib: PositiveInt = execution(
-        64,
-        "Weights are sent in packed buckets of this size",
-        within=Range(1, 16384, "a bucket is held twice in memory"),
-    )
-    canary: bool = execution(
-        True,
-        "In every step, compare engine and trainer log-probabilities of the same tokens and stop if they"
-        " differ",
-    )
-    canary_tolerance: PositiveFloat = execution(
-        1e-3,
-        "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05",
-    )
 
 
 class PPOConfig(Section):
@@ -234,22 +145,21 @@ class PPOConfig(Section):
     lora: LoraConfig | None = result(
         None,
         "Train adapters of policy and critic (and its head) only; the reference is then the policy without"
-        " its adapter; None: all parameters",
+        " its adapter; null: all parameters",
     )
     reference_ranks: PositiveInt = rounding(
         1,
-        "Reference workers; ignored where the reference is colocated with the policy",
+        "Reference workers; not used if the reference is colocated with the policy",
         within=RANKS,
     )
     reward_ranks: PositiveInt = rounding(
         1,
-        "Reward-model workers; ignored where colocated with the critic",
+        "Reward-model workers; not used if colocated with the critic",
         within=RANKS,
     )
     colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = result(
         "pairs",
-        "Which models share processes: `pairs` is policy+reference and critic+reward; `all` puts the four"
-        " together",
+        "Which models share processes: `pairs` is policy+reference and critic+reward; `all` is all four",
     )
     engine: EngineConfig = result(EngineConfig(), "vLLM engines")
     weight_sync: WeightSyncConfig = result(WeightSyncConfig(), "Weights into the engines")
@@ -264,10 +174,10 @@ class PPOConfig(Section):
         " which was not trained with truncated responses (one standard deviation of its scores; Huang et al."
         " 2024 give such a response a fixed -1), and 0 with rules only or with `overlong`",
     )
-    overlong: OverlongConfig | None = result(None, "Soft penalty near the length limit; None: none")
+    overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
     dynamic_filtering: DynamicFilteringConfig | None = result(
         None,
-        "Replace prompts whose samples all score alike; None: keep them",
+        "Replace prompts whose samples all have the same score; null: keep them",
     )
     score_clip: PositiveFloat | None = result(
         5.0,
@@ -283,14 +193,14 @@ class PPOConfig(Section):
     )
     whiten_advantages: bool | None = result(
         None,
-        "Mean 0, variance 1 over all valid tokens of the rollout batch; None: on for ppo, reinforce_pp and"
+        "Mean 0, variance 1 over all valid tokens of the rollout batch; null: on for ppo, reinforce_pp and"
         " reinforce_baseline, off for the others",
     )
     clip_low: Fraction = result(0.2, "The ratio is clipped below 1 - this")
     clip_high: PositiveFloat = result(0.2, "The ratio is clipped above 1 + this")
-    dual_clip: PositiveFloat | None = result(
+    dual_clip: Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)] | None = result(
         3.0,
-        "Bound c > 1 of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
+        "Bound c of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
     )
     value_clip: PositiveFloat | None = result(
         0.5,
@@ -314,16 +224,16 @@ class PPOConfig(Section):
         (0.0, 2.0),
         "Lowest and highest weight that `importance` allows",
     )
-    ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; None: none")
+    ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; null: none")
     ema_decay: Decay | None = result(
         None,
-        "Decay per optimizer step of a moving average of the policy's weights, which is saved as well; None:"
+        "Decay per optimizer step of a moving average of the policy's weights, which is saved as well; null:"
         " none",
     )
     logprob_gap_limit: PositiveFloat | None = execution(
         None,
         "If the mean |old - rollout| log-probability is above this, a warning is logged and"
-        " rollout/logprob_gap_alarm is set; None: half of the limit of the canary",
+        " rollout/logprob_gap_alarm is set; null: half of the limit of the canary",
     )
     critic_warmup_steps: NonNegativeInt = result(0, "First steps train the critic only")
     published_loss_limit: PositiveFloat = execution(
@@ -354,9 +264,7 @@ class PPOConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the models are tested, `auto` means padding, which is always
-        correct.
-        """
+        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
         return self.pack is True
 
     @property
@@ -369,51 +277,51 @@ class PPOConfig(Section):
 
     @property
     def syncs_adapter(self) -> bool:
-        """True if the engines hold the base model and only the adapter is sent to them."""
-        if self.lora is None or self.weight_sync.lora is not None:
-            return self.lora is not None and self.weight_sync.lora == "adapter"
-        possible = self.lora.quantize is None and self.lora.r <= MAX_ENGINE_RANK
-        return possible and (self.engine.dtype, self.policy_deepspeed.dtype) != ("float32", "float32")
+        """Whether the engines hold the base model and only the adapter is sent to them."""
+        if self.lora is None:
+            return False
+        if self.weight_sync.lora is not None:
+            return self.weight_sync.lora == "adapter"
+        if self.lora.quantize is not None or self.lora.r > MAX_ENGINE_RANK:
+            return False
+        # A merge in float32 is not rounded, so it loses nothing of a small update.
+        return (self.engine.dtype, self.policy_deepspeed.dtype) != ("float32", "float32")
 
     @property
     def served_dtype(self) -> str:
-        """The precision to which weights are rounded for the engines: that of the engines, or of training if
-        it is float32.
-        """
+        """Precision to which weights are rounded for the engines: the lower one of engines and training."""
         return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
 
     @property
     def by_group(self) -> bool:
-        """True if advantages compare the samples of one prompt."""
+        """Whether advantages compare the samples of one prompt."""
         return self.algorithm not in ("ppo", "reinforce_pp")
 
     @property
     def whitens(self) -> bool:
-        """`whiten_advantages`, or the algorithm's default."""
+        """`whiten_advantages`, or the default of the algorithm."""
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         return self.algorithm in ("ppo", "reinforce_pp", "reinforce_baseline")
 
     @property
-    def loss_sum(self) -> Aggregation:
-        """Aggregation of the loss: `aggregation` or the default of the algorithm, without the division by
-        `loss_divisor`.
-        """
-        own = self._own_aggregation
-        return "seq-mean-token-sum" if own == "seq-mean-token-sum-norm" else own
-
-    @property
-    def loss_divisor(self) -> float:
-        """Additional constant divisor of the losses."""
-        return float(self.max_new_tokens) if self._own_aggregation == "seq-mean-token-sum-norm" else 1.0
-
-    @property
-    def _own_aggregation(self) -> ConfiguredAggregation:
+    def _used_aggregation(self) -> ConfiguredAggregation:
         if self.aggregation is not None:
             return self.aggregation
         if self.algorithm == "dr_grpo":
             return "seq-mean-token-sum-norm"
         return "seq-mean-token-mean" if self.algorithm == "grpo" else "token-mean"
+
+    @property
+    def loss_sum(self) -> Aggregation:
+        """`aggregation` or the default of the algorithm, without the division by `loss_divisor`."""
+        used = self._used_aggregation
+        return "seq-mean-token-sum" if used == "seq-mean-token-sum-norm" else used
+
+    @property
+    def loss_divisor(self) -> float:
+        """Additional constant divisor of the losses."""
+        return float(self.max_new_tokens) if self._used_aggregation == "seq-mean-token-sum-norm" else 1.0
 
     @property
     def used_importance(self) -> Literal["none", "truncate", "mask", "sequence-mask"]:
@@ -443,9 +351,7 @@ class PPOConfig(Section):
 
     @property
     def policy_optimizer_steps(self) -> int:
-        """Of the whole run: epochs x minibatches x iterations that train the policy, whatever the
-        micro-batches.
-        """
+        """Optimizer steps of the policy in the whole run. They do not depend on the micro-batches."""
         return (self.steps - self.warmup_steps) * self.epochs * self.minibatches
 
     @property
@@ -454,56 +360,58 @@ class PPOConfig(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """First iterations that leave the policy alone."""
+        """First iterations, in which the policy is not trained."""
         return min(self.critic_warmup_steps, self.steps) if self.uses_critic else 0
 
-    @model_validator(mode="after")
-    def _algorithm_fits(self) -> Self:
-        if self.by_group and self.samples_per_prompt < 2:
-            raise ValueError(
-                f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must"
-                f" be at least 2; got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
-            )
-        if self.dynamic_filtering and not self.by_group:
-            raise ValueError(
-                "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"
-                f" ppo.algorithm={self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
-            )
-        if self.critic_warmup_steps and not self.uses_critic:
-            raise ValueError(
-                f"ppo.critic_warmup_steps must be 0 without a critic (ppo.algorithm={self.algorithm}); "
-                f"got {self.critic_warmup_steps}"
-            )
-        if self.overlong and self.missing_eos_penalty:
-            raise ValueError(
-                "ppo.overlong and ppo.missing_eos_penalty both punish a response that the limit cut; set one"
-                " of them"
-            )
-        if self.overlong and self.overlong.buffer > self.max_new_tokens:
-            raise ValueError(
-                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got"
-                f" {self.overlong.buffer}"
-            )
-        if self.weight_sync.lora == "adapter" and (self.lora is None or self.lora.r > MAX_ENGINE_RANK):
-            raise ValueError(
-                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got"
-                f" {'no ppo.lora' if self.lora is None else f'r={self.lora.r}'}; set ppo.lora.r or"
-                " ppo.weight_sync.lora=merged"
-            )
-        return self
+    # Rules of one field. Pydantic checks them before the rules of several fields.
 
-    @model_validator(mode="after")
-    def _can_be_meant(self) -> Self:
-        low, high = self.importance_bounds
+    @field_validator("importance_bounds")
+    @classmethod
+    def _check_importance_bounds(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        low, high = bounds
         if not low < high or not low <= 1 <= high:
             raise ValueError(
                 f"ppo.importance_bounds must be increasing and include 1 (no gap); got {low:g}, {high:g};"
                 " leave it out"
             )
-        if self.kl.target is not None and self.kl.target >= self.kl_limit:
+        return bounds
+
+    @field_validator("rewards")
+    @classmethod
+    def _check_reward_names(cls, rewards: tuple[AnyReward, ...]) -> tuple[AnyReward, ...]:
+        names = [source.name or source.type for source in rewards]
+        if len(set(names)) < len(names):
             raise ValueError(
-                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), because a policy at its target"
-                f" would be stopped otherwise; got {self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
+                f"ppo.rewards need distinct names; got {', '.join(names)}; give `name` to those of one type"
+            )
+        return rewards
+
+    # Rules of several fields. Pydantic stops at the first that fails.
+
+    @model_validator(mode="after")
+    def _check_samples_per_prompt(self) -> Self:
+        if self.by_group and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must"
+                f" be at least 2; got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_dynamic_filtering(self) -> Self:
+        if self.dynamic_filtering and not self.by_group:
+            raise ValueError(
+                "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"
+                f" ppo.algorithm={self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic_warmup(self) -> Self:
+        if self.critic_warmup_steps and not self.uses_critic:
+            raise ValueError(
+                f"ppo.critic_warmup_steps must be 0 without a critic (ppo.algorithm={self.algorithm}); "
+                f"got {self.critic_warmup_steps}"
             )
         if self.critic_warmup_steps >= self.steps:
             raise ValueError(
@@ -513,55 +421,103 @@ class PPOConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _batch_algebra(self) -> Self:
-        total, parts = self.rollout_batch_size, self.minibatches
-        if total % parts:
-            near = _divisors_near(total, parts)
+    def _check_overlong(self) -> Self:
+        if self.overlong and self.missing_eos_penalty:
+            raise ValueError(
+                "ppo.overlong and ppo.missing_eos_penalty both penalize a response that reaches the length"
+                " limit; set one of them"
+            )
+        if self.overlong and self.overlong.buffer > self.max_new_tokens:
+            raise ValueError(
+                f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got"
+                f" {self.overlong.buffer}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapter_sync(self) -> Self:
+        if self.weight_sync.lora == "adapter" and (self.lora is None or self.lora.r > MAX_ENGINE_RANK):
+            given = "no ppo.lora" if self.lora is None else f"r={self.lora.r}"
+            raise ValueError(
+                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got {given}"
+                "; set ppo.lora.r or ppo.weight_sync.lora=merged"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_max_kl(self) -> Self:
+        if self.kl.target is not None and self.kl.target >= self.kl_limit:
+            raise ValueError(
+                f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), because a policy at its target"
+                f" would be stopped otherwise; got {self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_minibatches(self) -> Self:
+        total = self.rollout_batch_size
+        if total % self.minibatches:
+            divisors = ", ".join(str(divisor) for divisor in _divisors_near(total, self.minibatches))
             raise ValueError(
                 f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step}"
-                f" x {self.samples_per_prompt} = {total}); got {parts}; use"
-                f" {', '.join(map(str, sorted(near)))}"
+                f" x {self.samples_per_prompt} = {total}); got {self.minibatches}; use {divisors}"
             )
-        groups = [("policy", self.policy_deepspeed.ranks)]
-        groups += [("critic", self.critic_deepspeed.ranks)] if self.uses_critic else []
-        for role, ranks in groups:
-            if self.minibatch_size < ranks:
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        ranks = {"policy": self.policy_deepspeed.ranks}
+        if self.uses_critic:
+            ranks["critic"] = self.critic_deepspeed.ranks
+        for role, count in ranks.items():
+            if self.minibatch_size < count:
                 raise ValueError(
                     f"ppo.{role}_deepspeed.ranks must be at most the minibatch of {self.minibatch_size}"
-                    f" responses ({total} / {parts}); got {ranks}"
+                    f" responses ({self.rollout_batch_size} / {self.minibatches}); got {count}"
                 )
-        if self.colocate == "all" and self.policy_deepspeed.ranks != self.critic_deepspeed.ranks:
+        return self
+
+    @model_validator(mode="after")
+    def _check_colocation(self) -> Self:
+        policy, critic = self.policy_deepspeed.ranks, self.critic_deepspeed.ranks
+        if self.colocate == "all" and policy != critic:
             raise ValueError(
                 "ppo.colocate=all needs ppo.policy_deepspeed.ranks equal to ppo.critic_deepspeed.ranks; "
-                f"got {self.policy_deepspeed.ranks} and {self.critic_deepspeed.ranks}"
+                f"got {policy} and {critic}"
             )
-        shared = self.engine.tensor_parallel == 1 and self.engine.count <= self.policy_deepspeed.ranks
-        if self.colocate == "all" and not shared:
+        one_rank_each = self.engine.tensor_parallel == 1 and self.engine.count <= policy
+        if self.colocate == "all" and not one_rank_each:
             raise ValueError(
                 "ppo.colocate=all puts each engine on the device of one rank: it needs"
                 " ppo.engine.tensor_parallel=1 and ppo.engine.count at most ppo.policy_deepspeed.ranks"
-                f" ({self.policy_deepspeed.ranks}); got {self.engine.tensor_parallel} and {self.engine.count}"
+                f" ({policy}); got {self.engine.tensor_parallel} and {self.engine.count}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sync_backend(self) -> Self:
+        # NCCL refuses two processes on one GPU, and the IPC backend passes handles of memory of one GPU.
         backend = self.weight_sync.backend
-        if (backend == "ipc" and self.colocate != "all") or (backend == "nccl" and self.colocate == "all"):
-            shares = "share" if self.colocate == "all" else "do not share"
+        if backend == "ipc" and self.colocate != "all":
             raise ValueError(
-                f"ppo.weight_sync.backend={backend} needs engines that"
-                f" {'share' if backend == 'ipc' else 'do not share'} GPUs with the policy, but with"
-                f" ppo.colocate={self.colocate} they {shares} them; use auto"
+                "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"
+                f" ppo.colocate={self.colocate} they do not share them; use auto"
             )
+        if backend == "nccl" and self.colocate == "all":
+            raise ValueError(
+                "ppo.weight_sync.backend=nccl needs engines that do not share GPUs with the policy, but with"
+                " ppo.colocate=all they share them; use auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kl_horizon(self) -> Self:
+        total = self.rollout_batch_size
         if self.kl.target is not None and self.kl_horizon * 5 <= total:
             raise ValueError(
                 f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the"
                 f" coefficient could become negative otherwise; got {self.kl.horizon}; leave it out, or use"
                 f" {20 * total}"
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"ppo.dual_clip must be above 1; got {self.dual_clip}")
-        names = [source.name or source.type for source in self.rewards]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"ppo.rewards need distinct names; got {', '.join(names)}; give `name` to those of one type"
             )
         return self
 
@@ -569,7 +525,12 @@ class PPOConfig(Section):
 def _divisors_near(total: int, wanted: int) -> list[int]:
     """Return up to three divisors of `total` that are nearest to `wanted`, or 1 if none is within 10,000."""
     start = min(wanted, total)
-    around = (
-        n for distance in range(10_000) for n in {start - distance, start + distance} if 1 <= n <= total
-    )
-    return list(islice((n for n in around if total % n == 0), 3)) or [1]
+    divisors: list[int] = []
+    # `total` can be 10^9, so not all its divisors are tried.
+    for distance in range(10_000):
+        for candidate in sorted({start - distance, start + distance}):
+            if 1 <= candidate <= total and total % candidate == 0:
+                divisors.append(candidate)
+        if len(divisors) >= 3:
+            break
+    return sorted(divisors[:3]) or [1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout

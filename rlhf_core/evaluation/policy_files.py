@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_core.config.base import Section
-from rlhf_core.config.ppo import EngineConfig, PPOConfig, WeightSyncConfig
+from rlhf_core.config.engine import EngineConfig, WeightSyncConfig
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Device

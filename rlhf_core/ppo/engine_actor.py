@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import WorkerStuck
 from rlhf_core.ppo.records import ParticipantSpec, Usage
 from rlhf_core.ppo.rpc import Actor, called, fetch

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
 from rlhf_core.ppo.health import Health
 from rlhf_core.ppo.rpc import LOOK_SECONDS, Calls, fetch, gone

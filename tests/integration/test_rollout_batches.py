@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.engines.vllm import CPU_TOKENS_PER_STEP, Engine
 from rlhf_core.types import PromptExample, Rollout
 from tests.support.tiny_llama import save_tiny_llama

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import InfrastructureError, OutOfMemory
 

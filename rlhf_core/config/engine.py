@@ -1,0 +1,108 @@
+"""Sections `ppo.engine` and `ppo.weight_sync`: the vLLM engines and how they receive weights."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rlhf_core.config.base import (
+    TRIES,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Section,
+    execution,
+    result,
+    rounding,
+)
+
+MAX_ENGINE_RANK = 512
+"""The largest rank of an adapter that vLLM serves."""
+
+
+class EngineConfig(Section):
+    """The vLLM engines that sample rollouts."""
+
+    count: PositiveInt = result(
+        1,
+        "Number of engines",
+        within=Range(1, 1024, "each is a process with a copy of the policy"),
+    )
+    tensor_parallel: PositiveInt = result(
+        1,
+        "GPUs of one engine, or processes on the CPU; it must divide the attention heads",
+        within=Range(1, 256, "GPUs of one engine"),
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = result(
+        "float32",
+        "Precision of the engines; by default that of the policy",
+    )
+    gpu_memory_utilization: Fraction = execution(
+        0.85,
+        "Share of GPU memory for weights and KV cache; lower it when colocated",
+    )
+    kv_cache_gib: PositiveFloat = execution(1.0, "KV cache of a CPU engine in GiB")
+    max_num_seqs: PositiveInt = rounding(
+        256,
+        "Sequences decoded at once by one engine",
+        within=Range(1, 65536, "each sequence needs memory"),
+    )
+    enforce_eager: bool = result(True, "No CUDA graphs: slower decoding, faster start")
+    max_restarts: NonNegativeInt = execution(
+        3,
+        "How often in a row an engine that dies or hangs before its first answer is restarted",
+        within=TRIES,
+    )
+    min_count: PositiveInt | None = execution(
+        None,
+        "The run continues with at least this number of engines after others have used up their restarts."
+        " null: all are needed, because fewer would sample in other batches",
+    )
+
+    @property
+    def needed(self) -> int:
+        """Number of engines without which the run ends."""
+        return self.min_count or self.count
+
+    @model_validator(mode="after")
+    def _check_min_count(self) -> Self:
+        if self.needed > self.count:
+            raise ValueError(
+                f"ppo.engine.min_count must be at most ppo.engine.count ({self.count}); got {self.min_count}"
+            )
+        return self
+
+
+class WeightSyncConfig(Section):
+    """Transfer of weights from the training ranks to the engines."""
+
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = result(
+        "auto",
+        "`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise",
+    )
+    lora: Literal["merged", "adapter"] | None = result(
+        None,
+        "With ppo.lora: send the weights with the adapter merged into them (`merged`), or only the adapter,"
+        " which the engines then apply (`adapter`). Evaluation loads the policy in the same way. null:"
+        " `merged` if policy and engines compute in float32 or the adapter is quantized or above rank 512,"
+        " else `adapter`, because a merge that is rounded to bfloat16 loses a large part of a small update."
+        " `adapter` needs a model class that supports LoRA in vLLM. For other classes the engine does not"
+        " start, and `merged` must be set",
+    )
+    bucket_mib: PositiveInt = execution(
+        64,
+        "Weights are sent in packed buckets of this size",
+        within=Range(1, 16384, "a bucket is held twice in memory"),
+    )
+    canary: bool = execution(
+        True,
+        "In every step, compare engine and trainer log-probabilities of the same tokens and stop if they"
+        " differ",
+    )
+    canary_tolerance: PositiveFloat = execution(
+        1e-3,
+        "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05",
+    )
