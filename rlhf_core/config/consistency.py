@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.engine import MAX_ENGINE_RANK
+from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import ModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
