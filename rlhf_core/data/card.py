@@ -13,9 +13,8 @@ from typing import Any
 
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.collect import Counts, SetName, split_key
 from rlhf_core.data.dataset import Split
-from rlhf_core.data.examples import Made
+from rlhf_core.data.examples import EncodedRecord, SetCounts, SetName, split_key
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3
@@ -24,13 +23,13 @@ _RUN_HEAD, _RUN_TAIL = 80, 12
 """Tokens shown of a run."""
 _PERCENTILES = (0, 50, 90, 99, 100)
 
-Splits = Mapping[SetName, Mapping[Split, Sequence[Made]]]
+Splits = Mapping[SetName, Mapping[Split, Sequence[EncodedRecord]]]
 
 
 def build_card(
     config: PipelineConfig,
     digests: Mapping[str, str],
-    counts: Mapping[SetName, Counts],
+    counts: Mapping[SetName, SetCounts],
     splits: Splits,
     tokenizer: Any,
 ) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
     return rows
 
 
-def _lengths(by_split: Mapping[Split, Sequence[Made]]) -> dict[str, dict[str, int]]:
+def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
     """Percentiles of token counts over both splits, by part of the example."""
     parts: dict[str, list[int]] = {}
     for items in by_split.values():
@@ -130,7 +129,7 @@ def _words(key: str) -> str:
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", key).casefold())) or key
 
 
-def _sample(item: Made, tokenizer: Any) -> dict[str, Any]:
+def _sample(item: EncodedRecord, tokenizer: Any) -> dict[str, Any]:
     example = item.example
     if isinstance(example, SFTExample):
         views = [_token_view(example.input_ids, example.loss_mask, tokenizer)]

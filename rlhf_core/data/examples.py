@@ -1,103 +1,347 @@
-"""From records to token examples, with the length limits; what does not fit is counted by reason."""
+"""From the rows of the sources to token examples, and which of them are held out for evaluation.
+
+sources -> `read_records` (checked records, bad rows in the quarantine) -> `drop_repeats`
+        -> `encode_record` (token examples within the length limits)    -> `held_out` (prompts for evaluation)
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from rlhf_core.config.data import DataConfig
-from rlhf_core.data.collect import Loaded, SetName, split_key
-from rlhf_core.data.formats import Record
+from rlhf_core.config.data import DataConfig, Source
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.files import BadRow, Row
+from rlhf_core.data.formats import Record, RowError, normalise
+from rlhf_core.data.sources import Contents, read_rows, source_name
+from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder
+from rlhf_core.errors import DataError
 from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+log = logging.getLogger(__name__)
+
+SetName = Literal["sft", "preference", "prompts"]
+SETS: tuple[SetName, ...] = ("sft", "preference", "prompts")
 
 PROMPT_TOO_LONG = "prompt longer than data.max_prompt_tokens"
 RESPONSE_TOO_LONG = "response longer than data.max_response_tokens"
 NOTHING_TO_LEARN = "no assistant token within data.max_text_tokens"
 _MAX_TRAINING_CHARS = 100_000
-_LARGEST_MARGIN = 1e9
+_MAX_MARGIN = 1e9
+_SHOWN_REASONS = 3
+_KINDS: dict[SetName, tuple[str, ...]] = {
+    "sft": ("text", "messages", "completion", "preference"),
+    "preference": ("preference",),
+    "prompts": ("messages", "completion", "preference", "prompt"),
+}
+"""Kinds of records that each set can use. Of a pair, `sft` uses the chosen response."""
+_NEEDS: dict[SetName, str] = {
+    "sft": "a demonstration needs 'text', 'messages' or 'prompt' and 'completion'",
+    "preference": "a pair needs 'chosen' and 'rejected'",
+    "prompts": "a prompt row needs 'prompt' or 'messages'",
+}
 
 
-class Dropped(ValueError):
-    """The record is well formed but not usable; the message is the reason it is counted under."""
+# -- reading --
 
 
 @dataclass(frozen=True)
-class Made:
-    """An example, the prompt it belongs to, and its text for reading and for the overlap count."""
+class SourceRecord:
+    """A checked record and the row it comes from."""
+
+    record: Record
+    source: str
+    file: str
+    line: int
+
+
+@dataclass
+class SetCounts:
+    """Numbers of rows of one set. `read` = `bad` + the sum of `dropped` + `train` + `eval`."""
+
+    read: int = 0
+    bad: int = 0
+    """In the quarantine."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Usable rows that were left out, by reason."""
+    train: int = 0
+    eval: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict, for the data card."""
+        return {
+            "read": self.read,
+            "bad": self.bad,
+            "dropped": dict(self.dropped),
+            "train": self.train,
+            "eval": self.eval,
+        }
+
+
+class Quarantine:
+    """Bad rows, one JSON object per line: source, line, reason, row (at most 500 characters)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self.first: dict[str, list[str]] = {}
+        """The first reasons of each source, with file and line, for the message that stops the run."""
+
+    def add(self, source: str, file: str, line: int, reason: str, text: str) -> None:
+        """Write one bad row. `source` is the field of its source, such as `data.sft[0]`."""
+        row = {"source": file, "line": line, "reason": reason, "row": text[:500]}
+        self._file.write(json.dumps(row) + "\n")
+        first = self.first.setdefault(source, [])
+        if len(first) < _SHOWN_REASONS:
+            first.append(f"{file}:{line}: {reason}")
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+
+def read_records(
+    config: PipelineConfig,
+    name: SetName,
+    quarantine: Quarantine,
+    counts: SetCounts,
+    contents: Mapping[str, Contents],
+) -> list[SourceRecord]:
+    """Return all usable records of a set.
+
+    Args:
+        config: Configuration of the pipeline.
+        name: The set.
+        quarantine: Receives the bad rows.
+        counts: Its `read` and `bad` are increased.
+        contents: Expected contents of each source by its field, such as `data.sft[0]`.
+
+    Raises DataError if a source is empty, has too many bad rows, or has other contents.
+    """
+    records: list[SourceRecord] = []
+    sources: tuple[Source, ...] = getattr(config.data, name)
+    names = _distinct_names(sources)
+    for index, source in enumerate(sources):
+        field_name = f"data.{name}[{index}]"
+        read = bad = 0
+        for row in _rows(config, name, source, contents[field_name]):
+            read += 1
+            result = row if isinstance(row, BadRow) else _to_record(row, source, name, names[index])
+            if isinstance(result, BadRow):
+                bad += 1
+                quarantine.add(field_name, result.file, result.line, result.reason, result.text)
+            else:
+                records.append(result)
+        counts.read += read
+        counts.bad += bad
+        if read == 0:
+            only = f" whose `split` is {source.split!r}" if source.only_split else ""
+            raise DataError(f"{field_name}: {source.path} has 0 rows{only}; give a source with rows")
+        check_bad_share(config, field_name, source.path, bad, read, quarantine)
+    return records
+
+
+def _distinct_names(sources: Sequence[Source]) -> list[str]:
+    """Return the `source_name` of each source. Equal names (`a/train.jsonl`, `b/train.jsonl`) get their index
+    in the list.
+    """
+    names = [source_name(source) for source in sources]
+    return [f"{name} {index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
+
+
+def check_bad_share(
+    config: PipelineConfig, field_name: str, path: str, bad: int, read: int, quarantine: Quarantine
+) -> None:
+    """Raise DataError with the first reasons if more rows are bad than `data.max_bad_rows` allows.
+
+    Args:
+        config: Configuration of the pipeline.
+        field_name: Field of the source or the set, which is also its name in the quarantine.
+        path: Path of the source, for the message.
+        bad: Number of bad rows.
+        read: Number of all rows.
+        quarantine: The bad rows.
+    """
+    if bad > config.data.max_bad_rows * read:
+        raise DataError(
+            f"{field_name}: {bad} of {read} rows of {path} cannot be used, more than"
+            f" data.max_bad_rows={config.data.max_bad_rows:g} allows:"
+            f" {'; '.join(quarantine.first[field_name])}; mend the rows or raise the limit"
+        )
+    if bad:
+        log.warning("%s: %d of %d rows are in quarantine.jsonl", field_name, bad, read)
+
+
+def _rows(
+    config: PipelineConfig, name: SetName, source: Source, contents: Contents
+) -> Iterator[Row | BadRow]:
+    if source.path != "synthetic":
+        yield from read_rows(source, config.store, contents)
+        return
+    for index, data in enumerate(generate(config.data.synthetic, config.run.seed, name), start=1):
+        if source.limit is not None and index > source.limit:
+            return
+        yield Row("synthetic", index, data)
+
+
+def _to_record(row: Row, source: Source, name: SetName, shown_name: str) -> SourceRecord | BadRow:
+    try:
+        record = normalise(row.data, source.format, source.rename)
+        if record.kind not in _KINDS[name]:
+            raise RowError(
+                f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
+            )
+    except RowError as error:
+        return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
+    except RecursionError:
+        return BadRow(row.file, row.line, "nested too deeply", "")
+    return SourceRecord(record, shown_name, row.file, row.line)
+
+
+# -- repeats --
+
+
+def drop_repeats(
+    records: Sequence[SourceRecord], name: SetName, deduplicate: bool, dropped: Counter[str]
+) -> list[SourceRecord]:
+    """Return the distinct records in their order. Of pairs with both orders of preference, none is kept.
+
+    `dropped` counts the others by reason.
+    """
+    contradictory = _contradictory(records) if name == "preference" else frozenset()
+    kept = []
+    seen: set[Any] = set()
+    for item in records:
+        record = item.record
+        key: Any = record.prompt_text if name == "prompts" else _content(record)
+        if name == "preference" and _unordered(record) in contradictory:
+            dropped["contradictory pair"] += 1
+        elif deduplicate and key in seen:
+            dropped["duplicate"] += 1
+        else:
+            seen.add(key)
+            kept.append(item)
+    return kept
+
+
+def _content(record: Record) -> tuple[Any, ...]:
+    return (record.text, record.messages or record.prompt, record.response, record.rejected)
+
+
+def _unordered(record: Record) -> tuple[Any, ...]:
+    """Return a key that does not depend on which of the two responses is preferred."""
+    return (record.prompt, frozenset((record.response, record.rejected)))
+
+
+def _contradictory(records: Sequence[SourceRecord]) -> frozenset[tuple[Any, ...]]:
+    winners: dict[tuple[Any, ...], set[str | None]] = {}
+    for item in records:
+        winners.setdefault(_unordered(item.record), set()).add(item.record.response)
+    return frozenset(key for key, chosen in winners.items() if len(chosen) > 1)
+
+
+# -- encoding --
+
+
+class RecordDropped(ValueError):
+    """The record is well formed but not usable. The message is the reason under which it is counted."""
+
+
+@dataclass(frozen=True)
+class EncodedRecord:
+    """A token example with the text it was made from."""
 
     example: SFTExample | PairExample | PromptExample
     key: str
     """Split key of its prompt."""
     text: str
-    """Prompt and (chosen) response as plain text."""
+    """Prompt and (chosen) response as plain text, for samples and for the count of overlaps."""
 
 
 def prompt_id(prompt_text: str) -> str:
-    """16 hex digits of the prompt's text."""
+    """Return 16 hex digits that identify the text of a prompt."""
     return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
 
 
-def make_example(item: Loaded, name: SetName, encoder: Encoder, config: DataConfig, max_text: int) -> Made:
-    """The token example of one record. Raises Dropped, or EncodeError if it cannot be encoded."""
+def encode_record(
+    item: SourceRecord, name: SetName, encoder: Encoder, config: DataConfig, max_text: int
+) -> EncodedRecord:
+    """Return the token example of one record.
+
+    Args:
+        item: The record.
+        name: Its set.
+        encoder: Tokenizer with the chat template.
+        config: Length limits.
+        max_text: Number of tokens to which `text` and `messages` rows are cut.
+
+    Raises RecordDropped if it exceeds a limit, and EncodeError if it cannot be encoded.
+    """
     record = item.record
     key = split_key(record.prompt_text)
     if name == "sft":
-        return Made(_sft(item, encoder, config, max_text), key, _plain(record))
+        return EncodedRecord(_sft_example(item, encoder, config, max_text), key, _plain_text(record))
+    # A cheap check of the characters first, because encoding a text of megabytes takes long.
     if encoder.surely_longer(record.prompt_text, config.max_prompt_tokens):
-        raise Dropped(PROMPT_TOO_LONG)
+        raise RecordDropped(PROMPT_TOO_LONG)
     if name == "prompts":
         ids = encoder.prompt(record.prompt)
         _limit(ids, config.max_prompt_tokens, PROMPT_TOO_LONG)
         text = record.prompt_text
-        return Made(PromptExample(prompt_id(text), text, ids, record.meta, item.source), key, text)
-    return Made(_pair(item, encoder, config), key, _plain(record))
+        return EncodedRecord(PromptExample(prompt_id(text), text, ids, record.meta, item.source), key, text)
+    return EncodedRecord(_pair_example(item, encoder, config), key, _plain_text(record))
 
 
-def _pair(item: Loaded, encoder: Encoder, config: DataConfig) -> PairExample:
+def _pair_example(item: SourceRecord, encoder: Encoder, config: DataConfig) -> PairExample:
     record = item.record
     assert record.response is not None and record.rejected is not None
-    prompt, chosen = _respond(record, record.response, encoder, config)
-    _, rejected = _respond(record, record.rejected, encoder, config)
+    prompt, chosen = _prompt_and_response(record, record.response, encoder, config)
+    _, rejected = _prompt_and_response(record, record.rejected, encoder, config)
     if chosen == rejected:
-        raise Dropped("chosen and rejected have the same tokens")
+        raise RecordDropped("chosen and rejected have the same tokens")
     text = record.prompt_text
     return PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, _margin(record))
 
 
 def _margin(record: Record) -> float | None:
     value = record.meta.get("margin")
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _LARGEST_MARGIN:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MAX_MARGIN:
         return None
     return float(value)
 
 
-def _sft(item: Loaded, encoder: Encoder, config: DataConfig, max_text: int) -> SFTExample:
+def _sft_example(item: SourceRecord, encoder: Encoder, config: DataConfig, max_text: int) -> SFTExample:
     record = item.record
     if record.text is not None:
         encoded = encoder.text(record.text, max_text)
         return SFTExample(encoded.ids, encoded.mask, item.source)
     if record.kind == "messages":
+        # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
         if encoder.surely_longer(record.prompt_text, 8 * max_text):
-            raise Dropped(NOTHING_TO_LEARN)
+            raise RecordDropped(NOTHING_TO_LEARN)
         encoded = encoder.conversation(record.messages)
         ids, mask = encoded.ids[:max_text], encoded.mask[:max_text]
         if 1 not in mask:
-            raise Dropped(NOTHING_TO_LEARN)
+            raise RecordDropped(NOTHING_TO_LEARN)
         return SFTExample(ids, mask, item.source)
     assert record.response is not None
     if encoder.surely_longer(record.prompt_text, config.max_prompt_tokens):
-        raise Dropped(PROMPT_TOO_LONG)
-    prompt, response = _respond(record, record.response, encoder, config)
+        raise RecordDropped(PROMPT_TOO_LONG)
+    prompt, response = _prompt_and_response(record, record.response, encoder, config)
     return SFTExample(prompt + response, (0,) * len(prompt) + (1,) * len(response), item.source)
 
 
-def _respond(
+def _prompt_and_response(
     record: Record, text: str, encoder: Encoder, config: DataConfig
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if encoder.surely_longer(text, config.max_response_tokens):
-        raise Dropped(RESPONSE_TOO_LONG)
+        raise RecordDropped(RESPONSE_TOO_LONG)
     prompt, response = encoder.response(record.prompt, text)
     _limit(prompt, config.max_prompt_tokens, PROMPT_TOO_LONG)
     _limit(response, config.max_response_tokens, RESPONSE_TOO_LONG)
@@ -106,18 +350,72 @@ def _respond(
 
 def _limit(ids: tuple[int, ...], limit: int, reason: str) -> None:
     if len(ids) > limit:
-        raise Dropped(reason)
+        raise RecordDropped(reason)
 
 
-def _plain(record: Record) -> str:
-    said = record.messages[-1].content if record.messages else record.response
-    return record.prompt_text if record.text is not None else f"{record.prompt_text}\n\n{said}"
+def _plain_text(record: Record) -> str:
+    if record.text is not None:
+        return record.prompt_text
+    response = record.messages[-1].content if record.messages else record.response
+    return f"{record.prompt_text}\n\n{response}"
 
 
 def training_texts(record: Record) -> Iterator[str]:
-    """Every text of a record, for training a tokenizer; of one far over all limits the beginning, since
-    megabytes without a blank would take the training minutes.
+    """Yield the texts of a record for training a tokenizer.
+
+    Long texts are cut, because the training takes minutes for megabytes without a blank.
     """
-    yield from (message.content[:_MAX_TRAINING_CHARS] for message in record.messages or record.prompt)
-    texts = (record.text, record.response, record.rejected)
-    yield from (text[:_MAX_TRAINING_CHARS] for text in texts if text is not None)
+    for message in record.messages or record.prompt:
+        yield message.content[:_MAX_TRAINING_CHARS]
+    for text in (record.text, record.response, record.rejected):
+        if text is not None:
+            yield text[:_MAX_TRAINING_CHARS]
+
+
+# -- split --
+
+
+def split_key(prompt_text: str) -> str:
+    """Return the key of a prompt. Prompts that differ in white space only have the same key."""
+    return " ".join(prompt_text.split())
+
+
+def split_position(seed: int, key: str) -> float:
+    """Return the position of a prompt in [0, 1), by the hash of its key.
+
+    A prompt is held out if its position is below the evaluation share. The position is the same in all sets,
+    runs and machines.
+    """
+    digest = hashlib.blake2b(f"{seed}\x1fsplit\x1f{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: float) -> frozenset[str]:
+    """Return the prompts, as split keys, that are kept for evaluation in all sets together.
+
+    They are chosen by `split_position`. In a set that is so small that all or none of its prompts were
+    chosen, the prompt nearest to the border is moved. Raises DataError if a set has only one distinct prompt.
+    """
+    position = {key: split_position(seed, key) for keys in keys_by_set.values() for key in keys}
+    held = {key for key, value in position.items() if value < fraction}
+    pinned: set[str] = set()
+    for side in ("train", "eval"):
+        for name, keys in keys_by_set.items():
+            distinct = sorted(set(keys), key=lambda key: (position[key], key))
+            if len(distinct) < 2:
+                raise DataError(
+                    f"data.{name}: only {len(distinct)} distinct prompt left; at least 2 are needed, one of"
+                    " them for evaluation"
+                )
+            if side == "train" and all(key in held for key in distinct):
+                held.discard(distinct[-1])
+                pinned.add(distinct[-1])
+            elif side == "eval" and not any(key in held for key in distinct):
+                # Not a prompt that another set needs for training.
+                held.add(next((key for key in distinct if key not in pinned), distinct[0]))
+    for name, keys in keys_by_set.items():
+        if all(key in held for key in keys):
+            raise DataError(
+                f"data.{name}: too few distinct prompts ({len(set(keys))}) to hold some out; give more rows"
+            )
+    return frozenset(held)

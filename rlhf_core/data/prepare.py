@@ -1,4 +1,4 @@
-"""Creates the data artifact: token files of the three sets, tokenizer, quarantine and data card.
+"""Preparation of the data artifact: token files of the three sets, tokenizer, quarantine and data card.
 
 out/  tokenizer/  response.json  model/config.json (model from scratch only)  quarantine.jsonl  data_card.{json,md}
       {sft,pairs,prompts}_{train,eval}.parquet
@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import build_card, card_markdown
-from rlhf_core.data.collect import (
+from rlhf_core.data.dataset import Split, require_answers, require_margins, write
+from rlhf_core.data.examples import (
     SETS,
-    Counts,
-    Loaded,
+    EncodedRecord,
     Quarantine,
+    RecordDropped,
+    SetCounts,
     SetName,
+    SourceRecord,
     check_bad_share,
     drop_repeats,
+    encode_record,
     held_out,
-    load_set,
+    read_records,
     split_position,
+    training_texts,
 )
-from rlhf_core.data.dataset import Split, require_answers, require_margins, write
-from rlhf_core.data.decoding import write_response_prefix
-from rlhf_core.data.examples import Dropped, Made, make_example, training_texts
 from rlhf_core.data.sources import (
     model_digests,
     model_state,
@@ -39,7 +40,7 @@ from rlhf_core.data.sources import (
     template_digests,
 )
 from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
-from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
+from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.folder import base_model_config, context_problem, longest_sequence, vocabulary_problem
 from rlhf_core.system.failpoints import failpoint
@@ -52,57 +53,49 @@ _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
 
 
-@dataclass
-class Prepared:
-    """What was written, for the stage's metrics."""
-
-    card: dict[str, Any]
-    """Also in `data_card.json`."""
-    made: dict[SetName, dict[Split, list[Made]]] = field(default_factory=dict)
-    """Every example of every set."""
-
-
 def prepare(
     config: PipelineConfig,
     out: Path,
     progress: Callable[[int, int], None],
     key_digests: Mapping[str, str] | None = None,
-) -> Prepared:
-    """Read, check, encode, split and write all data into `out`. `progress(done, total)` counts encoded rows.
+) -> dict[str, Any]:
+    """Read, check, encode, split and write all data into `out`, and return the data card.
 
-    `key_digests` are the digests of the sources in the stage's key, or None outside of a pipeline. Raises
-    DataError or ModelError with the source, the rule and a fix, also if a source does not match its digest.
+    Args:
+        config: Configuration of the pipeline.
+        out: An empty folder.
+        progress: Called with the numbers of encoded rows and of all rows.
+        key_digests: Digests of the sources in the stage's key, or None outside of a pipeline.
+
+    Raises DataError or ModelError with the source, the rule and a fix, also if a source does not match its
+    digest.
     """
     contents, state = source_contents(config), model_state(config)
-    digests = {name: found.digest for name, found in contents.items()} | model_digests(config)
+    digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
-    counts = {name: Counts() for name in SETS}
+    counts = {name: SetCounts() for name in SETS}
     quarantine = Quarantine(out / "quarantine.jsonl")
+    records: dict[SetName, list[SourceRecord]] = {}
     try:
-        loaded = {
-            name: drop_repeats(
-                load_set(config, name, quarantine, counts[name], contents),
-                name,
-                config.data.deduplicate,
-                counts[name].dropped,
-            )
-            for name in SETS
-        }
+        for name in SETS:
+            all_records = read_records(config, name, quarantine, counts[name], contents)
+            records[name] = drop_repeats(all_records, name, config.data.deduplicate, counts[name].dropped)
         failpoint("data.read")
-        tokenizer, positions = _tokenizer(config, loaded)
+        tokenizer, positions = _tokenizer(config, records)
         encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
-        made = _encode(config, loaded, encoder, positions, quarantine, counts, progress)
+        encoded = _encode(config, records, encoder, positions, quarantine, counts, progress)
     finally:
         quarantine.close()
     if config.reward.enabled and config.reward.margin == "field":
         require_margins(
-            [item.example for item in made["preference"] if isinstance(item.example, PairExample)]
+            [item.example for item in encoded["preference"] if isinstance(item.example, PairExample)]
         )
-    prompts = [item.example for item in made["prompts"] if isinstance(item.example, PromptExample)]
+    prompts = [item.example for item in encoded["prompts"] if isinstance(item.example, PromptExample)]
     require_answers(prompts, config.ppo.rewards)
     failpoint("data.encoded")
-    splits = _split(config, made, counts)
-    if 0 < (count := len(splits["prompts"]["train"])) < config.ppo.prompts_per_step:
+    splits = _split(config, encoded, counts)
+    count = len(splits["prompts"]["train"])
+    if 0 < count < config.ppo.prompts_per_step:
         log.warning(
             "there are %d prompts to train on, fewer than ppo.prompts_per_step=%d: each step has some of them"
             " several times",
@@ -120,20 +113,21 @@ def prepare(
     require_unchanged(template_digests(config), digests, config)
     require_same_state(state, config)
     card = build_card(config, digests, counts, splits, tokenizer)
-    if near := card["overlap"]["near"]:
+    near = card["overlap"]["near"]
+    if near:
         log.warning(
             "%d training rows are nearly held-out prompts, or contain one: see data_card.md; take them out",
             near,
         )
     (out / "data_card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
-    return Prepared(card, splits)
+    return card
 
 
-def _tokenizer(config: PipelineConfig, loaded: dict[SetName, list[Loaded]]) -> tuple[Any, int]:
-    """The tokenizer with the chat template in use, and the model's context length in tokens."""
+def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]]) -> tuple[Any, int]:
+    """Return the tokenizer with the configured chat template, and the model's context length in tokens."""
     if config.model.path is None:
-        texts = (text for items in loaded.values() for item in items for text in training_texts(item.record))
+        texts = (text for items in records.values() for item in items for text in training_texts(item.record))
         tokenizer = train_tokenizer(texts, config.model.tiny.vocab_size)
         positions = config.model.tiny.max_positions
     else:
@@ -171,11 +165,10 @@ def _context_length(config: PipelineConfig, vocabulary: int) -> int:
 
 
 def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> None:
-    """`config.json` of a Llama from scratch in the shape of `config.model.tiny`."""
+    """Write the `config.json` of a Llama from scratch in the shape of `config.model.tiny`."""
     tiny = config.model.tiny
-    # Written by hand because importing LlamaConfig pulls in all of modelling, many times the cost of this
-    # stage.
-    facts = {
+    # Not by LlamaConfig, because importing it takes many times as long as this whole stage.
+    settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": -(-len(tokenizer) // _EMBEDDING_MULTIPLE) * _EMBEDDING_MULTIPLE,
@@ -201,30 +194,27 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
         "dtype": "float32",
     }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _encode(
     config: PipelineConfig,
-    loaded: dict[SetName, list[Loaded]],
+    records: dict[SetName, list[SourceRecord]],
     encoder: Encoder,
     positions: int,
     quarantine: Quarantine,
-    counts: dict[SetName, Counts],
+    counts: dict[SetName, SetCounts],
     progress: Callable[[int, int], None],
-) -> dict[SetName, list[Made]]:
-    made: dict[SetName, list[Made]] = {name: [] for name in SETS}
-    total = sum(map(len, loaded.values()))
+) -> dict[SetName, list[EncodedRecord]]:
+    encoded: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
+    max_text = min(config.data.max_text_tokens, positions)
+    total = sum(map(len, records.values()))
     done = 0
     for name in SETS:
-        for item in loaded[name]:
+        for item in records[name]:
             try:
-                made[name].append(
-                    make_example(
-                        item, name, encoder, config.data, min(config.data.max_text_tokens, positions)
-                    )
-                )
-            except Dropped as dropped:
+                encoded[name].append(encode_record(item, name, encoder, config.data, max_text))
+            except RecordDropped as dropped:
                 counts[name].dropped[str(dropped)] += 1
             except EncodeError as error:
                 counts[name].bad += 1
@@ -236,45 +226,49 @@ def _encode(
             check_bad_share(
                 config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine
             )
-        _check_enough(config, name, len(made[name]), counts[name])
-    return made
+        _check_enough(config, name, len(encoded[name]), counts[name])
+    return encoded
 
 
-def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: Counts) -> None:
-    if not getattr(config.data, name) or usable >= max(config.data.min_rows, 1):
+def _check_enough(config: PipelineConfig, name: SetName, usable: int, counts: SetCounts) -> None:
+    needed = max(config.data.min_rows, 1)
+    if not getattr(config.data, name) or usable >= needed:
         return
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
-    reasons += [f"{counts.bad} malformed (quarantine.jsonl)"] if counts.bad else []
-    fields = [
-        word.strip() for reason in counts.dropped for word in reason.split() if word.startswith("data.")
-    ]
-    fix = f"raise {' or '.join(dict.fromkeys(fields))}" if fields else "give more rows"
+    if counts.bad:
+        reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")
+    # The reasons of dropped rows have the name of the limit.
+    words = [word for reason in counts.dropped for word in reason.split()]
+    fields = dict.fromkeys(word for word in words if word.startswith("data."))
+    fix = f"raise {' or '.join(fields)}" if fields else "give more rows"
     raise DataError(
         f"data.{name}: {usable} of {counts.read} rows left after filtering"
-        f" ({'; '.join(reasons) or 'nothing dropped'}), at least {max(config.data.min_rows, 1)} are needed"
-        f" (data.min_rows); {fix}"
+        f" ({'; '.join(reasons) or 'nothing dropped'}), at least {needed} are needed (data.min_rows); {fix}"
     )
 
 
 def _split(
-    config: PipelineConfig, made: dict[SetName, list[Made]], counts: dict[SetName, Counts]
-) -> dict[SetName, dict[Split, list[Made]]]:
-    """Move held-out prompts to `eval` in every set: at most `max_eval` rows, those with the lowest split
-    positions.
+    config: PipelineConfig, encoded: dict[SetName, list[EncodedRecord]], counts: dict[SetName, SetCounts]
+) -> dict[SetName, dict[Split, list[EncodedRecord]]]:
+    """Move held-out prompts to `eval` in every set: at most `max_eval` rows with the lowest split positions.
 
     They are written in the order of their positions, so that the first n rows are a sample of all sources.
     """
     seed = config.data.split_seed
-    keys: dict[str, list[str]] = {name: [item.key for item in items] for name, items in made.items() if items}
+    keys: dict[str, list[str]] = {}
+    for name, items in encoded.items():
+        if items:
+            keys[name] = [item.key for item in items]
     held = held_out(seed, keys, config.data.eval_fraction)
-    splits: dict[SetName, dict[Split, list[Made]]] = {}
-    for name, items in made.items():
+    splits: dict[SetName, dict[Split, list[EncodedRecord]]] = {}
+    for name, items in encoded.items():
         train = [item for item in items if item.key not in held]
         evaluation = [item for item in items if item.key in held]
         evaluation.sort(key=lambda item: split_position(seed, item.key))
-        if (left_out := len(evaluation) - config.data.max_eval) > 0:
+        excess = len(evaluation) - config.data.max_eval
+        if excess > 0:
             del evaluation[config.data.max_eval :]
-            counts[name].dropped["held out beyond data.max_eval"] += left_out
+            counts[name].dropped["held out beyond data.max_eval"] += excess
         counts[name].train, counts[name].eval = len(train), len(evaluation)
         splits[name] = {"train": train, "eval": evaluation}
     return splits

@@ -1,13 +1,14 @@
-"""Tokenizers: loading one and making it fit for RLHF, or training a small one on the data.
+"""Tokenizers: loading and checking one, training a small one on the data, and decoding.
 
-The only file of the data layer that imports `transformers.AutoTokenizer`, inside functions.
+`load_tokenizer` and `train_tokenizer` import transformers, which takes seconds. `load_decoder` does not.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ TINY_TEMPLATE = (
     " %}{{ message['content'] | trim }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{%"
     " endif %}"
 )
-"""Chat template of trained tokenizers: role marks are single tokens, so a prompt is always a prefix of its
-conversation.
+"""Chat template of trained tokenizers. The marks of roles are single tokens, so that the tokens of a prompt
+are always a prefix of those of its conversation.
 """
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
-    """A fast Hugging Face tokenizer with an EOS token and a pad token that is not EOS.
+    """Return a fast Hugging Face tokenizer with an EOS token and a pad token that is not EOS.
 
     `path` is a folder or a hub id. No code of the model is run. Raises ModelError with a fix.
     """
@@ -43,9 +44,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # the libraries below raise a dozen unrelated types for a broken or missing tokenizer
+    except Exception as error:  # the libraries raise many unrelated types for a broken or missing tokenizer
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"no tokenizer can be loaded from {path}: {reason}; it needs tokenizer.json and"
@@ -89,8 +88,9 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def with_safe_specials(tokenizer: Any, name: str) -> Any:
-    """Make sure that EOS exists and that the pad id is another id: a pad that equals EOS would mask EOS in
-    training.
+    """Return the tokenizer with a pad token that is not EOS. Raises ModelError if that is not possible.
+
+    With a pad token that equals EOS, the mask of the padding would also remove EOS from the loss.
     """
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -98,16 +98,18 @@ def with_safe_specials(tokenizer: Any, name: str) -> Any:
         )
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer
-    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    used = {tokenizer.eos_token, tokenizer.bos_token}
     specials = [
         token.content
         for _, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special and token.content not in taken
+        if token.special and token.content not in used
     ]
-    named = [token for token in specials if "pad" in token.lower()]
-    spare = [token for token in specials if "reserved" in token.lower() or "unused" in token.lower()]
-    unk = [tokenizer.unk_token] if tokenizer.unk_token and tokenizer.unk_token not in taken else []
-    choices = named + unk + spare + specials
+    named_pad = [token for token in specials if "pad" in token.lower()]
+    reserved = [token for token in specials if "reserved" in token.lower() or "unused" in token.lower()]
+    unknown = []
+    if tokenizer.unk_token and tokenizer.unk_token not in used:
+        unknown = [tokenizer.unk_token]
+    choices = named_pad + unknown + reserved + specials
     if not choices:
         raise ModelError(
             f"the tokenizer of {name} has no token to pad with besides EOS ({tokenizer.eos_token!r}); "
@@ -119,11 +121,10 @@ def with_safe_specials(tokenizer: Any, name: str) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = TINY_TEMPLATE) -> Any:
-    """A byte-level BPE of at most `vocab_size` tokens with pad, bos, eos, unk and role marks, and a chat
-    template.
+    """Train a byte-level BPE of at most `vocab_size` tokens, with pad, BOS, EOS, unk and role marks.
 
-    With 512 tokens and more every byte has a token; a smaller vocabulary covers printable ASCII and the bytes
-    of `texts`, and anything else becomes `<unk>`.
+    With 512 tokens or more, every byte has a token. A smaller vocabulary has tokens for printable ASCII and
+    the bytes of `texts`, and other bytes become `<unk>`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -132,7 +133,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = 
     bpe = Tokenizer(models.BPE(unk_token=UNK))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    # Printable ASCII stands for itself in the byte-level alphabet, but for the space (Ġ) and the newline (Ċ).
+    # In the byte-level alphabet, printable ASCII is itself, except for the space (Ġ) and the newline (Ċ).
     ascii_alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -154,3 +155,63 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat_template: str = 
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+
+
+# -- decoding --
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Converts token ids to text, and knows the special ids. `pad` is never `eos`."""
+
+    tokenizer: Any
+    pad: int
+    eos: int
+    bos: int | None
+    prefix: str = ""
+    """Text that the chat template puts before each answer (`Encoder.response_prefix`)."""
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        """Return the text without special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def response(self, ids: Sequence[int]) -> str:
+        """Return the response without the blank that the chat template put before it.
+
+        A service that renders prompt and response again adds the blank itself.
+        """
+        return self(ids).removeprefix(self.prefix)
+
+
+def write_response_prefix(data: Path, prefix: str) -> None:
+    """Write the text before each answer to a data artifact's folder, for `load_decoder`."""
+    (data / "response.json").write_text(json.dumps({"prefix": prefix}) + "\n", encoding="utf-8")
+
+
+def load_decoder(data: Path) -> Decoder:
+    """Return the decoder of the tokenizer in a data artifact's folder.
+
+    Raises ModelError if the tokenizer lacks a pad token or an EOS token.
+    """
+    from tokenizers import Tokenizer
+
+    folder = data / "tokenizer"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+
+    def token_id(kind: str) -> int | None:
+        token = names.get(kind)
+        content = token.get("content") if isinstance(token, dict) else token
+        return None if content is None else tokenizer.token_to_id(content)
+
+    pad, eos = token_id("pad_token"), token_id("eos_token")
+    if pad is None or eos is None or pad == eos:
+        raise ModelError(
+            f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}"
+        )
+    settings = data / "response.json"
+    prefix = ""
+    if settings.exists():
+        prefix = json.loads(settings.read_text(encoding="utf-8"))["prefix"]
+    return Decoder(tokenizer, pad, eos, token_id("bos_token"), prefix)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.data.decoding import load_decoder
+from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files

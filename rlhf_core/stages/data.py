@@ -23,8 +23,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     def report(done: int, total: int) -> None:
         context.progress("data", done, total, "rows")
 
-    prepared = prepare(config, context.output, report, context.sources)
-    card = prepared.card
+    card = prepare(config, context.output, report, context.sources)
     metrics: dict[str, float] = {}
     for name, file_name in FILE_NAMES.items():
         count = card["counts"][name]

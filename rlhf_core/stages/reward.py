@@ -52,7 +52,7 @@ def _train(
     import torch
 
     from rlhf_core.data.dataset import load_pairs, require_margins
-    from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.deepspeed import TrainingEngine
     from rlhf_core.engines.distributed import all_ranks_pack
     from rlhf_core.evaluation.exchange import exchange_pairs
@@ -151,7 +151,7 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: Stage
 
 def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:
     """Twenty held-out pairs with their raw scores, for reading."""
-    from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.data.tokenizer import load_decoder
 
     decode = load_decoder(data)
     return [

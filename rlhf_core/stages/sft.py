@@ -75,8 +75,8 @@ def _train(
     from transformers import GenerationConfig
 
     from rlhf_core.data.dataset import load_sft
-    from rlhf_core.data.decoding import load_decoder
     from rlhf_core.data.sources import require_same_state
+    from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.deepspeed import TrainingEngine
     from rlhf_core.engines.distributed import all_ranks_pack
     from rlhf_core.models.adapters import add_adapter
@@ -137,7 +137,7 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
     from transformers import AutoModelForCausalLM
 
     from rlhf_core.data.dataset import load_prompts
-    from rlhf_core.data.decoding import load_decoder
+    from rlhf_core.data.tokenizer import load_decoder
 
     folder = context.output / "model"
     decode = load_decoder(context.inputs["data"])

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.data.check import check_source
-from rlhf_core.data.collect import Counts, Quarantine, load_set
+from rlhf_core.data.examples import Quarantine, SetCounts, read_records
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Message, Record, RowError, normalise
 from rlhf_core.data.sources import read_rows, source_contents
@@ -153,8 +153,8 @@ def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
     config = PipelineConfig.model_validate(
         {"data": {"preference": [source], "max_bad_rows": 1.0}}, strict=False
     )
-    quarantine, counts = Quarantine(tmp_path / "quarantine.jsonl"), Counts()
-    kept = load_set(config, "preference", quarantine, counts, source_contents(config))
+    quarantine, counts = Quarantine(tmp_path / "quarantine.jsonl"), SetCounts()
+    kept = read_records(config, "preference", quarantine, counts, source_contents(config))
     quarantine.close()
     bad = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert counts.read == len(kept) + len(bad) == sum(bool(line.strip()) for line in lines)

@@ -31,9 +31,8 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.card import card_markdown, overlap
-from rlhf_core.data.collect import held_out, split_key, split_position
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
-from rlhf_core.data.examples import Made
+from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
 from rlhf_core.data.prepare import prepare
 from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
@@ -71,7 +70,7 @@ def pairs(number: int) -> list[dict[str, Any]]:
 
 def prepared(config: PipelineConfig, out: Path) -> dict[str, Any]:
     out.mkdir(exist_ok=True)
-    return prepare(config, out, lambda done, total: None).card
+    return prepare(config, out, lambda done, total: None)
 
 
 @pytest.fixture(scope="module")
@@ -363,8 +362,8 @@ def test_a_demonstration_that_begins_with_a_held_out_prompt_is_counted(tmp_path:
 
 
 def test_a_leak_between_the_splits_would_be_counted() -> None:
-    def made(key: str, text: str) -> Made:
-        return Made(SFTExample((1,), (1,)), key, text)
+    def made(key: str, text: str) -> EncodedRecord:
+        return EncodedRecord(SFTExample((1,), (1,)), key, text)
 
     rows = {
         "the same": "Is it late?",

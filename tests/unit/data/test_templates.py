@@ -25,9 +25,9 @@ from data_samples import CHATML, SENTENCEPIECE_TEMPLATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.decoding import load_decoder, write_response_prefix
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import EncodeError, Encoder
+from rlhf_core.data.tokenizer import load_decoder, write_response_prefix
 from rlhf_core.errors import ModelError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.decoding import Decoder
 from rlhf_core.data.synthetic import gold_reward
+from rlhf_core.data.tokenizer import Decoder
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles

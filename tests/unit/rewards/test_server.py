@@ -31,10 +31,9 @@ import pytest
 import uvicorn
 
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.data.decoding import load_decoder, write_response_prefix
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import Encoder
-from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
+from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list

@@ -79,7 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     monkeypatch.setattr("rlhf_core.ppo.fleet.Fleet", Fleet)
     monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: [])
     monkeypatch.setattr(
-        "rlhf_core.data.decoding.load_decoder", lambda folder: SimpleNamespace(pad=0, response=None)
+        "rlhf_core.data.tokenizer.load_decoder", lambda folder: SimpleNamespace(pad=0, response=None)
     )
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward")}
     (inputs["data"] / "tokenizer").mkdir(parents=True)

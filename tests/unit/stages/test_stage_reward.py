@@ -76,7 +76,7 @@ def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_th
     monkeypatch.setattr("rlhf_core.stages.reward_loop.evaluate_reward", evaluate)
     monkeypatch.setattr("rlhf_core.data.dataset.load_pairs", lambda folder, split: PAIRS)
     decoder: Any = SimpleNamespace(pad=0)
-    monkeypatch.setattr("rlhf_core.data.decoding.load_decoder", lambda folder: decoder)
+    monkeypatch.setattr("rlhf_core.data.tokenizer.load_decoder", lambda folder: decoder)
     monkeypatch.setattr(reward, "_table", lambda *_given: [])
     monkeypatch.setattr("rlhf_core.engines.distributed.all_ranks_pack", lambda model, *_given: model.packs)
     monkeypatch.setattr(

@@ -69,7 +69,7 @@ def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
     monkeypatch.setattr("rlhf_core.stages.sft_loop.train_sft", lambda *_, **__: {})
     monkeypatch.setattr("rlhf_core.data.dataset.load_sft", lambda *_: [])
     monkeypatch.setattr(
-        "rlhf_core.data.decoding.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1)
+        "rlhf_core.data.tokenizer.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1)
     )
     config = PipelineConfig.model_validate(
         {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
