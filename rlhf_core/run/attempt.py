@@ -21,7 +21,7 @@ from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, cla
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, await_holder, claim
 from rlhf_core.storage.outbox import Outbox
@@ -134,23 +134,19 @@ class _Attempt:
     def run(self) -> ArtifactRef:
         """The artifact: finished by an earlier attempt and only to be delivered, or made now."""
         spec = self.spec
-        settings = spec.config.store
         outbox = Outbox.of(self.store, spec.home.outbox)
         artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
         checkpoints = CheckpointStore(
             self.store,
             spec.key,
             work=self.work / "checkpoints",
-            keep=settings.keep_checkpoints,
+            policy=spec.config.store,
             fence=self.fence,
-            keep_best=settings.keep_best,
             outbox=outbox,
-            allow_fresh_start=settings.allow_fresh_start,
-            allow_other_code=settings.allow_other_code,
             settings=roundings(spec.config, spec.stage),
-            tell=lambda event, step: self.events.send(event, step=step),
+            on_event=lambda event, step: self.events.send(event, step=step),
         )
-        ref = artifacts.deliver(spec.stage, spec.key, self.fence)
+        ref = artifacts.upload_pending(spec.stage, spec.key, self.fence)
         if ref is None:
             try:
                 ref = self._make(artifacts, checkpoints)
@@ -192,14 +188,16 @@ class _Attempt:
             spec.stage,
             spec.key,
             out,
-            parents=spec.inputs,
-            metrics=result.metrics,
-            attributes={
-                **{name: str(value) for name, value in result.attributes.items()},
-                "seconds": f"{checkpoints.seconds:.1f}",
-            },
-            config=spec.config.model_dump(mode="json", by_alias=True),
-            mlflow_run_id=self.stage_run.run_id,
+            Provenance(
+                parents=spec.inputs,
+                metrics=result.metrics,
+                attributes={
+                    **{name: str(value) for name, value in result.attributes.items()},
+                    "seconds": f"{checkpoints.seconds:.1f}",
+                },
+                config=spec.config.model_dump(mode="json", by_alias=True),
+                mlflow_run_id=self.stage_run.run_id,
+            ),
             fence=self.fence,
         )
 

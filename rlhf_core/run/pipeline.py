@@ -137,7 +137,7 @@ class Pipeline:
         if found is not None and spec.stage == "register":
             model = self.config.registered_model
             if self.tracking.forgot(model, found.attributes["weights_sha256"]):
-                self.artifacts.set_aside(
+                self.artifacts.invalidate(
                     found, f"The policy was registered once, but MLflow has no such version of {model}."
                 )
                 found = None
@@ -153,7 +153,7 @@ class Pipeline:
         bucket, rollouts, scratch files.
         """
         outbox = Outbox.of(self.store, self.home.outbox)
-        checkpoints = CheckpointStore(self.store, spec.key, work=self.home.cache, keep=1, outbox=outbox)
+        checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store, outbox=outbox)
         with suppress(StoreError):  # the next run comes by again
             checkpoints.clear()
             if outbox is not None:

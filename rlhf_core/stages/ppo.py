@@ -22,7 +22,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.fleet import Fleet
     from rlhf_core.rewards.compose import RewardComposer, code_digests
-    from rlhf_core.storage.digests import weights_sha256
+    from rlhf_core.storage.bundles import weights_sha256
 
     data, ppo = context.inputs["data"], config.ppo
     device = resolve_device(config.run.device)

@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.match import run_match
-from rlhf_core.storage.digests import weights_sha256
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import clean_name

@@ -1,4 +1,4 @@
-"""Artifacts: the immutable outputs of finished stages, `{store}/artifacts/{kind}/{key}/` (layout: `bundles`)."""
+"""Artifacts: the immutable outputs of finished stages, `{store}/artifacts/{kind}/{key}/` (see `bundles`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,28 +25,42 @@ from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
-_RUNS_CODE = {
+_CODE_SUFFIXES = {
     ".py", ".pyc", ".pyd", ".so", ".sh", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt",
 }  # fmt: skip
-"""Suffixes of files that are programs or that loading may turn into one: neither stored nor read."""
+"""Suffixes of programs, and of files that loading can turn into one. They are neither stored nor read."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Origin and results of an artifact, for its manifest."""
+
+    parents: Mapping[StageName, ArtifactRef] = field(default_factory=dict)
+    """The artifacts that the stage read."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Headline metrics; values that are not finite are left out."""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """Text about the output, such as a digest."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The complete configuration of the run."""
+    mlflow_run_id: str | None = None
 
 
 class ArtifactStore:
-    """Finds, publishes and fetches artifacts. `cache`: local folder for copies of what a remote store holds.
-    `outbox`: where an artifact waits until a remote store has taken it.
-    """
+    """Finds, publishes and fetches artifacts."""
 
     def __init__(self, store: Store, cache: Path, outbox: Outbox | None = None) -> None:
+        """`cache` is a local folder for copies from a remote store, `outbox` keeps artifacts until it has them."""
         self._store = store
         self._cache = cache
         self._outbox = outbox
         self._verified: dict[tuple[str, str, str], tuple[Path, _Stamp]] = {}
 
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
-        """The artifact of a stage key; None if there is none.
+        """Return the artifact of a stage key; None if there is none.
 
-        A manifest that cannot be read, or whose files are missing or of another size, is set aside and said
-        loudly: the artifact does not exist then and will be made again.
+        If the manifest cannot be read, or files are missing or have another size, the artifact is marked as
+        damaged and an error is logged. It then does not exist, and the stage makes it again.
         """
         prefix = _prefix(kind, key)
         manifest = None
@@ -53,73 +68,74 @@ class ArtifactStore:
             manifest = self._read(kind, key)
             if manifest is None:
                 if self._store.list(prefix):
-                    log.warning(
-                        "%s has files but no manifest: nothing of it is used.", self._store.uri(prefix)
-                    )
+                    log.warning("%s has files but no manifest; they are not used.", self._store.uri(prefix))
                 return None
-            if wrong := bundles.wrong_files(self._store, manifest):
-                raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {wrong}.")
+            damage = bundles.find_damage(self._store, manifest)
+            if damage:
+                raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {damage}.")
             return self._ref(manifest)
         except CorruptArtifact as error:
-            kept = bundles.quarantine(self._store, prefix, error.message, manifest)
-            log.error("%s It is set aside (%s) and will be made again.", error.message, kept)
+            record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
+            log.error("%s It is marked as damaged (%s) and will be made again.", error.message, record)
             return None
 
-    def set_aside(self, ref: ArtifactRef, reason: str) -> None:
-        """Have the artifact made again: what it says is not true any more. Its files stay."""
-        kept = bundles.quarantine(self._store, _prefix(ref.kind, ref.key), reason)
-        log.warning("%s The artifact is set aside (%s) and will be made again.", reason, kept)
+    def invalidate(self, ref: ArtifactRef, reason: str) -> None:
+        """Have the artifact made again, because its content is not true any more. Its files stay."""
+        record = bundles.mark_damaged(self._store, _prefix(ref.kind, ref.key), reason)
+        log.warning("%s The artifact is invalid (%s) and will be made again.", reason, record)
 
     def publish(
-        self,
-        kind: StageName,
-        key: str,
-        folder: Path,
-        *,
-        parents: Mapping[StageName, ArtifactRef] | Mapping[str, ArtifactRef],
-        metrics: Mapping[str, float],
-        config: Mapping[str, Any],
-        attributes: Mapping[str, str] | None = None,
-        mlflow_run_id: str | None = None,
-        fence: Fence | None = None,
+        self, kind: StageName, key: str, folder: Path, provenance: Provenance, fence: Fence | None = None
     ) -> ArtifactRef:
-        """Make the local `folder` the artifact of `key`; consumes it. If the artifact exists already, that
-        one stays.
+        """Make the local `folder` the artifact of `key` and delete the folder. An existing artifact is kept.
 
-        Raises InputError for files that may run code, Superseded if a later attempt holds the key, StoreError
-        if the store fails: nothing is visible then, and the artifact waits in the outbox if there is one.
+        Raises InputError for files that may run code, Superseded if a later attempt holds the key, and StoreError
+        if the store fails. After a StoreError nothing is visible, and the artifact stays in the outbox if there
+        is one.
+
+        Args:
+            kind: the stage.
+            key: the stage key.
+            folder: local folder with the files.
+            provenance: origin and results.
+            fence: the right to commit; None only for a sole writer.
         """
         files = bundles.hash_folder(folder)
-        if program := _program(files):
+        program = _find_program(files)
+        if program is not None:
             raise InputError(
                 f"{kind} left {program}, a kind of file that may run code when loaded; artifacts hold data"
                 " only: write models as safetensors and numbers as JSON or Parquet."
             )
+        parents = sorted(provenance.parents.items())
         body = {
             "kind": kind,
             "key": key,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "parents": {
-                name: {"key": ref.key, "digest": ref.digest} for name, ref in sorted(parents.items())
-            },
-            "metrics": _finite(metrics),
-            "facts": dict(attributes or {}),
-            "config": json.loads(json.dumps(config, default=str, allow_nan=False)),
+            "parents": {name: {"key": ref.key, "digest": ref.digest} for name, ref in parents},
+            "metrics": _finite(provenance.metrics),
+            "facts": dict(provenance.attributes),
+            "config": json.loads(json.dumps(provenance.config, default=str, allow_nan=False)),
             "versions": versions(),
-            "mlflow_run_id": mlflow_run_id,
+            "mlflow_run_id": provenance.mlflow_run_id,
         }
         name = f"{fence.attempt:06d}" if fence is not None else uuid.uuid4().hex[:12]
         prefix = _prefix(kind, key)
+
+        def may_commit() -> None:
+            if fence is not None:
+                fence.check()
+
         if self._outbox is not None:
-            # First of all things: whatever the store says from here on, the artifact is safe.
+            # Before the first request to the store: whatever that answers, the artifact is not lost.
             self._outbox.add(prefix, folder, files, folder=name, body=body)
-            ref = self._sent(kind, key, self._outbox.deliver(prefix, lambda: _check(fence)), fence)
+            manifest = self._outbox.upload(prefix, may_commit)
         else:
-            _check(fence)
+            may_commit()
             manifest = bundles.commit(
-                self._store, prefix, folder, files, folder=name, body=body, may_commit=lambda: _check(fence)
+                self._store, prefix, folder, files, folder=name, body=body, may_commit=may_commit
             )
-            ref = self._sent(kind, key, manifest, fence)
+        ref = self._committed(kind, key, manifest, fence)
         if ref.digest != bundles.digest_of(files):
             log.warning(
                 "The artifact %s/%s exists already with other content; the existing one is kept.", kind, key
@@ -131,12 +147,14 @@ class ArtifactStore:
         """Return a read-only local folder with the artifact's files.
 
         Every file is checked against its sha256. The check is repeated only if a file has changed. Raises
-        CorruptArtifact with the name of the file. The artifact is then moved aside, so that the next run
-        creates it again.
+        CorruptArtifact with the name of the file. The artifact is then marked as damaged, so that the next run
+        makes it again.
         """
         identity = (ref.kind, ref.key, ref.digest)
-        if (known := self._verified.get(identity)) is not None and known[1] == _stamp(known[0]):
-            return known[0]
+        if identity in self._verified:
+            folder, stamp = self._verified[identity]
+            if stamp == _stamp(folder):
+                return folder
         prefix = _prefix(ref.kind, ref.key)
         manifest = None
         try:
@@ -146,16 +164,18 @@ class ArtifactStore:
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
-            kept = bundles.quarantine(self._store, prefix, error.message, manifest)
+            record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
             raise CorruptArtifact(
-                f"{error.message} The artifact {ref.kind}/{ref.key} is set aside ({kept}); the same command"
-                " makes it again."
+                f"{error.message} The artifact {ref.kind}/{ref.key} is marked as damaged ({record}); the same"
+                " command makes it again."
             ) from error
-        found = "is gone" if manifest is None else "is not the one this run started with"
-        raise CorruptArtifact(f"The artifact {ref.kind}/{ref.key} {found}; the same command makes it again.")
+        problem = "is gone" if manifest is None else "is not the one this run started with"
+        raise CorruptArtifact(
+            f"The artifact {ref.kind}/{ref.key} {problem}; the same command makes it again."
+        )
 
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
-        """The whole configuration of the run that made it. Raises CorruptArtifact if it is gone."""
+        """Return the configuration of the run that made it. Raises CorruptArtifact if it is gone."""
         manifest = self._read(ref.kind, ref.key)
         if manifest is None:
             raise CorruptArtifact(
@@ -163,20 +183,21 @@ class ArtifactStore:
             )
         return dict(manifest.body["config"])
 
-    def deliver(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
-        """The artifact of `key` if an earlier attempt finished it and could not upload it: it is uploaded
-        now.
-        """
+    def upload_pending(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
+        """Upload the artifact of `key` if an earlier attempt made it and could not upload it; else return None."""
         prefix = _prefix(kind, key)
-        if self._outbox is None or not self._outbox.waiting(prefix):
+        if self._outbox is None or not self._outbox.pending(prefix):
             return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
-        manifest = self._outbox.deliver(prefix, fence.check)
-        return self.find(kind, key) if manifest is None else self._sent(kind, key, manifest, fence)
+        manifest = self._outbox.upload(prefix, fence.check)
+        return self.find(kind, key) if manifest is None else self._committed(kind, key, manifest, fence)
 
-    def _sent(self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None) -> ArtifactRef:
-        """The reference of what was committed, or (None) of what was there already. What dead attempts left
-        beside it goes.
+    def _committed(
+        self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None
+    ) -> ArtifactRef:
+        """Return the reference of the committed artifact, or (None) of the one that was there already.
+
+        Files that dead attempts left next to it are deleted.
         """
         if manifest is None:
             return self._existing(kind, key)
@@ -184,7 +205,7 @@ class ArtifactStore:
             try:
                 bundles.remove(self._store, _prefix(kind, key), keep=manifest.folder)
             except StoreError as error:
-                log.warning("Leftovers beside the artifact %s/%s stay: %s", kind, key, error.message)
+                log.warning("Leftovers next to the artifact %s/%s stay: %s", kind, key, error.message)
         return self._ref(manifest)
 
     def _existing(self, kind: StageName, key: str) -> ArtifactRef:
@@ -199,7 +220,8 @@ class ArtifactStore:
         manifest = bundles.read(self._store, _prefix(kind, key))
         if manifest is not None and (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
             raise CorruptArtifact(f"The manifest of {kind}/{key} is that of another artifact.")
-        if manifest is not None and (program := _program(manifest.files)):
+        program = _find_program(manifest.files) if manifest is not None else None
+        if program is not None:
             raise CorruptArtifact(
                 f"The artifact {kind}/{key} holds {program}, a kind of file that may run code when loaded."
             )
@@ -225,31 +247,29 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 def _stamp(folder: Path) -> _Stamp:
-    """Return path, inode, size and change time of every file. An accidental change always modifies these
-    values.
-    """
-    found = [(path.relative_to(folder).as_posix(), path.lstat()) for path in sorted(folder.rglob("*"))]
-    return tuple((name, state.st_ino, state.st_size, state.st_ctime_ns) for name, state in found)
+    """Return path, inode, size and change time of every file. Any accidental change modifies one of them."""
+    stamp = []
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        name = path.relative_to(folder).as_posix()
+        stamp.append((name, status.st_ino, status.st_size, status.st_ctime_ns))
+    return tuple(stamp)
 
 
 def _prefix(kind: str, key: str) -> str:
     return f"artifacts/{kind}/{key}"
 
 
-def _check(fence: Fence | None) -> None:
-    if fence is not None:
-        fence.check()
-
-
-def _program(files: tuple[FileEntry, ...]) -> str | None:
-    """The first file that is a program, or that loading may turn into one."""
-    return next(
-        (entry.path for entry in files if PurePosixPath(entry.path).suffix.lower() in _RUNS_CODE), None
-    )
+def _find_program(files: tuple[FileEntry, ...]) -> str | None:
+    """Return the first file that is a program, or that loading can turn into one."""
+    for entry in files:
+        if PurePosixPath(entry.path).suffix.lower() in _CODE_SUFFIXES:
+            return entry.path
+    return None
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
-        log.warning("Left out of the manifest, because not finite: %s", ", ".join(bad))
+        log.warning("Metrics that are not finite are left out of the manifest: %s", ", ".join(bad))
     return {name: float(value) for name, value in metrics.items() if name not in bad}

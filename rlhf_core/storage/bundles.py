@@ -1,12 +1,11 @@
-"""A bundle: a set of files in the store that exists whole or not at all. Artifacts and checkpoints are
-bundles.
+"""A bundle: a set of files in the store that exists completely or not at all. Artifacts and checkpoints are bundles.
 
-    {prefix}/manifest.json          written last, create-only: names the folder, and size and sha256 of every file
-    {prefix}/{folder}/...           the files; each attempt has a folder of its own, so that a writer wrongly thought
-                                    dead cannot change a byte of what its successor has committed
-    {prefix}/damaged-*.json         the manifest of a bundle that was found damaged, with the reason
+    {prefix}/manifest.json      written last, and only if absent: names the folder, and size and sha256 of each file
+    {prefix}/{folder}/...       the files; each attempt has its own folder, so that a writer that was believed dead
+                                cannot change a byte of what its successor has committed
+    {prefix}/damaged-*.json     the manifest of a bundle that was found damaged, with the reason
 
-What has no manifest is a leftover and does not exist for readers.
+Files without a manifest are leftovers and do not exist for readers.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import CorruptArtifact, InputError, StoreError
-from rlhf_core.storage.space import on_one_disk, require_free
+from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import TEMPORARY
@@ -48,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle holds."""
+    """Contents of a bundle."""
 
     prefix: str
     """Key of the bundle."""
@@ -56,7 +54,7 @@ class Manifest:
     """Name of the folder with the files, below `prefix`."""
     files: tuple[FileEntry, ...]
     body: Mapping[str, Any]
-    """The rest: what kind of bundle it is, where it comes from."""
+    """Other entries: kind and origin of the bundle."""
 
     @property
     def data(self) -> str:
@@ -65,25 +63,29 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """sha256 over names, sizes and hashes of the files: the same content has the same digest, whenever
-        made.
-        """
+        """sha256 over names, sizes and hashes of the files. The same content always has the same digest."""
         return digest_of(self.files)
 
 
+# -- hashes --
+
+
 def digest_of(files: Sequence[FileEntry]) -> str:
-    """`Manifest.digest` of these files."""
+    """Return the `Manifest.digest` of these files."""
     return checksum_of([asdict(entry) for entry in files])
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
+    """Return the sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: False) -> tuple[FileEntry, ...]:
-    """Every file below `folder`, sorted by path. Raises InputError for links and names that cannot be stored."""
+    """Return an entry for every file below `folder`, sorted by path.
+
+    Raises InputError for links and for names that the store does not accept.
+    """
     entries = []
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
@@ -99,6 +101,32 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
     return tuple(sorted(entries, key=lambda entry: entry.path))
 
 
+def weights_sha256(folder: Path) -> str:
+    """Return the sha256 of a model's weights.
+
+    It is that of the single `*.safetensors` file, or that over the sorted lines `name:sha256` of several. Raises
+    ModelError if there is none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"{folder} has no .safetensors file; a model folder must have its weights in that format."
+        )
+    if len(files) == 1:
+        return hash_file(files[0])
+    lines = "".join(f"{path.name}:{hash_file(path)}\n" for path in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def checksum_of(content: Any) -> str:
+    """Return the sha256 of JSON content, independent of formatting. Raises ValueError for NaN and infinity."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- writing --
+
+
 def commit(
     store: Store,
     prefix: str,
@@ -109,74 +137,87 @@ def commit(
     body: Mapping[str, Any],
     may_commit: Callable[[], None],
 ) -> Manifest | None:
-    """Store `files` of the local folder `source` as the bundle `prefix`; None if somebody else's manifest is
-    there.
+    """Store local files as the bundle `prefix`; return None if another writer's bundle is there.
 
-    `folder` must be a name that no other bundle here uses. `may_commit` is called last before the manifest
-    and raises if the bundle must not appear. Shares disk blocks with `source` where it can: nobody may write
-    to these files any more. Raises StoreError if the store fails or its disk is too small; nothing is visible
-    then.
+    Raises StoreError if the store fails or its disk is too small; then nothing is visible.
+
+    Args:
+        store: the store to write to.
+        prefix: key of the bundle.
+        source: local folder with the files. They may share disk blocks with the store, so they must never be
+            written to again.
+        files: the files of `source` to store.
+        folder: name of the folder for the files below `prefix`; no other bundle there may use it.
+        body: other entries of the manifest.
+        may_commit: called directly before the manifest is written; raises if the bundle must not appear.
     """
     manifest = Manifest(prefix, folder, tuple(files), body)
-    if (there := _in_the_way(store, prefix)) is not None:
-        return there if there.folder == folder else None
+    existing = _existing(store, prefix)
+    if existing is not None:
+        return existing if existing.folder == folder else None
     try:
-        lost = _upload(store, source, manifest)
-        if not lost:
+        missing = _upload(store, source, manifest)
+        if not missing:
             may_commit()
     except FileNotFoundError as error:
-        lost = str(error)
+        missing = str(error)
     except BaseException:
-        _drop(store, manifest)
+        _delete_uncommitted(store, manifest)
         raise
-    if lost:
-        _drop(store, manifest)
-        # Whoever commits first clears what lies beside it, also the files of a later attempt that is still at
-        # it.
-        if _in_the_way(store, prefix) is not None:
+    if missing:
+        _delete_uncommitted(store, manifest)
+        # The first writer that commits deletes all leftovers, which includes the files of a later attempt that
+        # is still uploading.
+        if _existing(store, prefix) is not None:
             return None
-        raise StoreError(f"The store did not keep {lost}; the same command tries again.")
+        raise StoreError(f"The store did not keep {missing}; the same command tries again.")
     failpoint("bundle.uploaded")
     if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
         failpoint("bundle.committed")
         return manifest
-    if (there := _in_the_way(store, prefix)) is not None and there.folder == folder:
-        return there
+    existing = _existing(store, prefix)
+    if existing is not None and existing.folder == folder:
+        return existing
     store.delete_prefix(manifest.data)
     return None
 
 
-def _in_the_way(store: Store, prefix: str) -> Manifest | None:
-    """The bundle that is there already; a damaged one is set aside."""
+def _existing(store: Store, prefix: str) -> Manifest | None:
+    """Return the intact bundle at `prefix`; a damaged one is marked as such."""
     manifest = None
     try:
         manifest = read(store, prefix)
-        if manifest is not None and (wrong := wrong_files(store, manifest)):
-            raise CorruptArtifact(f"{store.uri(prefix)} is damaged: {wrong}.")
+        if manifest is not None:
+            check_files(store, manifest)
         return manifest
     except CorruptArtifact as error:
-        log.error("%s It is set aside: %s", error.message, quarantine(store, prefix, error.message, manifest))
+        record = mark_damaged(store, prefix, error.message, manifest)
+        log.error("%s It is marked as damaged: %s", error.message, record)
         return None
 
 
 def _upload(store: Store, source: Path, manifest: Manifest) -> str:
-    """What the store did not keep (`wrong_files`); '' if all is there."""
-    place = store.local_path(manifest.data)
-    if place is not None and not on_one_disk(source, place):
-        require_free(place, sum(entry.size for entry in manifest.files), f"{store.uri(manifest.prefix)}")
+    """Upload the files; return the first that the store did not keep (see `find_damage`), or ''."""
+    target = store.local_path(manifest.data)
+    if target is not None and not on_one_disk(source, target):
+        require_free(target, _total_size(manifest), store.uri(manifest.prefix))
     for entry in manifest.files:
         store.put_file(source / entry.path, f"{manifest.data}/{entry.path}", link=True)
-    return wrong_files(store, manifest)
+    return find_damage(store, manifest)
 
 
-def _drop(store: Store, manifest: Manifest) -> None:
-    """Free the disk of what was not committed; in a bucket it goes with the next clean-up."""
-    if (place := store.local_path(manifest.data)) is not None:
-        shutil.rmtree(place, ignore_errors=True)
+def _delete_uncommitted(store: Store, manifest: Manifest) -> None:
+    """Free the disk; in a bucket the next clean-up deletes the files."""
+    folder = store.local_path(manifest.data)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- manifests --
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum over all of it."""
+    """Return the manifest as JSON, with a checksum over all of it."""
     content = {
         "schema": SCHEMA,
         "folder": manifest.folder,
@@ -184,14 +225,12 @@ def encode(manifest: Manifest) -> bytes:
         **manifest.body,
         "files": [asdict(entry) for entry in manifest.files],
     }
-    # Without a line's end: every byte counts, so that every cut is noticed.
+    # Without a final newline: the loss of the last byte must be detectable, too.
     return json.dumps({**content, "checksum": checksum_of(content)}, indent=1, allow_nan=False).encode()
 
 
 def read(store: Store, prefix: str) -> Manifest | None:
-    """The manifest of a bundle, None if there is no such bundle. Raises CorruptArtifact if it is not as it
-    was written.
-    """
+    """Return the manifest of a bundle; None if there is no bundle. Raises CorruptArtifact if it was changed."""
     key = f"{prefix}/{MANIFEST}"
     raw = store.read_bytes(key)
     if raw is None:
@@ -199,40 +238,51 @@ def read(store: Store, prefix: str) -> Manifest | None:
     try:
         return parse(prefix, raw, store.uri(key))
     except CorruptArtifact:
-        # One bad answer must not condemn a bundle.
+        # A second read, because a single bad answer of a server must not mark a bundle as damaged.
         again = store.read_bytes(key)
         if again is None or again == raw:
             raise
         return parse(prefix, again, store.uri(key))
 
 
-def parse(prefix: str, raw: bytes, where: str) -> Manifest:
-    """The manifest that `encode` wrote. Raises CorruptArtifact, with `where` it lies, for anything else."""
+def parse(prefix: str, raw: bytes, uri: str) -> Manifest:
+    """Return the manifest that `encode` wrote. Raises CorruptArtifact, with its `uri`, for anything else."""
     try:
         content = json.loads(raw)
         checksum = content.pop("checksum")
         intact = checksum == checksum_of(content)
         schema, folder, digest = content.pop("schema"), content.pop("folder"), content.pop("digest")
         if schema != SCHEMA:
-            raise CorruptArtifact(f"{where} has schema {schema!r}; this version reads {SCHEMA}.")
+            raise CorruptArtifact(f"{uri} has schema {schema!r}; this version reads {SCHEMA}.")
         files = tuple(FileEntry(**entry) for entry in content.pop("files"))
         for path in (folder, *(entry.path for entry in files)):
             check_key(path)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InputError) as error:
         raise CorruptArtifact(
-            f"{where} is not a manifest ({type(error).__name__}: {str(error)[:80]})."
+            f"{uri} is not a manifest ({type(error).__name__}: {str(error)[:80]})."
         ) from error
     if len({entry.path for entry in files}) < len(files):
-        raise CorruptArtifact(f"{where} lists a file twice.")
+        raise CorruptArtifact(f"{uri} lists a file twice.")
     manifest = Manifest(prefix, folder, files, content)
     if not intact or digest != manifest.digest:
-        raise CorruptArtifact(f"{where} does not have its own checksum: it was changed after it was written.")
+        raise CorruptArtifact(f"{uri} does not have its own checksum: it was changed after it was written.")
     return manifest
 
 
-def wrong_files(store: Store, manifest: Manifest) -> str:
-    """The first file in the store that is missing, of another size or not in the manifest, described; '' if
-    there is none. Hidden files do not count: file systems and file managers leave them.
+# -- reading --
+
+
+def check_files(store: Store, manifest: Manifest) -> None:
+    """Raise CorruptArtifact if names or sizes of the stored files differ from the manifest."""
+    damage = find_damage(store, manifest)
+    if damage:
+        raise CorruptArtifact(f"{store.uri(manifest.prefix)} is damaged: {damage}.")
+
+
+def find_damage(store: Store, manifest: Manifest) -> str:
+    """Describe the first stored file that is missing, has another size or is not in the manifest; '' if none.
+
+    Hidden files are ignored: file systems and file managers create them.
     """
     sizes = dict(store.sizes(manifest.data))
     for entry in manifest.files:
@@ -248,10 +298,8 @@ def wrong_files(store: Store, manifest: Manifest) -> str:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Raises CorruptArtifact, naming the file, unless `folder` holds exactly the manifest's files, bit by
-    bit.
-    """
-    expected = {entry.path: entry for entry in manifest.files}
+    """Raise CorruptArtifact, with the file's name, unless `folder` has exactly the manifest's files, bit by bit."""
+    expected = {entry.path for entry in manifest.files}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_dir() or relative in expected or path.name.startswith(".")):
@@ -260,21 +308,21 @@ def verify(folder: Path, manifest: Manifest) -> None:
         path = folder / entry.path
         if not path.is_file():
             raise CorruptArtifact(f"{path} is missing.")
-        if (size := path.stat().st_size) != entry.size:
+        size = path.stat().st_size
+        if size != entry.size:
             raise CorruptArtifact(f"{path} has {size} bytes; its manifest says {entry.size}.")
         if hash_file(path) != entry.sha256:
             raise CorruptArtifact(f"{path} does not have the sha256 of its manifest.")
 
 
 def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
-    """A verified local folder with the bundle's files: the store's own if it is local, else a copy in
-    `cache`.
+    """Return a verified local folder with the bundle's files: that of a local store, else a copy in `cache`.
 
-    Raises CorruptArtifact naming the file; for a remote store only after a second download gave the same.
+    Raises CorruptArtifact with the file's name; for a remote store only if a second download fails, too.
     """
-    if wrong := wrong_files(store, manifest):
-        raise CorruptArtifact(f"{store.uri(manifest.prefix)} is damaged: {wrong}.")
-    if (local := store.local_path(manifest.data)) is not None:
+    check_files(store, manifest)
+    local = store.local_path(manifest.data)
+    if local is not None:
         local.mkdir(parents=True, exist_ok=True)
         verify(local, manifest)
         return local
@@ -284,21 +332,18 @@ def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
             verify(target, manifest)
             return target
         except CorruptArtifact as error:
-            log.warning("The cached copy is thrown away: %s", error.message)
+            log.warning("The cached copy is deleted: %s", error.message)
             shutil.rmtree(target)
     try:
         return _download(store, manifest, target)
     except CorruptArtifact as error:
+        # The damage may be that of one transfer.
         log.warning("Downloading once more: %s", error.message)
         return _download(store, manifest, target)
 
 
 def _download(store: Store, manifest: Manifest, target: Path) -> Path:
-    require_free(
-        target.parent,
-        sum(entry.size for entry in manifest.files),
-        f"The copy of {store.uri(manifest.prefix)}",
-    )
+    require_free(target.parent, _total_size(manifest), f"The copy of {store.uri(manifest.prefix)}")
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
@@ -315,23 +360,31 @@ def _download(store: Store, manifest: Manifest, target: Path) -> Path:
         try:
             temporary.rename(target)
         except OSError:
-            # Another process was faster; its copy is as good as ours if it verifies.
+            # Another process has finished the same download first; its copy is equal to ours if it verifies.
             verify(target, manifest)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def quarantine(store: Store, prefix: str, reason: str, judged: Manifest | None = None) -> str:
-    """Set a damaged bundle aside: its manifest becomes `damaged-*.json`, its files stay. Returns that file's
-    address.
+def _total_size(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files)
 
-    `judged`: what was found damaged, where it could be read: another one, put in its place meanwhile, is left
-    alone.
+
+# -- damage and deletion --
+
+
+def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | None = None) -> str:
+    """Rename the manifest of a bundle to `damaged-*.json`, with the reason, and return that file's address.
+
+    The bundle does not exist any more, and its files stay. `damaged` is the manifest that was found damaged, if it
+    was readable: a bundle that another writer has committed in the meantime is left alone.
     """
     raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
-    if judged is not None and (there := _folder_named(raw)) not in (None, judged.folder):
-        return f"already, {there} is in its place"
+    if damaged is not None:
+        folder = _folder_named(raw)
+        if folder not in (None, damaged.folder):
+            return f"already, {folder} is in its place"
     name = f"{prefix}/{_DAMAGED}{hashlib.sha256(raw).hexdigest()[:12]}.json"
     record = {"reason": reason, "manifest": raw.decode("utf-8", errors="replace")}
     store.put_if_absent(name, json.dumps(record, indent=1).encode())
@@ -339,42 +392,71 @@ def quarantine(store: Store, prefix: str, reason: str, judged: Manifest | None =
     return store.uri(name)
 
 
-def _folder_named(raw: bytes) -> str | None:
-    """The folder of a manifest, as far as it can be read."""
+def remove(store: Store, prefix: str, *, keep: str = "") -> None:
+    """Delete a bundle with all leftovers, or only the leftovers next to its folder `keep`.
+
+    Bundles that are marked as damaged stay. The manifest is deleted first, so that a partly deleted bundle is a
+    leftover and not a damaged bundle.
+    """
+    names = [key.removeprefix(f"{prefix}/") for key in store.list(prefix)]
+    damaged = [_folder_of_damaged(store, f"{prefix}/{name}") for name in names if name.startswith(_DAMAGED)]
+    kept = {keep, *damaged}
+    if not keep:
+        store.delete([f"{prefix}/{MANIFEST}"])
+    if kept == {""}:
+        store.delete_prefix(prefix)
+    if None in kept:
+        # One of the folders belongs to a damaged bundle, and its manifest does not say which.
+        return
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    for folder in folders - kept:
+        store.delete_prefix(f"{prefix}/{folder}")
+
+
+def _folder_of_damaged(store: Store, key: str) -> str | None:
+    """Return the folder in the record of a damaged bundle; None if it cannot be read."""
+    try:
+        return _folder_named(json.loads(store.read_bytes(key) or b"")["manifest"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _folder_named(raw: bytes | str) -> str | None:
+    """Return the folder in a manifest that may be damaged; None if it cannot be read."""
     try:
         return str(json.loads(raw)["folder"])
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def remove(store: Store, prefix: str, *, keep: str = "") -> None:
-    """Delete a bundle with all leftovers, or only the leftovers beside its folder `keep`. What was set aside
-    stays.
+# -- disk space --
 
-    The manifest goes first: half deleted, a bundle is a leftover and not damaged.
+
+def require_free(folder: Path, size: int, what: str) -> None:
+    """Raise StoreError, with both numbers, unless the disk of `folder` has `size` free bytes.
+
+    `folder` need not exist yet. `what` is the beginning of the message, such as "The checkpoint of step 8".
     """
-    keys = [key.removeprefix(f"{prefix}/") for key in store.list(prefix)]
-    kept = {keep, *(_folder_of_damaged(store, f"{prefix}/{key}") for key in keys if key.startswith(_DAMAGED))}
-    if not keep:
-        store.delete([f"{prefix}/{MANIFEST}"])
-    if kept == {""}:
-        store.delete_prefix(prefix)
-    if None in kept:
-        return
-    for folder in {key.split("/")[0] for key in keys if "/" in key} - kept:
-        store.delete_prefix(f"{prefix}/{folder}")
+    existing = _existing_parent(folder)
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise StoreError(
+            f"{what} needs {_readable(size)}, but {existing} has {_readable(free)} free; free some space there and"
+            " type the same command again. What was saved before is untouched."
+        )
 
 
-def _folder_of_damaged(store: Store, key: str) -> str | None:
-    """The folder that a set-aside manifest names; None if that cannot be told: then nothing may be deleted."""
-    try:
-        folder: str = json.loads(json.loads(store.read_bytes(key) or b"")["manifest"])["folder"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return folder
+def on_one_disk(one: Path, other: Path) -> bool:
+    """Return whether a file of one folder can be linked into the other. The folders need not exist yet."""
+    return _existing_parent(one).stat().st_dev == _existing_parent(other).stat().st_dev
 
 
-def checksum_of(content: Any) -> str:
-    """sha256 of JSON content, however it is written. Raises ValueError for numbers that are not finite."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _existing_parent(folder: Path) -> Path:
+    path = folder.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -1,9 +1,8 @@
-"""Bundles on their way to a bucket: whole on the local disk first, so that neither a kill nor an outage loses
-one.
+"""Bundles that are to be uploaded to a bucket. They are on the local disk first: a kill or an outage loses none.
 
-    add -> {folder}/{prefix}/... with its manifest -> deliver -> the store, manifest last -> removed here
+    add -> {folder}/{prefix}/... with its manifest -> upload -> the store, manifest last -> removed here
 
-What a killed or failed attempt could not deliver waits here for the next one: the same command uploads it.
+A bundle that a killed or failed attempt could not upload stays here, and the same command uploads it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """What waits for `store` in the local `folder`; both have the same layout."""
+    """Pending uploads to `store` in the local `folder`; both have the same layout."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self._store = store
-        self._waiting = Store(folder)
+        self._pending = Store(folder)
 
     @classmethod
     def of(cls, store: Store, folder: Path) -> Outbox | None:
@@ -36,53 +35,65 @@ class Outbox:
     def add(
         self, prefix: str, source: Path, files: Sequence[FileEntry], *, folder: str, body: Mapping[str, Any]
     ) -> None:
-        """Keep `files` of `source` as the bundle `prefix` (see `bundles.commit`), in place of one that waits
-        there; on disk before this returns.
+        """Write a bundle to the disk, replacing a pending one at `prefix`.
+
+        Args:
+            prefix: key of the bundle.
+            source: local folder with the files, as in `bundles.commit`.
+            files: the files of `source`.
+            folder: name of the folder for the files below `prefix`.
+            body: other entries of the manifest.
         """
         self.discard(prefix)
         bundles.commit(
-            self._waiting, prefix, source, files, folder=folder, body=body, may_commit=lambda: None
+            self._pending, prefix, source, files, folder=folder, body=body, may_commit=lambda: None
         )
 
-    def waiting(self, root: str) -> list[str]:
-        """Prefixes of the bundles below `root` that wait, sorted."""
+    def pending(self, root: str) -> list[str]:
+        """Return the sorted prefixes of the pending bundles below `root`."""
         return [
             key.removesuffix(f"/{MANIFEST}")
-            for key in self._waiting.list(root)
+            for key in self._pending.list(root)
             if key.endswith(f"/{MANIFEST}")
         ]
 
-    def deliver(self, prefix: str, may_commit: Callable[[], None]) -> Manifest | None:
-        """Upload the bundle `prefix`; None if none waits or another one is in its place.
+    def upload(self, prefix: str, may_commit: Callable[[], None]) -> Manifest | None:
+        """Upload the bundle `prefix`; return None if none is pending or the store has another one there.
 
-        Raises StoreError if the store fails: the bundle waits on then, and the message says where.
+        Raises StoreError if the store fails. The bundle then stays pending, and the message says where.
         """
         try:
-            manifest = bundles.read(self._waiting, prefix)
+            manifest = bundles.read(self._pending, prefix)
             if manifest is None:
                 return None
-            source = bundles.fetch(self._waiting, manifest, Path())
+            source = bundles.fetch(self._pending, manifest, Path())
         except CorruptArtifact as error:
-            kept = bundles.quarantine(self._waiting, prefix, error.message)
-            log.error("%s It cannot be uploaded and is set aside: %s", error.message, kept)
+            record = bundles.mark_damaged(self._pending, prefix, error.message)
+            log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)
             return None
         try:
-            may_commit()  # asked first as well: a superseded attempt shall not upload all of it in vain
-            sent = bundles.commit(
-                self._store, prefix, source, manifest.files, folder=manifest.folder, body=manifest.body, may_commit=may_commit
-            )  # fmt: skip
+            may_commit()  # also before the upload, which would be useless for a superseded attempt
+            uploaded = bundles.commit(
+                self._store,
+                prefix,
+                source,
+                manifest.files,
+                folder=manifest.folder,
+                body=manifest.body,
+                may_commit=may_commit,
+            )
         except StoreError as error:
             raise StoreError(
                 f"{error.message} It is kept in {source}; the same command uploads it from there."
             ) from error
         self.discard(prefix)
-        return sent
+        return uploaded
 
     def discard_all(self, root: str) -> None:
-        """Forget what waits at or below the folder `root`."""
-        for prefix in self.waiting(root):
+        """Delete the pending bundles at or below the folder `root`."""
+        for prefix in self.pending(root):
             self.discard(prefix)
 
     def discard(self, prefix: str) -> None:
-        """Forget what waits at `prefix`."""
-        bundles.remove(self._waiting, prefix)
+        """Delete the pending bundle at `prefix`."""
+        bundles.remove(self._pending, prefix)

@@ -26,6 +26,7 @@ from rlhf_core.storage.bundles import FileEntry, checksum_of, digest_of, hash_fi
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from tests.integration.deepspeed_step import model
+from tests.support.checkpoints import keep
 
 ZERO_STAGES = (0, 2)
 WAYS = {0: (1,), 2: (1, 2)}
@@ -80,7 +81,7 @@ def main(root: Path) -> None:
         place = root / f"zero{stage}"
         engine.save_checkpoint(place / "state")
         store = Store(place / "store")
-        CheckpointStore(store, "k", place / "work", 1).save(1, place / "state")
+        CheckpointStore(store, "k", place / "work", keep(1)).save(1, place / "state")
         manifest = read(store, "checkpoints/k/step-00000001")
         assert manifest is not None
         folder = Path(store.uri(manifest.data))
@@ -93,7 +94,7 @@ def main(root: Path) -> None:
                 plant(path, honest, marker)
                 armed = runs_without_care(path, marker)
                 forge(store)
-                found = CheckpointStore(store, "k", place / "work", 1).latest()
+                found = CheckpointStore(store, "k", place / "work", keep(1)).latest()
                 assert found is not None, "its hashes are right"
                 answers.append(
                     {

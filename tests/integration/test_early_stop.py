@@ -26,6 +26,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port
 from rlhf_core.types import PairExample
 from tests.integration import deepspeed_step
+from tests.support.checkpoints import keep
 from tests.support.small_ppo import local_context as nowhere
 
 CONFIG = RewardConfig.model_validate(
@@ -82,7 +83,7 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
             super().restore_best()
 
     engine = Engine(deepspeed_step.model("value"), sizes, optimizer, rank, keep_best=True)
-    store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", 2)
+    store = CheckpointStore(Store(folder / "store"), "key", folder / f"work-{dies_after}", keep(2))
     context = replace(nowhere(folder), checkpoints=store) if rank.rank == 0 else None
     metrics: dict[str, float] = {}
     with contextlib.suppress(_Killed), pytest.MonkeyPatch.context() as patch:

@@ -22,10 +22,11 @@ import pytest
 
 from rlhf_core.errors import Superseded
 from rlhf_core.storage import bundles
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, claim
 from rlhf_core.storage.store import Store
+from tests.support.checkpoints import keep
 
 PROCESSES, ROUNDS = 4, 25
 SUPERSEDED = 7
@@ -43,7 +44,7 @@ def race(root: Path, number: int, barrier: Any, answers: Any) -> None:
         barrier.wait(60)
         fence = claim(store, f"k{turn}")
         try:
-            ref = artifacts.publish("ppo", f"k{turn}", out, parents={}, metrics={}, config={}, fence=fence)
+            ref = artifacts.publish("ppo", f"k{turn}", out, Provenance(), fence=fence)
             answers.put((turn, ref.digest, fence.attempt))
         except Superseded:
             answers.put((turn, "superseded", fence.attempt))
@@ -100,7 +101,7 @@ def stale_holder(root: Path, point: str) -> int:
 
         setattr(owner, name, stopped)
 
-    saver = CheckpointStore(store, "k", root / "work", 2, claim(store, "k"))
+    saver = CheckpointStore(store, "k", root / "work", keep(2), claim(store, "k"))
     stop_before(*{
         "between files": (Store, "put_file", 2),
         "before the fence": (Fence, "check", 2),
@@ -126,7 +127,7 @@ def test_a_holder_that_sleeps_through_its_successors_commit_changes_nothing(
             assert holder.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         store = Store(tmp_path / "store")
-        successor = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
+        successor = CheckpointStore(store, "k", tmp_path / "work", keep(2), claim(store, "k"))
         assert successor.latest() is None
         successor.save(1, state(tmp_path / "new", "new"))
         before = bundles.read(store, "checkpoints/k/step-00000001")
@@ -137,7 +138,7 @@ def test_a_holder_that_sleeps_through_its_successors_commit_changes_nothing(
         holder.kill()
         holder.wait()
     assert bundles.read(store, "checkpoints/k/step-00000001") == before
-    found = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k")).latest()
+    found = CheckpointStore(store, "k", tmp_path / "work", keep(2), claim(store, "k")).latest()
     assert found is not None
     assert [(found[1] / name).read_text() for name in ("rank0.pt", "rank1.pt")] == [
         "rank0.pt new",

@@ -36,7 +36,7 @@ from rlhf_core.run.child import TERM_SECONDS
 from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage import s3
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.outbox import Outbox
@@ -44,6 +44,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.stopping import EXIT_STOPPED
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.support.checkpoints import keep
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 PARTS = 5 * 2**20
@@ -124,11 +125,13 @@ class Attempt:
         self.fence = claim(self.store, "k")
         outbox = Outbox(self.store, tmp_path / "outbox")
         self.artifacts = ArtifactStore(self.store, tmp_path / "cache", outbox)
-        self.checkpoints = CheckpointStore(self.store, "k", tmp_path / "work", 2, self.fence, outbox=outbox)
+        self.checkpoints = CheckpointStore(
+            self.store, "k", tmp_path / "work", keep(2), self.fence, outbox=outbox
+        )
 
     def publish(self, tmp_path: Path, weights: bytes = WEIGHTS) -> ArtifactRef:
         folder = artifact_folder(tmp_path, weights)
-        return self.artifacts.publish("ppo", "k", folder, parents={}, metrics={}, config={}, fence=self.fence)
+        return self.artifacts.publish("ppo", "k", folder, Provenance(), fence=self.fence)
 
 
 def assert_right(store: Store, tmp_path: Path, steps: list[int]) -> None:
@@ -141,7 +144,7 @@ def assert_right(store: Store, tmp_path: Path, steps: list[int]) -> None:
 
 
 def assert_checkpoints(store: Store, tmp_path: Path, steps: list[int]) -> None:
-    found = CheckpointStore(store, "k", tmp_path / "eyes", 2).latest()
+    found = CheckpointStore(store, "k", tmp_path / "eyes", keep(2)).latest()
     assert found is not None and found[0] == steps[-1]
     assert (found[1] / "rank0.pt").read_bytes() == bytes([steps[-1]]) * 4096
     manifests = [key for key in store.list("checkpoints/k") if key.endswith("manifest.json")]
@@ -242,7 +245,7 @@ def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_n
             seen = eyes.find("ppo", "k")
             proxy.restart(lambda n: "")
             second = Attempt(f"{url}/{allowed}", proxy.endpoint, place)
-            delivered = second.artifacts.deliver("ppo", "k", second.fence)
+            delivered = second.artifacts.upload_pending("ppo", "k", second.fence)
             assert delivered is not None and seen in (None, delivered)
             ref = delivered
             ended.append(allowed)

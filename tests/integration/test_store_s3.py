@@ -19,12 +19,13 @@ import pytest
 import s3fs
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreUnavailable, Superseded
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef
 from tests.support import corruption
+from tests.support.checkpoints import keep
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def output(folder: Path, text: str = "") -> Path:
 
 
 def publish(artifacts: ArtifactStore, folder: Path, **more: Any) -> ArtifactRef:
-    return artifacts.publish("ppo", "k", folder, parents={}, metrics={"kl": 1.0}, config={}, **more)
+    return artifacts.publish("ppo", "k", folder, Provenance(metrics={"kl": 1.0}), **more)
 
 
 def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_one_bad_download_does_not_condemn_an_artifact(
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: Store, tmp_path: Path) -> None:
-    saver = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
+    saver = CheckpointStore(store, "k", tmp_path / "work", keep(2), claim(store, "k"))
     for step in range(3):
         saver.save(step, output(tmp_path / f"state{step}", str(step)))
     assert {key.split("/")[2] for key in store.list("checkpoints/k")} == {
@@ -205,7 +206,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(store: Store, tmp_pat
     }  # fmt: skip
     prefix = "checkpoints/k/step-00000002"
     store.put_bytes(f"{prefix}/manifest.json", b"")
-    resumed = CheckpointStore(store, "k", tmp_path / "work", 2, claim(store, "k"))
+    resumed = CheckpointStore(store, "k", tmp_path / "work", keep(2), claim(store, "k"))
     found = resumed.latest()
     assert found is not None and found[0] == 1
     assert (found[1] / "policy" / "model.safetensors").read_bytes().endswith(b"1")

@@ -20,7 +20,7 @@ import pytest
 
 from rlhf_core.errors import WorkerDied, WorkerStuck
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.storage.digests import weights_sha256
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import Monitor
 from tests.chaos.harness import processes
 from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts

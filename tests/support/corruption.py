@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import FileEntry, checksum_of, digest_of
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from tests.support.checkpoints import keep
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2048\n"
 HTML = b"<html><body><h1>503 Slow Down</h1></body></html>"
@@ -185,9 +186,7 @@ def artifact(store: Store, tmp_path: Path) -> Bundle:
     (folder / "policy" / "config.json").write_text('{"hidden": 32}')
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (folder / "empty.txt").write_bytes(b"")
-    ref = ArtifactStore(store, tmp_path).publish(
-        "ppo", "k", folder, parents={}, metrics={"kl": 1.0}, config={}
-    )
+    ref = ArtifactStore(store, tmp_path).publish("ppo", "k", folder, Provenance(metrics={"kl": 1.0}))
     prefix = "artifacts/ppo/k"
     data = f"{prefix}/{ref.uri.rsplit('/', 1)[-1]}"
 
@@ -206,7 +205,7 @@ def artifact(store: Store, tmp_path: Path) -> Bundle:
 
 def checkpoint(store: Store, tmp_path: Path) -> Bundle:
     """Save two checkpoints of five files, as DeepSpeed and the controller write them. Return the second."""
-    saver = CheckpointStore(store, "k", tmp_path / "work", 2)
+    saver = CheckpointStore(store, "k", tmp_path / "work", keep(2))
     for step in (1, 2):
         folder = tmp_path / f"state{step}"
         (folder / "policy" / "state").mkdir(parents=True)
@@ -222,7 +221,7 @@ def checkpoint(store: Store, tmp_path: Path) -> Bundle:
     [data] = {"/".join(key.split("/")[:4]) for key in store.list(prefix) if not key.endswith("manifest.json")}
 
     def open_with(work: Path) -> str:
-        found = CheckpointStore(store, "k", work, 2).latest()
+        found = CheckpointStore(store, "k", work, keep(2)).latest()
         assert found is not None and json.loads((found[1] / "controller.json").read_text()) == {
             "done": found[0]
         }

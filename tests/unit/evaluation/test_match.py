@@ -21,7 +21,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.small_ppo import local_context as nowhere
@@ -74,7 +74,7 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
         tags = {}
         for stage in ("data", "ppo"):
             policy(tmp_path / "out" / "policy", says)
-            ref = store.publish(stage, "c" * 16, tmp_path / "out", parents={}, metrics={}, config=made)
+            ref = store.publish(stage, "c" * 16, tmp_path / "out", Provenance(config=made))
             tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
         return store.fetch(ref) / "policy", tags
 
@@ -157,7 +157,7 @@ def test_champions_reward_model_scores_the_same_answers(
     store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
     (tmp_path / "theirs" / "model").mkdir(parents=True)
     (tmp_path / "theirs" / "model" / "config.json").write_text("{}")
-    ref = store.publish("reward", "d" * 16, tmp_path / "theirs", parents={}, metrics={}, config={})
+    ref = store.publish("reward", "d" * 16, tmp_path / "theirs", Provenance())
     tags |= {"rlhf.reward.key": ref.key, "rlhf.reward.digest": ref.digest}
 
     def score(_config: Any, folder: Path, samples: Sequence[Any], **_rest: Any) -> list[float]:
@@ -225,7 +225,7 @@ def test_champion_is_loaded_with_its_own_settings(
     (folders["ppo"] / "adapter" / "adapter_config.json").write_text('{"r": 8}')
     tags, fetched = {}, {}
     for stage in ("data", "sft", "ppo"):
-        ref = store.publish(stage, "c" * 16, folders[stage], parents={}, metrics={}, config=made)
+        ref = store.publish(stage, "c" * 16, folders[stage], Provenance(config=made))
         tags |= {f"rlhf.{stage}.key": ref.key, f"rlhf.{stage}.digest": ref.digest}
         fetched[stage] = store.fetch(ref)
     policy(tmp_path / "sft" / "model", GOOD)

@@ -24,6 +24,7 @@ from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import Rollout, StageContext
+from tests.support.checkpoints import keep
 from tests.unit.ppo.test_step_checks import GOOD
 
 FLEET: Any = SimpleNamespace(packs=True)
@@ -135,7 +136,7 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
         tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
         nothing: Any = None
         context = StageContext(
-            {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, 1), tracker, nothing
+            {}, work, work, CheckpointStore(Store(tmp_path / "store"), "key", work, keep(1)), tracker, nothing
         )
         config = config_from_tree({"ppo": {"max_kl": 20.0}}, "test")
         return PPOController(config, fleet, [], lambda ids: "", nothing, context)

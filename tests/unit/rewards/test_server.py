@@ -43,8 +43,9 @@ from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.rewards.server import MicroBatches, listen, make_server
 from rlhf_core.run.serve_reward import locate
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
+from rlhf_core.system.home import Home
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, Rollout
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -518,20 +519,18 @@ def test_an_artifact_is_found_by_its_address_with_the_template_of_its_data(
     for file in folder.iterdir():
         (made / "model" / file.name).write_bytes(file.read_bytes())
     artifacts = ArtifactStore(Store(str(store)), tmp_path / "cache")
-    ref = artifacts.publish(
-        "reward", key, made, parents={}, metrics={}, config={"data": {"template": "plain"}}
-    )
+    ref = artifacts.publish("reward", key, made, Provenance(config={"data": {"template": "plain"}}))
     for address in (f"{store}/artifacts/reward/{key}", f"{store}/artifacts/reward/{key}/", ref.uri):
-        model, template = locate(address, tmp_path, None)
+        model, template = locate(address, Home.of(tmp_path), None)
         assert (model / "config.json").is_file()
         assert template == "plain"
     with pytest.raises(InputError, match="no reward artifact ffffffffffffffff"):
-        locate(f"{store}/artifacts/reward/{'f' * 16}", tmp_path, None)
+        locate(f"{store}/artifacts/reward/{'f' * 16}", Home.of(tmp_path), None)
 
 
 def test_a_folder_is_taken_as_it_is(folder: Path) -> None:
-    assert locate(str(folder), folder, None) == (folder, None)
-    assert locate(str(folder.parent), folder, None) == (folder, None)
+    assert locate(str(folder), Home.of(folder), None) == (folder, None)
+    assert locate(str(folder.parent), Home.of(folder), None) == (folder, None)
 
 
 def test_the_template_decides_the_tokens(folder: Path) -> None:

@@ -32,13 +32,14 @@ from rlhf_core.run.pipeline import Pipeline, StageRecord, open_pipeline, outside
 from rlhf_core.run.settings import checked_config
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.run.summary import duration, results, reuse_sentence, run_markdown, stage_markdown, summarize
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.types import ArtifactRef
+from tests.support.checkpoints import keep
 
 
 def config(home: Path, **sections: Any) -> PipelineConfig:
@@ -108,7 +109,7 @@ def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "card.json").write_text("{}")
     store = ArtifactStore(Store(run.config.store_url), tmp_path / "cache")
-    made = store.publish("data", spec.key, tmp_path / "out", parents={}, metrics={"rows": 3.0}, config={})
+    made = store.publish("data", spec.key, tmp_path / "out", Provenance(metrics={"rows": 3.0}))
     assert run.find(spec) == made
     assert run.find(run.spec("sft", {"data": made})) is None
 
@@ -118,7 +119,7 @@ def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Pat
     spec = run.spec("data", {})
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "rank0").write_text("moments")
-    CheckpointStore(run.store, spec.key, tmp_path / "w", keep=1).save(3, tmp_path / "state")
+    CheckpointStore(run.store, spec.key, tmp_path / "w", keep(1)).save(3, tmp_path / "state")
     left = [spec.rollout_cache, spec.work]
     for folder in left:
         folder.mkdir(parents=True)
@@ -305,9 +306,7 @@ def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "registration.json").write_text("{}")
     facts = {"weights_sha256": "w" * 64}
-    made = store.publish(
-        "register", spec.key, tmp_path / "out", parents={}, metrics={}, config={}, attributes=facts
-    )
+    made = store.publish("register", spec.key, tmp_path / "out", Provenance(attributes=facts))
 
     registered: Any = {"versions": lambda name: [ModelVersion("1", {WEIGHTS: "w" * 64})]}
     for answer, found in ((registered, made), ({}, made), ({"versions": lambda name: []}, None)):

@@ -27,7 +27,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import CorruptArtifact, DataError, InputError, ModelError
 from rlhf_core.preflight import check
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import checksum_of, digest_of, hash_folder
 from rlhf_core.storage.store import Store
 from tests.support.tiny_llama import save_tiny_llama
@@ -147,7 +147,7 @@ def test_pickled_weights_are_refused(tiny: Path, tmp_path: Path, name: str) -> N
 
 def published(store: Store, folder: Path, cache: Path) -> ArtifactStore:
     artifacts = ArtifactStore(store, cache)
-    artifacts.publish("sft", "k", folder, parents={}, metrics={}, config={})
+    artifacts.publish("sft", "k", folder, Provenance())
     return artifacts
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from rlhf_core.errors import CorruptArtifact, InputError, RLHFError, Superseded
 from rlhf_core.storage import bundles
-from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.digests import weights_sha256
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.fencing import Fence, claim
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef
@@ -49,13 +49,14 @@ def publish(
     artifacts: ArtifactStore, folder: Path, fence: Fence | None = None, **changes: object
 ) -> ArtifactRef:
     parent = ArtifactRef("sft", "f" * 16, "d" * 64, "/x")
-    known = {
+    given: dict[str, Any] = {
         "parents": {"sft": parent},
         "metrics": {"kl": 1.5},
         "config": {"a": 1},
         "attributes": {"weights_sha256": "w"},
     }
-    return artifacts.publish("ppo", KEY, folder, fence=fence, mlflow_run_id="run", **{**known, **changes})  # type: ignore[arg-type]
+    provenance = Provenance(**{**given, **changes}, mlflow_run_id="run")
+    return artifacts.publish("ppo", KEY, folder, provenance, fence)
 
 
 def test_a_published_folder_is_found_and_fetched_with_the_same_bytes(
@@ -166,7 +167,7 @@ def test_what_another_put_in_the_place_of_a_damaged_artifact_is_not_set_aside_fo
     def slow(*arguments: Any, **named: Any) -> Path:
         # While this one hashes, another finds the damage first and makes the artifact again.
         monkeypatch.setattr(bundles, "fetch", fetch)
-        bundles.quarantine(store, f"artifacts/ppo/{KEY}", "found by another")
+        bundles.mark_damaged(store, f"artifacts/ppo/{KEY}", "found by another")
         replaced.append(publish(artifacts, output(tmp_path, extra="whole")))
         raise CorruptArtifact("model.safetensors is damaged.")
 

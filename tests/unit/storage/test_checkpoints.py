@@ -23,6 +23,7 @@ from rlhf_core.storage import checkpoints as module
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.store import Store
+from tests.support.checkpoints import keep
 
 KEY = "stage0"
 
@@ -32,8 +33,8 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-def checkpoints(store: Store, tmp_path: Path, keep: int = 2) -> CheckpointStore:
-    return CheckpointStore(store, KEY, tmp_path / "work", keep, claim(store, KEY))
+def checkpoints(store: Store, tmp_path: Path, newest: int = 2) -> CheckpointStore:
+    return CheckpointStore(store, KEY, tmp_path / "work", keep(newest), claim(store, KEY))
 
 
 def state(tmp_path: Path, text: str) -> Path:
@@ -93,7 +94,9 @@ def test_a_checkpoint_of_other_code_is_refused_unless_that_is_allowed(
         match=rf"store\.allow_other_code: .* step 1 .*\(torch {re.escape(made['torch'])} -> 99\.0\)",
     ):
         checkpoints(store, tmp_path).latest()
-    allowed = CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), allow_other_code=True)
+    allowed = CheckpointStore(
+        store, KEY, tmp_path / "work", keep(2, allow_other_code=True), claim(store, KEY)
+    )
     assert allowed.latest() is not None
     assert "was made with other versions (torch" in caplog.text
 
@@ -103,7 +106,7 @@ def test_a_checkpoint_of_settings_that_round_otherwise_is_used_and_that_is_said(
 ) -> None:
     def opened(size: str) -> CheckpointStore:
         settings = {"ppo.micro_batch_tokens": size}
-        return CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), settings=settings)
+        return CheckpointStore(store, KEY, tmp_path / "work", keep(2), claim(store, KEY), settings=settings)
 
     opened("4096").save(1, state(tmp_path, "1"))
     assert opened("4096").latest() is not None and not caplog.records
@@ -124,7 +127,7 @@ def test_a_checkpoint_of_other_threads_is_used_and_that_is_said(
 
 
 def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> None:
-    saver = checkpoints(store, tmp_path, keep=2)
+    saver = checkpoints(store, tmp_path, newest=2)
     for step in range(5):
         saver.save(step, state(tmp_path, str(step)))
     assert steps(store) == [3, 4]
@@ -133,7 +136,7 @@ def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> N
 def test_the_best_of_the_older_ones_are_kept_besides(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", 2, keep_best=2)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(2, best=2))
     scores = {1: 0.5, 2: 0.9, 3: float("nan"), 4: 0.7, 5: None, 6: 0.7, 7: 0.1, 8: 0.2}
     with caplog.at_level(logging.INFO):
         for step, score in scores.items():
@@ -142,14 +145,14 @@ def test_the_best_of_the_older_ones_are_kept_besides(
     assert steps(store) == [2, 6, 7, 8]
     assert "kept: steps [2, 6, 7, 8]; removed: 1" in caplog.text
     assert saver.best() == store.uri(f"checkpoints/{KEY}/step-00000002")
-    assert CheckpointStore(store, "another", tmp_path / "work", 2, keep_best=2).best() is None
+    assert CheckpointStore(store, "another", tmp_path / "work", keep(2, best=2)).best() is None
 
 
 def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(
     store: Store, tmp_path: Path
 ) -> None:
     """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays beside the newest."""
-    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, keep_best=1)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     known: dict[int, float] = {}
     for step, score in ((1, 1.0), (2, -5.0), (3, 0.5), (4, 0.0)):
         saver.save(step, state(tmp_path, str(step)), known=known)
@@ -160,7 +163,7 @@ def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(
 
 
 def test_a_best_one_that_is_damaged_is_set_aside_and_not_deleted(store: Store, tmp_path: Path) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, keep_best=1)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     saver.save(1, state(tmp_path, "1"), 1.0)
     files(store, 1)["manifest.json"].write_bytes(b"{}")
     saver.save(2, state(tmp_path, "2"), 0.0)
@@ -171,7 +174,7 @@ def test_a_best_one_that_is_damaged_is_set_aside_and_not_deleted(store: Store, t
 def test_old_ones_go_only_after_the_new_one_is_committed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = checkpoints(store, tmp_path, keep=1)
+    saver = checkpoints(store, tmp_path, newest=1)
     saver.save(1, state(tmp_path, "1"))
 
     def full(self: Store, key: str, data: bytes) -> bool:
@@ -205,7 +208,7 @@ def test_a_file_that_the_store_did_not_keep_is_missed_before_the_manifest(
 
 
 def test_files_without_a_manifest_do_not_exist_and_go_later(store: Store, tmp_path: Path) -> None:
-    saver = checkpoints(store, tmp_path, keep=1)
+    saver = checkpoints(store, tmp_path, newest=1)
     saver.save(1, state(tmp_path, "1"))
     store.put_bytes(f"checkpoints/{KEY}/step-00000002/000007-abcdef/rank1.bin", b"half")
     found = saver.latest()
@@ -275,12 +278,14 @@ def test_when_all_are_damaged_every_start_is_refused_until_the_user_allows_a_fre
     damage_all(store, tmp_path)
     for _ in range(2):
         with pytest.raises(
-            CorruptArtifact, match=r"No whole checkpoint is left.*store\.allow_fresh_start=true"
+            CorruptArtifact, match=r"No intact checkpoint is left.*store\.allow_fresh_start=true"
         ):
             checkpoints(store, tmp_path).latest()
-    allowed = CheckpointStore(store, KEY, tmp_path / "work", 2, claim(store, KEY), allow_fresh_start=True)
+    allowed = CheckpointStore(
+        store, KEY, tmp_path / "work", keep(2, allow_fresh_start=True), claim(store, KEY)
+    )
     assert allowed.latest() is None
-    assert "the stage starts anew" in caplog.text
+    assert "the stage starts from its beginning" in caplog.text
     allowed.save(1, state(tmp_path, "fresh"))
     found = checkpoints(store, tmp_path).latest()
     assert found is not None and (found[1] / "rank1.bin").read_text() == "rank one  fresh"
@@ -293,7 +298,7 @@ def test_the_first_checkpoint_damaged_before_it_was_named_is_no_silent_fresh_sta
     store.delete([f"checkpoints/{KEY}/newest.json"])
     flip(files(store, 1)["rank1.bin"])
     for _ in range(2):
-        with pytest.raises(CorruptArtifact, match="No whole checkpoint is left"):
+        with pytest.raises(CorruptArtifact, match="No intact checkpoint is left"):
             checkpoints(store, tmp_path).latest()
 
 
@@ -308,12 +313,12 @@ def test_a_manifest_that_vanished_is_missed_and_the_one_before_is_used(
     assert found is not None and found[0] == 1
     assert "step 2" in caplog.text and "is gone: it has no manifest" in caplog.text
     files(store, 1)["manifest.json"].unlink()
-    with pytest.raises(CorruptArtifact, match="No whole checkpoint is left"):
+    with pytest.raises(CorruptArtifact, match="No intact checkpoint is left"):
         saver.latest()
 
 
 def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path: Path) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, allow_fresh_start=True)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, allow_fresh_start=True))
     saver.save(1, state(tmp_path, "1"))
     flip(files(store, 1)["rank1.bin"])
     assert saver.latest() is None
@@ -330,7 +335,7 @@ def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path
 def test_files_stay_where_a_manifest_was_too_damaged_to_tell_which_are_set_aside(
     store: Store, tmp_path: Path
 ) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", 1, allow_fresh_start=True)
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, allow_fresh_start=True))
     saver.save(1, state(tmp_path, "1"))
     files(store, 1)["manifest.json"].write_bytes(b"")
     assert saver.latest() is None

@@ -18,12 +18,13 @@ import pytest
 from rlhf_core.errors import StoreError, Superseded
 from rlhf_core.storage import bundles
 from rlhf_core.storage import checkpoints as checkpoints_module
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, claim
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
+from tests.support.checkpoints import keep
 
 
 class Bucket(LocalFiles):
@@ -63,7 +64,7 @@ def refuse(key: str) -> None:
 
 
 def saver(store: Store, outbox: Outbox, tmp_path: Path, fence: Fence | None = None) -> CheckpointStore:
-    return CheckpointStore(store, "k", tmp_path / "work", 2, fence or claim(store, "k"), outbox=outbox)
+    return CheckpointStore(store, "k", tmp_path / "work", keep(2), fence or claim(store, "k"), outbox=outbox)
 
 
 def state(tmp_path: Path, text: str) -> Path:
@@ -170,7 +171,7 @@ def test_what_waits_for_a_finished_stage_can_be_forgotten(
         bundle = state(tmp_path, root.replace("/", "-"))
         outbox.add(f"{root}/1", bundle, bundles.hash_folder(bundle), folder="f", body={})
     outbox.discard_all("artifacts/sft/k")
-    assert outbox.waiting("artifacts") == ["artifacts/reward/k/1", "artifacts/sft/k2/1"]
+    assert outbox.pending("artifacts") == ["artifacts/reward/k/1", "artifacts/sft/k2/1"]
     assert not [path for path in waiting(tmp_path) if "artifacts/sft/k/" in path.as_posix()]
 
 
@@ -178,15 +179,13 @@ def test_an_artifact_that_could_not_be_uploaded_is_uploaded_by_the_next_attempt_
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
 ) -> None:
     artifacts, fence = ArtifactStore(store, tmp_path / "cache", outbox), claim(store, "k")
-    assert artifacts.deliver("ppo", "k", fence) is None
+    assert artifacts.upload_pending("ppo", "k", fence) is None
     bucket.before_put = refuse
     with pytest.raises(StoreError, match=r"the same command uploads it"):
-        artifacts.publish(
-            "ppo", "k", state(tmp_path, "1"), parents={}, metrics={"kl": 1.5}, config={}, fence=fence
-        )
+        artifacts.publish("ppo", "k", state(tmp_path, "1"), Provenance(metrics={"kl": 1.5}), fence=fence)
     assert artifacts.find("ppo", "k") is None
     bucket.before_put = lambda key: None
-    ref = artifacts.deliver("ppo", "k", claim(store, "k"))
+    ref = artifacts.upload_pending("ppo", "k", claim(store, "k"))
     assert ref is not None and ref == artifacts.find("ppo", "k") and ref.metrics == {"kl": 1.5}
     assert (artifacts.fetch(ref) / "rank0.safetensors").read_text() == "state 1"
     assert waiting(tmp_path) == []
@@ -199,11 +198,9 @@ def test_a_delivery_repeated_after_a_kill_destroys_nothing(
     artifacts = ArtifactStore(store, tmp_path / "cache", outbox)
     with monkeypatch.context() as patch:  # killed after the commit and before the outbox was emptied
         patch.setattr(Outbox, "discard", lambda self, prefix: None)
-        ref = artifacts.publish(
-            "ppo", "k", state(tmp_path, "1"), parents={}, metrics={}, config={}, fence=fence
-        )
+        ref = artifacts.publish("ppo", "k", state(tmp_path, "1"), Provenance(), fence=fence)
     assert waiting(tmp_path) != []
-    assert artifacts.deliver("ppo", "k", claim(store, "k")) == ref
+    assert artifacts.upload_pending("ppo", "k", claim(store, "k")) == ref
     assert (
         ArtifactStore(store, tmp_path / "other").fetch(ref) / "rank0.safetensors"
     ).read_text() == "state 1"
@@ -223,7 +220,7 @@ def test_what_was_damaged_in_the_outbox_is_set_aside_and_not_uploaded(
     file.write_text("state X")
     bucket.before_put = lambda key: None
     assert content(saver(store, outbox, tmp_path).latest()) == (1, "state 1")
-    assert "cannot be uploaded and is set aside" in caplog.text
+    assert "cannot be uploaded and is marked as damaged" in caplog.text
     assert [path.name for path in waiting(tmp_path) if path.name.startswith("damaged-")] != []
 
 

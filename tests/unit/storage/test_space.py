@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlhf_core.errors import StoreError
-from rlhf_core.storage import space
+from rlhf_core.storage import bundles
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
+from tests.support.checkpoints import keep
 
 
 class Usage(NamedTuple):
@@ -42,7 +43,7 @@ def state(folder: Path, text: str) -> Path:
 def test_a_checkpoint_that_does_not_fit_is_refused_with_both_numbers(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = CheckpointStore(store, "k", tmp_path / "work", 1)
+    saver = CheckpointStore(store, "k", tmp_path / "work", keep(1))
     saver.save(1, state(tmp_path / "one", "1"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 300_000_000))
     with pytest.raises(
@@ -59,7 +60,7 @@ def test_copies_to_another_disk_are_checked_and_links_are_not(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 5))
-    saver = CheckpointStore(store, "k", tmp_path / "work", 2)
+    saver = CheckpointStore(store, "k", tmp_path / "work", keep(2))
     saver.save(1, state(tmp_path / "one", "1"))
     monkeypatch.setattr("rlhf_core.storage.bundles.on_one_disk", lambda one, other: False)
     # "optimizer 2" and '"2"': 11 + 3 bytes.
@@ -71,8 +72,8 @@ def test_copies_to_another_disk_are_checked_and_links_are_not(
 
 
 def test_two_folders_of_one_disk_are_told_from_two_disks(tmp_path: Path) -> None:
-    assert space.on_one_disk(tmp_path / "not" / "there", tmp_path)
-    assert not space.on_one_disk(Path("/proc/self"), tmp_path)
+    assert bundles.on_one_disk(tmp_path / "not" / "there", tmp_path)
+    assert not bundles.on_one_disk(Path("/proc/self"), tmp_path)
 
 
 def fail_the_nth(
@@ -113,19 +114,19 @@ def test_whichever_write_meets_a_full_disk_the_old_checkpoint_stays_and_nothing_
         nth += 1
         place = tmp_path / str(nth)
         store = Store(place / "store")
-        CheckpointStore(store, "k", place / "work", 1).save(1, state(place / "one", "1"))
+        CheckpointStore(store, "k", place / "work", keep(1)).save(1, state(place / "one", "1"))
         folder = state(place / "two", "2")
         with pytest.MonkeyPatch.context() as patch:
             if not links:
                 patch.setattr("rlhf_core.storage.local._linked", lambda source, target: False)
             calls = fail_the_nth(writes, nth, patch)
             try:
-                CheckpointStore(store, "k", place / "work", 1).save(2, folder)
+                CheckpointStore(store, "k", place / "work", keep(1)).save(2, folder)
             except StoreError as error:
                 assert "No space left on device; free some space" in error.message
                 refused += 1
             done = calls() < nth
-        found = CheckpointStore(store, "k", place / "work", 1).latest()
+        found = CheckpointStore(store, "k", place / "work", keep(1)).latest()
         assert found is not None
         # Once its manifest is there, a checkpoint is whole, whatever fails afterwards.
         assert (found[1] / "rank0" / "optimizer.pt").read_text() == f"optimizer {found[0]}"

@@ -15,12 +15,13 @@ import pytest
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
 from rlhf_core.storage import fencing, local
-from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import await_holder, claim
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.types import ArtifactRef
+from tests.support.checkpoints import keep
 
 
 def _folder(path: Path) -> None:
@@ -39,7 +40,7 @@ def publish(store: Store, folder: Path) -> tuple[ArtifactStore, ArtifactRef]:
     artifacts = ArtifactStore(store, folder / "cache")
     (folder / "out").mkdir()
     (folder / "out" / "x.json").write_text("1")
-    return artifacts, artifacts.publish("data", "k", folder / "out", parents={}, metrics={}, config={})
+    return artifacts, artifacts.publish("data", "k", folder / "out", Provenance())
 
 
 @pytest.mark.parametrize("what", STRANGE)
@@ -63,7 +64,7 @@ def test_something_else_in_the_place_of_a_manifest_is_set_aside_and_the_artifact
 def test_something_else_in_the_place_of_the_newest_step_leaves_the_checkpoints(
     what: str, tmp_path: Path
 ) -> None:
-    checkpoints = CheckpointStore(Store(tmp_path / "store"), "k", tmp_path / "work", keep=2)
+    checkpoints = CheckpointStore(Store(tmp_path / "store"), "k", tmp_path / "work", keep(2))
 
     def save(step: int) -> None:
         (tmp_path / "state").mkdir()
