@@ -36,11 +36,11 @@ BOUNDED = {
     "rlhf_core/storage/checkpoints.py: self._thread.join()": (
         "store.retry_seconds bounds each call of the upload"
     ),
-    "rlhf_core/storage/checkpoints.py: self._upload.result()": "the same",
+    "rlhf_core/storage/checkpoints.py: self._background_upload.result()": "the same",
     "rlhf_core/engines/ranks.py: other.process.join()": "after SIGKILL",
     "rlhf_core/engines/ranks.py: pipe.recv()": "after poll() said that there is something",
     "rlhf_core/engines/ranks.py: self.pipe.recv()": "after poll() said that there is something",
-    "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that looks twice a second whether it is to end",
+    "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
     "rlhf_core/weight_sync/wire.py: self._group.broadcast(buffer, 0).wait()": (
         "the group's timeout, run.timeouts.sync"
     ),
