@@ -35,7 +35,7 @@ LAYERS = (
     ("rlhf_core.ppo",),
     ("rlhf_core.evaluation",),
     ("rlhf_core.tracking",),
-    ("rlhf_core.stages",),
+    ("rlhf_core.stages", "rlhf_core.testing"),
     ("rlhf_core.preflight",),
     ("rlhf_core.run",),
     ("flows",),

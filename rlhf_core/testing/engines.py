@@ -1,0 +1,130 @@
+"""A vLLM engine whose responses are scripted.
+
+from rlhf_core.testing.engines import Reply, scripted_engines
+
+with scripted_engines(lambda request: Reply((7, 8, 2))) as engines:
+    rollouts = sample_responses(config, PolicyFiles(folder), prompts, device="cpu", done=print)
+assert rollouts[0].response_ids == (7, 8, 2)
+assert engines[0].requests[0].temperature == config.evaluation_temperature
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rlhf_core.engines.vllm import Engine
+from rlhf_core.testing.overriding import override
+from rlhf_core.types import PromptExample, Rollout
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that an engine was asked for."""
+
+    prompt: PromptExample
+    sample_index: int
+    seed: int
+    """Seed of the prompt, the same for all its samples."""
+    temperature: float
+    max_new_tokens: int
+    model: Path
+    """Model folder of the engine."""
+    adapter: int | None
+    """Number of the adapter that the request uses."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A scripted response."""
+
+    token_ids: Sequence[int]
+    """(T,) At most `max_new_tokens` of them are used."""
+    finished: bool = True
+    """False for a response without EOS. A response that is cut is never finished."""
+
+
+Respond = Callable[[Request], Reply]
+
+
+class ScriptedEngine(Engine):
+    """An engine that does not load a model. Log-probabilities of its tokens are 0.
+
+    Args:
+        respond: Called for each response.
+        model: Model folder, for `Request.model`.
+        options: Keyword arguments of the start of the engine, for tests.
+    """
+
+    def __init__(
+        self, respond: Respond, model: Path | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self._respond = respond
+        self._model = model or Path("model")
+        self.options = options or {}
+        self.requests: list[Request] = []
+        self.adapters: dict[int, Path] = {}
+        """Folder of each loaded adapter by number."""
+        self.is_shut_down = False
+
+    @override
+    def generate(
+        self,
+        prompts: Sequence[PromptExample],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        seeds: Sequence[int],
+        policy_version: int,
+        adapter: int | None = None,
+    ) -> list[Rollout]:
+        if adapter is not None and adapter not in self.adapters:
+            raise ValueError(f"adapter {adapter} is not loaded")
+        rollouts = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            for index in range(n):
+                request = Request(prompt, index, seed, temperature, max_new_tokens, self._model, adapter)
+                self.requests.append(request)
+                reply = self._respond(request)
+                ids = tuple(reply.token_ids)[:max_new_tokens]
+                rollout = Rollout(
+                    prompt_id=prompt.prompt_id,
+                    sample_index=index,
+                    prompt_ids=tuple(prompt.input_ids),
+                    response_ids=ids,
+                    rollout_logprobs=(0.0,) * len(ids),
+                    finished=reply.finished and len(ids) == len(reply.token_ids),
+                    policy_version=policy_version,
+                )
+                rollouts.append(rollout)
+        return rollouts
+
+    @override
+    def load_adapter(self, number: int, folder: Path) -> None:
+        self.adapters[number] = folder
+
+    @override
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+@contextmanager
+def scripted_engines(respond: Respond) -> Iterator[list[ScriptedEngine]]:
+    """Replace the vLLM engine of this process. Yields the engines in the order in which they are started.
+
+    Args:
+        respond: Called for each response of every engine.
+    """
+    started: list[ScriptedEngine] = []
+
+    def start(model: Path, engine: Any, **options: Any) -> ScriptedEngine:
+        started.append(ScriptedEngine(respond, model, options))
+        return started[-1]
+
+    with mock.patch("rlhf_core.engines.vllm.Engine", start):
+        yield started
