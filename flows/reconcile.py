@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rlhf_core.system.local_http import get, post
-from rlhf_core.system.processes import carriers
+from rlhf_core.system.processes import processes_with_env
 
 log = logging.getLogger(__name__)
 
@@ -212,4 +212,4 @@ class Reconciler:
 
 def flow_runs_alive() -> set[str]:
     """Return the ids of the flow runs that have a process on this machine."""
-    return {run_id for _, run_id in carriers(ENGINE_VARIABLE)}
+    return {run_id for _, run_id in processes_with_env(ENGINE_VARIABLE)}

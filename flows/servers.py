@@ -12,10 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flows.external import external_mlflow_uri, external_prefect_url, prefect_responds
@@ -29,7 +27,7 @@ from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module, python_program
 from rlhf_core.system.local_http import post, responds
-from rlhf_core.system.processes import ProcessId, carriers, stop, wait_gone
+from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
 
 DEPLOYMENTS = Path("deployments/prefect.yaml")
 HOME_VARIABLE = "RLHF_SERVERS"
@@ -265,8 +263,8 @@ def supervisor_of(home: Home) -> ProcessId | None:
 
 def flow_processes(home: Home) -> list[ProcessId]:
     """Return the processes of the flow runs that the worker of `home` has started."""
-    of_home = {process for process, value in carriers(HOME_VARIABLE) if value == str(home.path)}
-    return [process for process, _ in carriers(ENGINE_VARIABLE) if process in of_home]
+    of_home = {process for process, value in processes_with_env(HOME_VARIABLE) if value == str(home.path)}
+    return [process for process, _ in processes_with_env(ENGINE_VARIABLE) if process in of_home]
 
 
 def _processes_of(home: Home) -> list[ProcessId]:
@@ -276,8 +274,8 @@ def _processes_of(home: Home) -> list[ProcessId]:
     as well.
     """
     processes = []
-    for process, value in carriers(HOME_VARIABLE):
-        if value == str(home.path) and process.pid != os.getpid() and is_started_by_up(_command(process)):
+    for process, value in processes_with_env(HOME_VARIABLE):
+        if value == str(home.path) and process.pid != os.getpid() and is_started_by_up(process.command()):
             processes.append(process)
     return processes
 
@@ -296,12 +294,6 @@ def is_started_by_up(command: Sequence[str]) -> bool:
     if module == "uvicorn":
         return any(word.startswith(_APPLICATIONS) for word in command)
     return module in _MODULES or module.partition(".")[0] in _PACKAGES or Path(script).name in _PACKAGES
-
-
-def _command(process: ProcessId) -> list[str]:
-    with suppress(psutil.Error):
-        return psutil.Process(process.pid).cmdline()
-    return []
 
 
 def _stop_remaining(home: Home) -> None:

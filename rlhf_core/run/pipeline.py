@@ -42,7 +42,7 @@ from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import ProcessId, lives
+from rlhf_core.system.processes import ProcessId, is_alive
 from rlhf_core.tracking.tracker import DataSet, Status, Tracking, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef
 
@@ -230,7 +230,7 @@ class Pipeline:
         last = max(others, key=lambda known: known["updated"], default=None)
         if last is None or last["state"] == "finished" or "decided_by" not in last:
             return ""
-        if last["state"] == "running" and lives(*last.get("process", (0, 0.0, ""))) is not False:
+        if last["state"] == "running" and is_alive(*last.get("process", (0, 0.0, ""))) is not False:
             return ""
         then, now = last["decided_by"], decisive(self.config, self.sources)
         names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
@@ -289,7 +289,7 @@ def finished() -> Pipeline | None:
 def _lives_elsewhere(process: Any) -> bool:
     try:
         pid, started, host = process
-        return pid != os.getpid() and lives(int(pid), float(started), host) is True
+        return pid != os.getpid() and is_alive(int(pid), float(started), host) is True
     except (TypeError, ValueError):
         return False
 

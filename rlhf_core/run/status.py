@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_core.run.home import read_run
 from rlhf_core.run.summary import duration
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import lives
+from rlhf_core.system.processes import is_alive
 
 _MAX_RUNS = 5
 
@@ -29,7 +29,7 @@ def describe_runs(home: Home) -> list[str]:
 def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
     state, stage = run["state"], run.get("making")
     # A killed process could not write its end. On another host its state is unknown (None).
-    if state == "running" and lives(*run.get("process", (0, 0.0, ""))) is False:
+    if state == "running" and is_alive(*run.get("process", (0, 0.0, ""))) is False:
         state = "killed; the same command continues it"
     finished = []
     for stage_name, record in run["stages"].items():

@@ -29,7 +29,7 @@ import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId, lives
+from rlhf_core.system.processes import ProcessId, is_alive
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
     except _DAMAGED:
         return None
     other = holder.pid != os.getpid()
-    return holder if other and lives(holder.pid, holder.started, content.get("host", "")) else None
+    return holder if other and is_alive(holder.pid, holder.started, content.get("host", "")) else None
 
 
 def _how_to_end(holder: ProcessId) -> str:

@@ -365,7 +365,7 @@ def _state(participant: Participant) -> State:
         return "running"
     if not participant.process.alive():
         return "dead"
-    return "suspended" if participant.process.stopped() else "running"
+    return "suspended" if participant.process.suspended() else "running"
 
 
 def _read(file: Path, name: str) -> Participant | None:

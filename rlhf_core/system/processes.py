@@ -1,6 +1,6 @@
-"""Questions to the operating system: is this the process we started, who carries this variable?
+"""Process identity, signals and ports, via psutil.
 
-A process is known by pid and start time, because pids are used again.
+A process is identified by its pid and start time, because pids are used again.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from rlhf_core.errors import InfrastructureError
 _PR_SET_PDEATHSIG = 1
 _SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _KILL_SECONDS = 5.0
-"""The kernel's share of a SIGKILL, on a loaded machine."""
+"""Time that the kernel may need for a SIGKILL on a loaded machine."""
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process, for as long as the machine is up."""
+    """The identity of a process. It is unique until the machine restarts."""
 
     pid: int
     started: float
-    """Seconds since the epoch, as the kernel says."""
+    """Start time in seconds since the epoch, as reported by the kernel."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has `pid` now, or None."""
+        """Return the identity of the process that has `pid` now, or None."""
         with contextlib.suppress(psutil.Error):
             return cls(pid, psutil.Process(pid).create_time())
         return None
 
     def alive(self) -> bool:
-        """Whether it is running still; a zombie is not."""
+        """Return whether the process is running. A zombie is not."""
         # A pid from a damaged file may be invalid.
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self.pid)
@@ -48,28 +48,35 @@ class ProcessId:
             return same and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    def stopped(self) -> bool:
-        """Whether it is suspended by a SIGSTOP or a debugger: alive, but no code of it runs."""
+    def suspended(self) -> bool:
+        """Return whether the process is suspended by a SIGSTOP or a debugger: alive, but none of its code runs."""
         with contextlib.suppress(psutil.Error):
             return self.alive() and psutil.Process(self.pid).status() in _SUSPENDED
         return False
 
     def send(self, signum: int) -> None:
-        """Signal it, unless it is gone."""
+        """Send a signal to the process if it is running."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
 
+    def command(self) -> list[str]:
+        """Return the command line of the process, or an empty list if it has ended."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).cmdline()
+        return []
 
-def lives(pid: int, started: float, host: str) -> bool | None:
-    """Whether the process that noted these of itself still runs; None where that was on another host."""
+
+def is_alive(pid: int, started: float, host: str) -> bool | None:
+    """Return whether a process that recorded these values is running. None if it runs on another host."""
     return ProcessId(pid, started).alive() if host == socket.gethostname() else None
 
 
 def free_port(preferred: int = 0) -> int:
-    """`preferred` if nobody listens there on loopback now, else a port that nobody listens on."""
+    """Return `preferred` if no process listens on it on loopback, and another free port otherwise."""
     for port in (preferred, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
+            # A port in TIME_WAIT after the end of its server is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
@@ -77,58 +84,58 @@ def free_port(preferred: int = 0) -> int:
 
 
 def listens(process: ProcessId, port: int) -> bool:
-    """Whether it, or a process it started, listens on TCP `port`."""
+    """Return whether the process, or one of its descendants, listens on TCP `port`."""
     with contextlib.suppress(psutil.Error):
-        top = psutil.Process(process.pid)
-        for each in (top, *top.children(recursive=True)):
-            for connection in each.net_connections("tcp"):
+        parent = psutil.Process(process.pid)
+        for member in (parent, *parent.children(recursive=True)):
+            for connection in member.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                     return True
     return False
 
 
-def carriers(variable: str) -> Iterator[tuple[ProcessId, str]]:
-    """Every live process of this user with `variable` in its environment, and the value."""
+def processes_with_env(variable: str) -> Iterator[tuple[ProcessId, str]]:
+    """Yield each running process of this user that has `variable` in its environment, and the value."""
     for process in psutil.process_iter():
+        # The environment of other users' processes cannot be read.
         with contextlib.suppress(psutil.Error, OSError):
             value = process.environ().get(variable)
             if value is not None and process.status() != psutil.STATUS_ZOMBIE:
                 yield ProcessId(process.pid, process.create_time()), value
 
 
-def stop(processes: Iterable[ProcessId], patience: float) -> None:
-    """SIGTERM to all, `patience` seconds at most to end, then SIGKILL to those that are left."""
-    left = list(processes)
-    for process in left:
+def stop(processes: Iterable[ProcessId], grace_seconds: float) -> None:
+    """Send SIGTERM to all, wait up to `grace_seconds`, then send SIGKILL to those that are still running."""
+    processes = list(processes)
+    for process in processes:
         process.send(signal.SIGTERM)
-    if not wait_gone(left, patience):
-        kill(left)
+    if not wait_gone(processes, grace_seconds):
+        kill(processes)
 
 
 def kill(processes: Iterable[ProcessId]) -> None:
-    """SIGKILL, also to suspended ones; waits until they are gone."""
-    left = list(processes)
-    for process in left:
+    """Send SIGKILL, which also ends suspended processes, and wait until they have ended."""
+    processes = list(processes)
+    for process in processes:
         process.send(signal.SIGKILL)
-    wait_gone(left, _KILL_SECONDS)
+    wait_gone(processes, _KILL_SECONDS)
 
 
 def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
-    """Whether all of them ended within `seconds`."""
+    """Return whether all of the processes ended within `seconds`."""
     deadline = time.monotonic() + seconds
-    left = [process for process in processes if process.alive()]
-    while left and time.monotonic() < deadline:
+    running = [process for process in processes if process.alive()]
+    while running and time.monotonic() < deadline:
         time.sleep(0.1)
-        left = [process for process in left if process.alive()]
-    return not left
+        running = [process for process in running if process.alive()]
+    return not running
 
 
 def die_with_parent(signum: int) -> Callable[[], None]:
-    """A `preexec_fn` by which the kernel sends `signum` to the new process when the thread that starts it
-    ends.
+    """Return a `preexec_fn` that makes the kernel send `signum` to the new process when its parent thread ends.
 
-    All that it needs is looked up here: after the fork of a process with threads, whoever takes a lock may
-    wait for ever.
+    The C function is looked up here and not after the fork: in the child of a process with threads, any lock may
+    be held by a thread that does not exist there.
     """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

@@ -33,7 +33,7 @@ from flows.servers import flow_processes
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post
-from rlhf_core.system.processes import ProcessId, carriers
+from rlhf_core.system.processes import ProcessId, processes_with_env
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 from tests.support.postgres import postgres
 
@@ -162,7 +162,7 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
     try:
         name = servers.deploy()
         if kind.startswith("run still pending"):
-            wait(lambda: any(value == name for _, value in carriers(ENGINE_VARIABLE)), 120)
+            wait(lambda: any(value == name for _, value in processes_with_env(ENGINE_VARIABLE)), 120)
         else:
             wait(lambda: any(p.point == "ppo.after_checkpoint" for p in read_passes(trace)), 400)
         before = (servers.run(name) or {"state_type": "UNKNOWN"})["state_type"]
@@ -176,7 +176,7 @@ def trial(golden: Golden, kind: str, folder: Path, database: str | None) -> Tria
         back = 0.0
         if "flow" in KINDS[kind]:
             resumed = wait(
-                lambda: any(v == name and p not in gone for p, v in carriers(ENGINE_VARIABLE)), 200
+                lambda: any(v == name and p not in gone for p, v in processes_with_env(ENGINE_VARIABLE)), 200
             )
             back = time.time() - killed if resumed else -1.0
         servers.wait_for_end(name, 400)

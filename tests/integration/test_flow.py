@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.system.processes import ProcessId, carriers
+from rlhf_core.system.processes import ProcessId, processes_with_env
 from tests.support import secret_search
 from tests.support.listening_sockets import beyond_loopback, listeners
 
@@ -165,7 +165,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120.0)
 def nothing_left(folder: Path, seconds: float = 10.0) -> bool:
     """Whether all processes of this test's commands are gone: they carry its folder in their environment."""
     deadline = time.monotonic() + seconds
-    while any(value == str(folder) for _, value in carriers("TOY_FOLDER")):
+    while any(value == str(folder) for _, value in processes_with_env("TOY_FOLDER")):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

@@ -21,7 +21,7 @@ import pytest
 from flows.servers import HOME_VARIABLE
 from rlhf_core.system.files import read_json
 from rlhf_core.system.local_http import get
-from rlhf_core.system.processes import carriers
+from rlhf_core.system.processes import processes_with_env
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait
 
@@ -115,4 +115,4 @@ def test_schedule_retrains_when_the_data_have_changed(tmp_path: Path, summary_li
         assert versions(servers) == 2, "a registered model is not registered again"
     finally:
         servers.down()
-    assert wait(lambda: not [p for p, value in carriers(HOME_VARIABLE) if value == str(home)], 10)
+    assert wait(lambda: not [p for p, value in processes_with_env(HOME_VARIABLE) if value == str(home)], 10)

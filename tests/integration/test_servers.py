@@ -24,7 +24,7 @@ from flows.servers import HOME_VARIABLE, flow_processes
 from flows.supervisor import POLL_SECONDS
 from rlhf_core.system.home import Home
 from rlhf_core.system.local_http import post
-from rlhf_core.system.processes import carriers
+from rlhf_core.system.processes import processes_with_env
 from tests.chaos.harness import read_passes
 from tests.chaos.servers import Servers, wait
 from tests.support.postgres import postgres, postgres_programs
@@ -48,7 +48,11 @@ def test_killed_flow_run_continues_and_cancelled_one_does_not(database: str, tmp
             servers.down()
     assert wait(
         lambda: (
-            not [p for p, value in carriers(HOME_VARIABLE) if value == str(home) and p.pid != os.getpid()]
+            not [
+                p
+                for p, value in processes_with_env(HOME_VARIABLE)
+                if value == str(home) and p.pid != os.getpid()
+            ]
         ),
         10,
     )
@@ -62,7 +66,7 @@ def _kill_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     (first,) = flow_processes(Home.of(home))
     first.send(signal.SIGKILL)
     killed = time.monotonic()
-    assert wait(lambda: any(v == name and p != first for p, v in carriers(ENGINE_VARIABLE)), 30)
+    assert wait(lambda: any(v == name and p != first for p, v in processes_with_env(ENGINE_VARIABLE)), 30)
     assert time.monotonic() - killed < 30
     assert servers.wait_for_end(name, 300)
     run = servers.run(name)

@@ -20,9 +20,9 @@ def test_process_that_ignores_sigterm_is_killed() -> None:
     process.stdout.readline()
     child = ProcessId.of(process.pid)
     assert child is not None
-    stop([ProcessId(child.pid, child.started - 100)], patience=0.2)  # another process that had this pid
+    stop([ProcessId(child.pid, child.started - 100)], grace_seconds=0.2)  # another process that had this pid
     assert child.alive()
-    stop([child], patience=0.3)
+    stop([child], grace_seconds=0.3)
     assert process.wait(timeout=5) == -signal.SIGKILL
     assert wait_gone([child], 1.0)
     process.stdout.close()
