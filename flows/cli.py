@@ -222,10 +222,12 @@ def _add_home(sub: argparse.ArgumentParser, purpose: str) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from rlhf_core.pipeline import stages_between
-    from rlhf_core.run.settings import checked_config
+    from rlhf_core.run.checks import check_config, reuse_check
 
     stages_between(arguments.start, arguments.until)
-    config, _ = checked_config(arguments.config, arguments.overrides)
+    checked = check_config(arguments.config, arguments.overrides)
+    reuse_check(checked)
+    config = checked.config
     home = Home.of(config.run.home)
     console = set_up_logging(home)
     log.info("%s, seed %d: starting", config.run.name, config.run.seed)
@@ -253,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
     isolate_prefect()
     # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
     import flows.rlhf  # noqa: F401
-    from rlhf_core.run.pipeline import warm_up
+    from rlhf_core.run.pipeline_run import warm_up
 
     warm_up(config)
     server.wait()
@@ -264,13 +266,11 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
     import httpx
 
     from flows.rlhf import rlhf
-    from rlhf_core.run.display import Bars, show_with
-    from rlhf_core.run.pipeline import finished
+    from rlhf_core.run.display import Bars, Lines, show_with
     from rlhf_core.run.summary import result_table, stage_table
 
-    bars = Bars(console) if console.is_terminal else None
-    if bars is not None:
-        show_with(bars)
+    display = Bars(console) if console.is_terminal else Lines()
+    show_with(display)
     try:
         summary = rlhf(
             config=arguments.config,
@@ -279,15 +279,13 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
             until=arguments.until,
         )
     except httpx.HTTPError as error:  # of Prefect's client
-        pipeline = finished()
-        if pipeline is None:
+        if display.summary is None:
             raise
         # Only the flow's last state could not be reported. All results are stored.
         log.warning("all stages are done, but Prefect's server did not take that (%s)", type(error).__name__)
-        summary = pipeline.summary()
+        summary = display.summary
     finally:
-        if bars is not None:
-            bars.close()
+        display.close()
     from rich.console import Console
 
     output = Console(soft_wrap=not sys.stdout.isatty())

@@ -27,7 +27,8 @@ from prefect.artifacts import (
 
 from flows.prefect_server import EMBEDDED
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.pipeline import Pipeline, StageRecord
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.run.spec import StageRecord
 from rlhf_core.run.summary import run_markdown, stage_markdown
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def describe(event: dict[str, Any]) -> tuple[float, str]:
     return min(100.0, round(100.0 * event["done"] / event["total"], 1)), text
 
 
-def publish_tags(run: Pipeline) -> None:
+def publish_tags(run: PipelineRun) -> None:
     """Tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
     settings = run.config.run
     with _view_only("tags"), get_client(sync_client=True) as client:
@@ -113,7 +114,7 @@ def publish_tags(run: Pipeline) -> None:
         )
 
 
-def publish_stage(run: Pipeline, stage: StageName, record: StageRecord) -> None:
+def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> None:
     """Report, table and link of a finished stage."""
     links = run.where(record.ref.mlflow_run_id)
     with _view_only(stage):
@@ -131,7 +132,7 @@ def publish_stage(run: Pipeline, stage: StageName, record: StageRecord) -> None:
             )
 
 
-def publish_run(run: Pipeline) -> None:
+def publish_run(run: PipelineRun) -> None:
     """Report and link of the whole run."""
     links = run.where(run.parent_run_id)
     with _view_only("run"):

@@ -12,8 +12,8 @@ from prefect.states import Completed
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
+from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.run.parameters import DEFAULT_CONFIG
-from rlhf_core.run.pipeline import outside_digests
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.tracker import open_tracking
@@ -33,7 +33,7 @@ def retrain(
         overrides: Other fields, each as `section.field=value`.
     """
     settings = load_config(config, overrides)
-    key = pipeline_key(settings, outside_digests(settings))
+    key = pipeline_key(settings, external_digests(settings))
     finished = finished_run(Home.of(settings.run.home), key)
     if finished and not open_tracking(settings).forgot(settings.registered_model, finished["weights_sha256"]):
         return Completed(name="Unchanged", message=f"nothing has changed since {finished['run']}")

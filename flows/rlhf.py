@@ -11,11 +11,11 @@ from pydantic import Field
 from flows.pages import flow_run_tags, publish_run, publish_tags
 from flows.tasks import make_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import StageName
+from rlhf_core.run.checks import checked_config, loaded_config
 from rlhf_core.run.parameters import DEFAULT_CONFIG, overrides_of
-from rlhf_core.run.pipeline import open_pipeline
+from rlhf_core.run.pipeline_run import open_run
 
 File = Annotated[str, Field(min_length=1)]
 Override = Annotated[str, Field(pattern=r"^[a-z_][\w.]*=")]
@@ -27,7 +27,7 @@ def run_name() -> str:
     flow_run = str(runtime.flow_run.id)[:6]
     fields = {"run.name": given.get("name"), "run.seed": given.get("seed")}
     try:
-        config = load_config(given["config"], overrides_of(fields, given.get("overrides") or ())).run
+        config = loaded_config(given["config"], overrides_of(fields, given.get("overrides") or ())).run
     except InputError:  # the flow itself says what is wrong with it
         return f"{Path(given['config']).stem}-{flow_run}"
     return f"{config.name}-seed{config.seed}-{flow_run}"
@@ -65,7 +65,8 @@ def rlhf(
         "ppo.kl.coef": kl_coef,
         "ppo.policy.learning_rate": policy_learning_rate,
     }
-    with open_pipeline(config, overrides_of(fields, overrides), start, until, flow_run_tags()) as run:
+    checked = checked_config(config, overrides_of(fields, overrides), retry_store=True)
+    with open_run(checked, start, until, flow_run_tags()) as run:
         publish_tags(run)
         data = make_stage(run, "data")
         sft = make_stage(run, "sft", data)

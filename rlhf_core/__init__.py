@@ -1,0 +1,102 @@
+"""End-to-end RLHF: raw data to a registered, evaluated policy.
+
+    from rlhf_core import load_config, run_pipeline
+
+    summary = run_pipeline(load_config("deployments/configs/demo.yaml"))
+
+See docs/python-api.md. Everything but the errors is imported at its first use, so that `import rlhf_core` and
+the start of each child process stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.errors import (
+    ConfigError,
+    CorruptArtifact,
+    DataError,
+    GateFailed,
+    InfrastructureError,
+    InputError,
+    ModelError,
+    NonFiniteError,
+    OutOfMemory,
+    RewardError,
+    RLHFError,
+    StageFailed,
+    StageHeld,
+    StageTimedOut,
+    StoreError,
+    StoreUnavailable,
+    Superseded,
+    UnexpectedError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerStuck,
+)
+
+if TYPE_CHECKING:
+    from rlhf_core.config import PipelineConfig
+    from rlhf_core.config.load import load_config
+    from rlhf_core.run.api import run_pipeline, run_stage
+    from rlhf_core.run.plan import Plan, make_plan
+    from rlhf_core.types import ArtifactRef
+
+    __version__: str
+
+__all__ = [
+    "ArtifactRef",
+    "ConfigError",
+    "CorruptArtifact",
+    "DataError",
+    "GateFailed",
+    "InfrastructureError",
+    "InputError",
+    "ModelError",
+    "NonFiniteError",
+    "OutOfMemory",
+    "PipelineConfig",
+    "Plan",
+    "RLHFError",
+    "RewardError",
+    "StageFailed",
+    "StageHeld",
+    "StageTimedOut",
+    "StoreError",
+    "StoreUnavailable",
+    "Superseded",
+    "UnexpectedError",
+    "WeightSyncError",
+    "WorkerDied",
+    "WorkerStuck",
+    "__version__",
+    "load_config",
+    "make_plan",
+    "run_pipeline",
+    "run_stage",
+]
+
+_MODULES = {
+    "ArtifactRef": "rlhf_core.types",
+    "PipelineConfig": "rlhf_core.config",
+    "Plan": "rlhf_core.run.plan",
+    "load_config": "rlhf_core.config.load",
+    "make_plan": "rlhf_core.run.plan",
+    "run_pipeline": "rlhf_core.run.api",
+    "run_stage": "rlhf_core.run.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("rlhf-pipeline")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

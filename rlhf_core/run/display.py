@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from rlhf_core.run.pipeline import StageRecord
+    from rlhf_core.run.spec import StageRecord
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,16 @@ class Display(Protocol):
 
     def finished(self, stage: str, record: StageRecord) -> None: ...
 
+    def run_finished(self, summary: dict[str, Any]) -> None: ...
+
 
 class Lines:
     """Log lines: one at the start and end of a stage, few in between."""
 
     def __init__(self, seconds: float = LINE_SECONDS) -> None:
         self._seconds = seconds
+        self.summary: dict[str, Any] | None = None
+        """Of the run, once all its stages have finished."""
         self._began: dict[str, tuple[float, int]] = {}
         self._said: dict[str, float] = {}
 
@@ -69,11 +73,19 @@ class Lines:
         how = "reused" if record.reused else f"done in {duration(record.seconds)}"
         log.info("%s: %s  %s", stage, how, headline(stage, record.ref.metrics))
 
+    def run_finished(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
+
+    def close(self) -> None:
+        """Nothing remains on the terminal."""
+
 
 class Bars:
     """Progress bars with rates and time left; a finished stage leaves one line."""
 
     def __init__(self, console: Console) -> None:
+        self.summary: dict[str, Any] | None = None
+        """Of the run, once all its stages have finished."""
         self._console = console
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -135,6 +147,9 @@ class Bars:
         self._console.print(
             f"{stage:<9} {how:>12}  {headline(stage, record.ref.metrics)}", markup=False, highlight=False
         )
+
+    def run_finished(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
 
     def close(self) -> None:
         """Take the bars off the terminal."""

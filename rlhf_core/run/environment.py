@@ -47,6 +47,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
     child |= {name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")}
     child |= SAFE_PATH
+    child |= past_proxies(environ)
     child |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     child |= {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic

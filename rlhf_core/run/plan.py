@@ -63,11 +63,25 @@ class Plan:
     """Seconds of one optimizer step of sft and reward."""
 
 
-def make_plan(config_path: str, overrides: Sequence[str], gpus: str | None, model_config: str | None) -> Plan:
-    """`gpus`: such as `8xA100-80G`; None: those of this machine, or its CPU. Raises ConfigError or
-    ModelError.
+def make_plan(
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    gpus: str | None = None,
+    model_config: str | None = None,
+) -> Plan:
+    """Compute the memory and time that a configuration needs, and whether it fits its devices.
+
+    Args:
+        config_path: YAML file.
+        overrides: Fields to override, each as `section.field=value`.
+        gpus: Count and kind of GPUs, such as `8xA100-80G`. None: the GPUs of this machine, or its CPU.
+        model_config: `config.json` with the model's shape, if `model.path` is on the hub.
+
+    Raises:
+        ConfigError: The configuration or `gpus` is wrong.
+        ModelError: The model's shape cannot be read.
     """
-    with checking(config_path):
+    with checking(str(config_path)):
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA

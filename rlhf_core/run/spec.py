@@ -75,3 +75,22 @@ class StageSpec:
             payload["pipeline_key"],
             payload["sources"],
         )
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The outcome of one stage in one execution of the pipeline."""
+
+    ref: ArtifactRef
+    seconds: float
+    """Since this execution first came to the stage; failed attempts count."""
+    reused: bool
+    continued: bool = False
+    """The stage continued from a checkpoint of an earlier attempt."""
+
+    @property
+    def how(self) -> str:
+        """`reused`, `continued` or `ran`."""
+        if self.reused:
+            return "reused"
+        return "continued" if self.continued else "ran"

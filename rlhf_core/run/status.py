@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlhf_core.run.home import read_run
+from rlhf_core.run.state import read_state
 from rlhf_core.run.summary import duration
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import is_alive
@@ -19,7 +19,7 @@ def describe_runs(home: Home) -> list[str]:
     lines = []
     shown = 0
     for file in files:
-        run = read_run(file)
+        run = read_state(file)
         if run is not None and shown < _MAX_RUNS:
             lines += _describe_run(file.parent.name, run)
             shown += 1

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flows.tasks import NEVER_RETRIED
 from rlhf_core.errors import (
     DataError,
     InfrastructureError,
@@ -26,6 +25,7 @@ from rlhf_core.errors import (
     from_record,
     to_record,
 )
+from rlhf_core.run.retries import NEVER_RETRIED
 
 
 def _tree(root: type[RLHFError] = RLHFError) -> Iterator[type[RLHFError]]:

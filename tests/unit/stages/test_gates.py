@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from flows.tasks import Tries, execute
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.engines import ranks as launch
 from rlhf_core.errors import GateFailed
+from rlhf_core.run.retries import RetryPolicy
+from rlhf_core.run.stage_runner import find_or_make
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import ArtifactRef, StageContext
@@ -49,4 +50,4 @@ def test_a_reward_model_made_earlier_below_the_limit_is_not_reused(tmp_path: Pat
         config=config, began={}, ensure_parent=lambda: None, spec=lambda *_: None, find=lambda _spec: made
     )
     with pytest.raises(GateFailed, match=r"accuracy 0\.590 is below"):
-        execute.fn(run, "reward", {}, Tries(0))
+        find_or_make(run, "reward", {}, RetryPolicy(0))

@@ -22,7 +22,7 @@ from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
-from rlhf_core.run.pipeline import data_sets
+from rlhf_core.run.external_inputs import data_sets
 from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking import tracker as tracker_module

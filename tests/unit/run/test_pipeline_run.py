@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+import rlhf_core.run.pipeline_run as pipeline_run
 from flows.retrain import finished_run
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
@@ -27,10 +29,11 @@ from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.run.checks import check_config, checked_config, loaded_config, reuse_check
+from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.run.parameters import overrides_of
-from rlhf_core.run.pipeline import Pipeline, StageRecord, open_pipeline, outside_digests
-from rlhf_core.run.settings import checked_config
-from rlhf_core.run.spec import StageSpec
+from rlhf_core.run.pipeline_run import PipelineRun, open_run
+from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.run.summary import duration, results, reuse_sentence, run_markdown, stage_markdown, summarize
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -49,15 +52,15 @@ def config(home: Path, **sections: Any) -> PipelineConfig:
 
 def pipeline(
     home: Path, start: StageName = "data", until: StageName = "register", **sections: Any
-) -> Pipeline:
-    return Pipeline(config(home, **sections), "demo.yaml", start, until)
+) -> PipelineRun:
+    return PipelineRun(config(home, **sections), "demo.yaml", start, until)
 
 
 def ref(stage: StageName, **metrics: float) -> ArtifactRef:
     return ArtifactRef(stage, "a" * 16, f"digest-{stage}", f"/store/{stage}", metrics)
 
 
-def keys(run: Pipeline) -> dict[StageName, str]:
+def keys(run: PipelineRun) -> dict[StageName, str]:
     inputs = {stage: ref(stage) for stage in STAGES}
     return {stage: run.spec(stage, inputs).key for stage in STAGES}
 
@@ -91,14 +94,14 @@ def test_without_a_reward_model_no_stage_is_given_one(tmp_path: Path) -> None:
         reward={"enabled": False},
         ppo={"rewards": [{"type": "length", "target": 9, "tolerance": 3}]},
     )
-    assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "ppo", "evaluate", "register"]
+    assert [stage for stage in STAGES if run.has(stage)] == ["data", "sft", "ppo", "evaluate", "register"]
     inputs = {stage: ref(stage) for stage in STAGES}
     assert set(run.spec("ppo", inputs).inputs) == {"data", "sft"}
 
 
 def test_until_ends_the_run_after_its_stage(tmp_path: Path) -> None:
     run = pipeline(tmp_path, until="reward")
-    assert [stage for stage in STAGES if run.wants(stage)] == ["data", "sft", "reward"]
+    assert [stage for stage in STAGES if run.has(stage)] == ["data", "sft", "reward"]
 
 
 def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: Path) -> None:
@@ -135,31 +138,36 @@ def test_a_range_without_stages_is_refused() -> None:
         stages_between("ppo", "sft")
 
 
-def test_a_new_run_says_which_unfinished_one_it_does_not_continue_and_why(tmp_path: Path) -> None:
-    assert pipeline(tmp_path).left_unfinished() == ""
+def test_new_run_names_the_unfinished_run_that_it_does_not_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pipeline(tmp_path).unfinished_predecessor() == ""
     first = pipeline(tmp_path)
-    first.started = 0.0  # of a process that is gone
+    monkeypatch.setattr(pipeline_run, "_process_start", lambda: 0.0)  # of a process that is gone
     first.making = {"stage": "ppo", "log": ""}
     first.save_state("failed", "killed")
     same = pipeline(tmp_path, run={"stage_timeout": 9.0}, tracking={"system_metrics": False})
-    assert same.left_unfinished() == "", "it continues that one"
+    assert same.unfinished_predecessor() == "", "it continues that one"
     other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
     assert (
-        other.left_unfinished()
+        other.unfinished_predecessor()
         == "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0"
         " and is 1, ppo.kl.coef was 0.02 and is 0.1. With settings, data and code of then it goes on where"
         " it stopped"
     )
     moved = pipeline(tmp_path, run={"seed": 2})
     moved.sources = {**moved.sources, "data.sft[0]": "abc"}
-    assert "because run.seed was 0 and is 2, sources.data.sft[0] was synthetic@" in moved.left_unfinished()
+    assert (
+        "because run.seed was 0 and is 2, sources.data.sft[0] was synthetic@"
+        in moved.unfinished_predecessor()
+    )
     file = first.folder / "run.json"
     known = json.loads(file.read_text())
     for changed in ({"state": "running", "process": [1, 0.0, "another-host"]}, {"state": "finished"}):
         file.write_text(json.dumps({**known, **changed}))
-        assert other.left_unfinished() == "", changed
+        assert other.unfinished_predecessor() == "", changed
     file.write_text(json.dumps({name: value for name, value in known.items() if name != "decided_by"}))
-    assert other.left_unfinished() == "", "it does not say why"
+    assert other.unfinished_predecessor() == "", "it does not say why"
 
 
 def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
@@ -285,7 +293,7 @@ def test_an_edited_reward_function_is_another_ppo_run(
     file = tmp_path / "its_reward.py"
     reward = {"type": "python", "function": "its_reward:score"} | ({"file": str(file)} if by_file else {})
 
-    def with_text(text: str) -> Pipeline:
+    def with_text(text: str) -> PipelineRun:
         file.write_text(text)
         return pipeline(tmp_path, ppo={"rewards": [reward]})
 
@@ -317,7 +325,7 @@ def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of
 
 def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    key = pipeline_key(settings, outside_digests(settings))
+    key = pipeline_key(settings, external_digests(settings))
     folder = tmp_path / "runs" / "demo-seed0-x"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"data": {}}}))
@@ -327,17 +335,38 @@ def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path
     assert finished_run(Home(tmp_path), "0" * 16) is None
 
 
-def test_only_where_nobody_waits_is_the_store_waited_for(
+def test_only_a_flow_without_a_waiting_user_retries_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
     monkeypatch.setattr(Store, "check", lambda self, retry_seconds=2.0: asked.append(retry_seconds))
     file = tmp_path / "c.yaml"
     file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nstore: {{retry_seconds: 45}}\n")
-    checked_config(str(file), [])
-    with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}):
-        raise RuntimeError("asked enough")
+    check_config(str(file), [])
+    checked_config(str(file), [], retry_store=True)
     assert asked == [2.0, 45.0]
+
+
+def test_flow_reuses_the_check_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+
+    def load(path: str, overrides: Any) -> PipelineConfig:
+        loads.append(path)
+        return load_config(path, overrides)
+
+    monkeypatch.setattr("rlhf_core.run.checks.load_config", load)
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\n")
+
+    def command() -> None:
+        checked = check_config(str(file), ["run.seed=3"])
+        reuse_check(checked)
+        assert checked_config(str(file), ["run.seed=3"]) is checked
+        assert loaded_config(str(file), ["run.seed=3"]) is checked.config
+        assert loads == [str(file)]
+        assert checked_config(str(file), ["run.seed=4"]).config.run.seed == 4
+
+    contextvars.copy_context().run(command)
 
 
 def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with_what_it_reads(
@@ -365,10 +394,10 @@ def test_doubtful_settings_are_in_the_log_and_a_tag_of_the_run_as_is_what_a_guar
         def __getattr__(self, name: str) -> Any:
             return lambda *_args, **_named: None
 
-    monkeypatch.setattr("rlhf_core.run.pipeline.open_tracking", lambda config: Tracker())
+    monkeypatch.setattr("rlhf_core.run.pipeline_run.open_tracking", lambda config: Tracker())
     file = tmp_path / "c.yaml"
     file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nppo: {{kl: {{estimator: k3}}}}\n")
-    with pytest.raises(RuntimeError), open_pipeline(str(file), [], "data", "data", {}) as run:
+    with pytest.raises(RuntimeError), open_run(check_config(str(file), []), "data", "data") as run:
         run.note_guard("loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]

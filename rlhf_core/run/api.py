@@ -1,0 +1,66 @@
+"""The pipeline as a library: the same stages, keys and artifacts as the Prefect flow, without Prefect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.run.checks import CheckedConfig, probe
+from rlhf_core.run.pipeline_run import PipelineRun, open_run
+from rlhf_core.run.stage_runner import make_with_retries
+from rlhf_core.types import ArtifactRef
+
+
+def run_pipeline(
+    config: PipelineConfig,
+    *,
+    start: StageName = "data",
+    until: StageName = "register",
+    tags: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run the pipeline: reuse finished stages, continue interrupted ones, and run the rest in child processes.
+
+    Args:
+        config: The configuration, as `load_config` returns it.
+        start: Stages before this one must have been made already.
+        until: The last stage.
+        tags: Tags of the MLflow run of the pipeline.
+
+    Returns the summary, which is also in `runs/<name>/summary.json` below `run.home`.
+
+    Raises:
+        InputError: The configuration, the data or the model cannot be used. Raised before anything starts.
+        RLHFError: A stage failed and must not, or not any more, be retried. The same call continues it.
+    """
+    return _run(config, start, until, tags or {}).summary()
+
+
+def run_stage(
+    config: PipelineConfig, stage: StageName, *, tags: Mapping[str, str] | None = None
+) -> ArtifactRef:
+    """Run one stage and return its artifact. All stages that it reads must have been made already.
+
+    Args:
+        config: The configuration, as `load_config` returns it.
+        stage: Name of the stage.
+        tags: Tags of the MLflow run of the pipeline.
+
+    Raises:
+        InputError: The artifact of an earlier stage is missing, or this configuration does not have the stage.
+        RLHFError: See `run_pipeline`.
+    """
+    return _run(config, stage, stage, tags or {}).artifact(stage)
+
+
+def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
+    started = time.time()
+    checked = CheckedConfig(config, tuple(probe(config, "the configuration")), "python")
+    with open_run(checked, start, until, tags, started) as run:
+        artifacts: dict[StageName, ArtifactRef] = {}
+        for stage in STAGES:
+            if run.has(stage):
+                artifacts[stage] = make_with_retries(run, stage, artifacts).ref
+    return run

@@ -1,0 +1,60 @@
+"""What the pipeline reads from outside its store: digests for keys and data sets for MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import parse_address
+from rlhf_core.config.data import Source
+from rlhf_core.config.rewards import PythonReward
+from rlhf_core.data.sources import source_digests, source_name
+from rlhf_core.rewards.check import module_file
+from rlhf_core.tracking.tracker import DataSet
+
+
+def external_digests(config: PipelineConfig) -> dict[str, str]:
+    """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files
+    that rewards come from (not what those import), because a changed reward is another PPO run.
+    """
+    rewards = {}
+    for index, source in enumerate(config.ppo.rewards):
+        if isinstance(source, PythonReward):
+            file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+            if file is not None and file.is_file():
+                rewards[f"ppo.rewards.{index}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return source_digests(config) | rewards
+
+
+def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSet]:
+    """Return the data sources of `config` as MLflow data sets. `digests` uses the names of `source_digests`."""
+    found = []
+    for section in ("sft", "preference", "prompts"):
+        sources: tuple[Source, ...] = getattr(config.data, section)
+        for index, source in enumerate(sources):
+            place = f"data.{section}[{index}]"
+            kind, address = _address(source)
+            # Files have a sha256. The digests of hub data sets and of the demo task are names that can be too
+            # long for MLflow.
+            digest = (
+                digests[place]
+                if kind in ("local", "s3")
+                else hashlib.sha256(digests[place].encode()).hexdigest()
+            )
+            found.append(DataSet(f"{place} {source_name(source)}", digest, kind, address))
+    return found
+
+
+def _address(source: Source) -> tuple[str, dict[str, Any]]:
+    """Return the type and the address of a source in the format of MLflow's own sources."""
+    kind = parse_address(source.path).kind
+    if kind == "hub":
+        return "hugging_face", {"path": source.path, "split": source.split, "revision": source.revision}
+    if kind == "synthetic":
+        return "code", {
+            "tags": {"mlflow.source.name": "rlhf_core/data/synthetic.py", "mlflow.source.type": "LOCAL"}
+        }
+    return kind, {"uri": source.path}

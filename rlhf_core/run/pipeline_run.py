@@ -1,0 +1,331 @@
+"""One execution of the pipeline: its configuration, its folder, its MLflow run, and what each stage gave.
+
+Typing the same command again finds the same folder and the same MLflow run, because both are named by the key
+of the pipeline: a hash of everything that decides its result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.flat import flat
+from rlhf_core.config.keys import decisive, is_enabled, pipeline_key, pipeline_name, stage_inputs, stage_key
+from rlhf_core.config.redact import scrubbed
+from rlhf_core.data.sources import pinned
+from rlhf_core.errors import InputError, StageHeld, StoreError, Superseded
+from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.run.checks import CheckedConfig
+from rlhf_core.run.display import current_display
+from rlhf_core.run.external_inputs import data_sets, external_digests
+from rlhf_core.run.spec import StageRecord, StageSpec
+from rlhf_core.run.state import describe_unfinished, read_state
+from rlhf_core.run.summary import nothing_made, reuse_sentence, run_markdown, summarize
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import open_store
+from rlhf_core.storage.versions import versions
+from rlhf_core.system.files import write_json
+from rlhf_core.system.home import Home
+from rlhf_core.system.processes import ProcessId, is_alive
+from rlhf_core.tracking.tracker import Status, Tracking, open_tracking, origin_tags
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+_MAX_TAG_LENGTH = 4500
+"""MLflow allows 5000 characters."""
+
+
+class PipelineRun:
+    """The state of one execution, shared by its stages. Everything that a stage's process needs is in `spec`."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        config_path: str,
+        start: StageName = "data",
+        until: StageName = "register",
+        started: float | None = None,
+    ) -> None:
+        """Compute the key of the run. Nothing is created.
+
+        Args:
+            config: The checked configuration.
+            config_path: Where it came from, for people.
+            start: Stages before this one must have been made already.
+            until: The last stage.
+            started: Time from which the seconds of the run count; None: the start of this process.
+        """
+        self.stages = stages_between(start, until)
+        self.config = config
+        self.config_path = config_path
+        self.started = _process_start() if started is None else started
+        self.sources = external_digests(config)
+        self.key = pipeline_key(config, self.sources)
+        self.name = pipeline_name(config, self.key)
+        self.home = Home.of(config.run.home)
+        self.store = open_store(config)
+        self.artifacts = ArtifactStore(self.store, self.home.cache)
+        self.tracking: Tracking = open_tracking(config)
+        self.tags: dict[str, str] = {}
+        """Of the MLflow run."""
+        self.parent_run_id: str | None = None
+        """The MLflow run; None until MLflow answers."""
+        self.records: dict[StageName, StageRecord] = {}
+        self.began: dict[StageName, float] = {}
+        """When this run first came to a stage, by the monotonic clock. Failed attempts count in its time."""
+        self.making: dict[str, str] = {}
+        """`stage` and `log` of the stage that is being made."""
+
+    @property
+    def folder(self) -> Path:
+        return self.home.run(self.name)
+
+    @property
+    def logs(self) -> Path:
+        return self.home.run_logs(self.name)
+
+    def ensure_parent(self) -> None:
+        """Ask MLflow for the run of this pipeline, if it has not answered yet."""
+        if self.parent_run_id is None:
+            self.parent_run_id = self.tracking.parent_run(self.key, self.name, self.tags, flat(self.config))
+            if "rlhf.warnings" not in self.tags:
+                self.tracking.remove_tags(self.parent_run_id, "rlhf.warnings")
+            self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
+
+    def has(self, stage: StageName) -> bool:
+        """Return whether `stage` is enabled and does not come after the last stage of this run."""
+        names = list(STAGES)
+        return is_enabled(self.config, stage) and names.index(stage) <= names.index(self.stages[-1])
+
+    def artifact(self, stage: StageName) -> ArtifactRef:
+        """Return the artifact of a finished stage. Raises InputError if this run does not have the stage."""
+        if stage not in self.records:
+            raise InputError(f"this configuration has no stage {stage}; set {STAGES[stage].enabled_by}=true")
+        return self.records[stage].ref
+
+    def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:
+        """Return what the child process of `stage` needs, with the stage's key."""
+        inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
+        digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
+        prefixes = STAGES[stage].sources
+        sources = {name: digest for name, digest in self.sources.items() if name.startswith(prefixes)}
+        key = stage_key(self.config, stage, digests, sources if STAGES[stage].sources_in_key else {})
+        return StageSpec(stage, key, self.config, inputs, self.parent_run_id, self.key, sources)
+
+    def find(self, spec: StageSpec) -> ArtifactRef | None:
+        """Return the artifact of this key, or None if it must be made.
+
+        Raises InputError if it must be made, but this run starts after the stage.
+        """
+        found = self.artifacts.find(spec.stage, spec.key)
+        if found is not None and spec.stage == "register":
+            model = self.config.registered_model
+            if self.tracking.forgot(model, found.attributes["weights_sha256"]):
+                self.artifacts.invalidate(
+                    found, f"The policy was registered once, but MLflow has no such version of {model}."
+                )
+                found = None
+        if found is None and spec.stage not in self.stages:
+            raise InputError(
+                f"--from {self.stages[0]} needs the artifact of stage {spec.stage} (key {spec.key}), which is not"
+                f" in {self.config.store_url}; leave --from out, or give --from {spec.stage}"
+            )
+        return found
+
+    def tidy(self, spec: StageSpec) -> None:
+        """Remove the temporary files of an attempt that was killed after it had published its artifact."""
+        outbox = Outbox.of(self.store, self.home.outbox)
+        checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store, outbox=outbox)
+        with suppress(StoreError):  # the next run comes by again
+            checkpoints.clear()
+            if outbox is not None:
+                outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
+        for folder in (spec.rollout_cache, spec.work):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def log_file(self, stage: StageName) -> Path:
+        """Create and return a log file for the next attempt at `stage`."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            path = self.logs / f"{stage}-{number:02d}.log"
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            except FileExistsError:
+                continue
+            return path
+        raise InputError(f"{self.logs} has 10000 logs of stage {stage}; remove old ones")
+
+    def begin(self, stage: StageName, log_file: Path) -> None:
+        """Record that a stage is being made, for `rlhf status`."""
+        # A retry within this run keeps the tags of earlier attempts.
+        if stage == "ppo" and self.making.get("stage") != "ppo":
+            self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
+        self.making = {"stage": stage, "log": str(log_file)}
+        self.save_state("running")
+
+    def record(self, stage: StageName, record: StageRecord) -> None:
+        """Record the outcome of a stage, also for `rlhf status`."""
+        self.records[stage] = record
+        self.making = {}
+        self.save_state("running")
+
+    def note_guard(self, guard: str, message: str) -> None:
+        """Store the message of a PPO guard as a tag of the MLflow run."""
+        self.tracking.set_tags(self.parent_run_id, {f"rlhf.guard.{guard}": message})
+
+    def save_state(self, state: str, error: str = "") -> None:
+        """Write `run.json`, unless another live process has written it and goes on with this run."""
+        previous = read_state(self.folder / "run.json")
+        if previous is not None and previous["state"] == "running" and _runs_elsewhere(previous):
+            return
+        stages = {}
+        for name, record in self.records.items():
+            seconds = round(record.seconds, 2)
+            stages[name] = {"seconds": seconds, "reused": record.reused, "key": record.ref.key}
+        content = {
+            "state": state,
+            "error": scrubbed(error),
+            "process": [os.getpid(), _process_start(), socket.gethostname()],
+            "config": self.config_path,
+            "updated": time.time(),
+            "pipeline_key": self.key,
+            "decided_by": decisive(self.config, self.sources),
+            "mlflow_run_id": self.parent_run_id,
+            "stages": stages,
+            "making": self.making,
+        }
+        write_json(self.folder / "run.json", content)
+
+    def unfinished_predecessor(self) -> str:
+        """Describe the unfinished run that this one does not continue; see `describe_unfinished`."""
+        if (self.folder / "run.json").exists():
+            return ""  # This run itself was started before, and continues.
+        return describe_unfinished(self.home, self.config_path, decisive(self.config, self.sources))
+
+    def where(self, mlflow_run_id: str | None) -> dict[str, str]:
+        """Return addresses for people: of the logs, of the MLflow run and of the report."""
+        addresses = {"logs": str(self.logs)}
+        if mlflow_run_id is not None:
+            addresses["MLflow"] = self.tracking.url(mlflow_run_id)
+        if "evaluate" in self.records:
+            addresses["report"] = f"{self.records['evaluate'].ref.uri}/report.html"
+        return addresses
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of all stages, by `stage/name`."""
+        metrics = {}
+        for stage, record in self.records.items():
+            for name, value in record.ref.metrics.items():
+                metrics[name if name.startswith(f"{stage}/") else f"{stage}/{name}"] = value
+        return metrics
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of `summary.json`, see `summarize`."""
+        identity = {
+            "mlflow_run_id": self.parent_run_id,
+            "run": self.name,
+            "pipeline_key": self.key,
+            "where": self.where(self.parent_run_id),
+        }
+        return summarize(self.records, time.time() - self.started, identity)
+
+
+def _process_start() -> float:
+    process = ProcessId.of(os.getpid())
+    return time.time() if process is None else process.started
+
+
+def _runs_elsewhere(state: Mapping[str, Any]) -> bool:
+    """Return whether another process of this host, which is alive, has written a `run.json`."""
+    try:
+        pid, started, host = state["process"]
+    except (KeyError, ValueError, TypeError):
+        return False
+    return pid != os.getpid() and is_alive(int(pid), float(started), host) is True
+
+
+@contextmanager
+def open_run(
+    checked: CheckedConfig,
+    start: StageName = "data",
+    until: StageName = "register",
+    tags: Mapping[str, str] | None = None,
+    started: float | None = None,
+) -> Iterator[PipelineRun]:
+    """Open the MLflow run of a pipeline, and close it with its summary or its error when the body ends.
+
+    Args:
+        checked: The checked configuration.
+        start: Stages before this one must have been made already.
+        until: The last stage.
+        tags: Tags of the MLflow run.
+        started: Time from which the seconds of the run count; None: the start of this process.
+    """
+    for warning in checked.warnings:
+        log.warning("%s", warning)
+    run = PipelineRun(pinned(checked.config), checked.path, start, until, started)
+    predecessor = run.unfinished_predecessor()
+    if predecessor:
+        log.warning("%s", predecessor)
+    run.tags = _tags(checked) | dict(tags or {})
+    run.ensure_parent()
+    run.save_state("running")
+    # What remains if the body is left by KeyboardInterrupt or a signal's exception.
+    state: str = "stopped"
+    status: Status = "KILLED"
+    failure = ""
+    reused = False
+    continued_elsewhere = False
+    try:
+        yield run
+        state, status = "finished", "FINISHED"
+        run.ensure_parent()
+        summary = run.summary()
+        write_json(run.folder / "summary.json", summary)
+        run.tracking.log_results(run.key, run.metrics())
+        reused = nothing_made(summary)
+        sentence = reuse_sentence(summary, datetime.now(UTC)) if reused else ""
+        run.tracking.describe(run.parent_run_id, run_markdown(summary), sentence)
+        current_display().run_finished(summary)
+    except Exception as error:
+        state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"
+        continued_elsewhere = isinstance(error, StageHeld | Superseded)
+        raise
+    finally:
+        run.save_state(state, failure)
+        if not continued_elsewhere:
+            run.tracking.finish(run.parent_run_id, status, reused=reused)
+
+
+def _tags(checked: CheckedConfig) -> dict[str, str]:
+    """Return the tags of the MLflow run that say what made it."""
+    software = versions()
+    tags = {
+        "rlhf.config": checked.path,
+        "rlhf.versions": json.dumps(software),
+        **origin_tags(checked.path, software.get("git", "")),
+    }
+    if checked.warnings:
+        tags["rlhf.warnings"] = "\n".join(checked.warnings)[:_MAX_TAG_LENGTH]
+    return tags
+
+
+def warm_up(config: PipelineConfig) -> None:
+    """Import MLflow and open its database, which takes seconds, while something else starts."""
+    tracking = open_tracking(config)
+    if tracking.uri.startswith("sqlite:"):
+        with suppress(Exception):  # whatever it is, the run itself will say it
+            _ = tracking.mlflow.experiment_id

@@ -1,0 +1,126 @@
+"""Gets the artifact of a stage: reused if it exists, else made by a child process. No machine learning here.
+
+    spec (key)  ->  manifest of that key?  -- yes -->  reused
+                           | no
+                    child process  -- error -->  retried from its checkpoint (rlhf_core/run/retries.py)
+                           |
+                    artifact, published by the child
+
+Prefect's task calls `find_or_make` and retries by itself; `make_with_retries` does both without Prefect.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tenacity import Retrying, retry_if_exception, wait_exponential
+
+from rlhf_core.errors import StageHeld, Superseded
+from rlhf_core.pipeline import StageName
+from rlhf_core.run.child import OnEvent, run_child
+from rlhf_core.run.display import current_display
+from rlhf_core.run.environment import stage_environment
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.run.retries import MAX_DOUBLINGS, RetryPolicy
+from rlhf_core.run.spec import StageRecord, StageSpec
+from rlhf_core.stages.gates import check_gate
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+
+def make_with_retries(
+    run: PipelineRun, stage: StageName, inputs: Mapping[StageName, ArtifactRef]
+) -> StageRecord:
+    """Return the artifact of `stage`; failures are retried with a growing delay, as the configuration says."""
+    policy = RetryPolicy(run.config.run.retries)
+    delay = run.config.run.retry_delay
+    retrying = Retrying(
+        retry=retry_if_exception(policy.should_retry),
+        wait=wait_exponential(multiplier=delay, max=delay * 2**MAX_DOUBLINGS),
+        reraise=True,
+    )
+    return retrying(find_or_make, run, stage, inputs, policy)
+
+
+def find_or_make(
+    run: PipelineRun,
+    stage: StageName,
+    inputs: Mapping[StageName, ArtifactRef],
+    policy: RetryPolicy,
+    on_event: OnEvent | None = None,
+) -> StageRecord:
+    """Find the artifact of `stage`, or have a child process make it. This is one attempt.
+
+    Args:
+        run: The run that the stage belongs to.
+        stage: Name of the stage.
+        inputs: Artifacts of earlier stages; those that the stage does not read are ignored.
+        policy: Receives the events of the child.
+        on_event: Also receives them, for example to show the progress.
+
+    Raises:
+        RLHFError: As the child reported it, see `run_child`.
+        GateFailed: A reused artifact does not meet the limits of this configuration.
+    """
+    began = run.began.setdefault(stage, time.monotonic())
+    run.ensure_parent()
+    spec = run.spec(stage, inputs)
+    display = current_display()
+    ref = run.find(spec)
+    reused, continued = ref is not None, False
+    if ref is None:
+        log_file = run.log_file(stage)
+        display.started(stage, str(log_file))
+        run.begin(stage, log_file)
+        failpoint("flow.stage")
+
+        def dispatch(event: dict[str, Any]) -> None:
+            nonlocal reused, continued
+            reused = reused or event["event"] == "reused"
+            continued = continued or event["event"] == "resumed"
+            if event["event"] == "warning" and "guard" in event:
+                run.note_guard(event["guard"], event["message"])
+            policy.on_event(event)
+            display.event(stage, event)
+            if on_event is not None:
+                on_event(event)
+
+        ref = _make(run, spec, log_file, dispatch, policy)
+        failpoint("flow.made")
+    if reused:
+        # An artifact that was made under other limits must meet those of this configuration.
+        check_gate(run.config, stage, ref.metrics)
+        run.tidy(spec)
+        run.tracking.link_reused(run.parent_run_id, stage, ref)
+    record = StageRecord(ref, time.monotonic() - began, reused, continued)
+    run.record(stage, record)
+    display.finished(stage, record)
+    return record
+
+
+def _make(
+    run: PipelineRun, spec: StageSpec, log_file: Path, on_event: OnEvent, policy: RetryPolicy
+) -> ArtifactRef:
+    """Run the child, and end its MLflow run if it failed: a child that was killed cannot do that itself."""
+    config = run.config
+    # All attempts of a stage share its time.
+    left = config.run.stage_timeout - (time.monotonic() - run.began[spec.stage])
+    try:
+        return run_child(spec, log_file, stage_environment(config), max(0.0, left), on_event)
+    except (StageHeld, Superseded):
+        raise  # The MLflow run belongs to the other attempt.
+    except Exception as error:
+        run.tracking.finish_stage(run.parent_run_id, spec.key, "FAILED")
+        retries = policy.remaining(error)
+        if retries:
+            log.warning("%s; trying again from the last checkpoint, %d tries left", error, retries)
+        raise
+    except BaseException:
+        run.tracking.finish_stage(run.parent_run_id, spec.key, "KILLED")
+        raise

@@ -1,0 +1,92 @@
+"""`run.json`: the state of a run, for `rlhf status` and for the next run of the same configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.redact import scrubbed
+from rlhf_core.system.files import read_json
+from rlhf_core.system.home import Home
+from rlhf_core.system.processes import is_alive
+
+_MAX_DIFFERENCES = 3
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """Return the content of a `run.json`, or None if the file does not exist or has an invalid format."""
+    run = read_json(path)
+    if run is None:
+        return None
+    stages, making, process = run.get("stages"), run.get("making", {}), run.get("process", [0, 0.0, ""])
+    valid = (
+        all(isinstance(run.get(name), str) for name in ("state", "config"))
+        and isinstance(run.get("error", ""), str)
+        and _is_number(run.get("updated"))
+        and isinstance(stages, dict)
+        and all(isinstance(stage, dict) and _is_number(stage.get("seconds")) for stage in stages.values())
+        and isinstance(making, dict)
+        and (not making or {"stage", "log"} <= making.keys())
+        and isinstance(process, list)
+        and len(process) == 3
+        and all(map(_is_number, process[:2]))
+        and isinstance(process[2], str)
+        and isinstance(run.get("decided_by", {}), dict)
+    )
+    return run if valid else None
+
+
+def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, Any]) -> str:
+    """Describe the last unfinished run of this configuration file and how its settings differ.
+
+    Args:
+        home: Home of the runs.
+        config_path: The configuration file, as it was given.
+        key_fields: What is in the key of the new run, by name. See `rlhf_core.config.keys.decisive`.
+
+    Returns an empty text if the last run finished, may still be running, or is too old to be compared.
+    """
+    last = last_run_of(home, config_path)
+    if last is None or not is_unfinished(last) or "decided_by" not in last:
+        return ""
+    changes = differences(last["decided_by"], key_fields)
+    if len(changes) > _MAX_DIFFERENCES:
+        changes = [*changes[:_MAX_DIFFERENCES], f"{len(changes) - _MAX_DIFFERENCES} more"]
+    stage = last.get("making", {}).get("stage")
+    return scrubbed(
+        f"the last run of {config_path} stopped{f' in {stage}' if stage else ''}; this one does not continue it,"
+        f" because {', '.join(changes)}. With settings, data and code of then it goes on where it stopped"
+    )
+
+
+def last_run_of(home: Home, config_path: str) -> dict[str, Any] | None:
+    """Return the state of the last run of a configuration file, or None if there was none."""
+    runs = []
+    for file in home.run_states():
+        run = read_state(file)
+        if run is not None and run["config"] == config_path:
+            runs.append(run)
+    return max(runs, key=lambda run: run["updated"], default=None)
+
+
+def is_unfinished(run: Mapping[str, Any]) -> bool:
+    """Return whether a run ended before its last stage."""
+    if run["state"] == "running":
+        # Only a process that is known to be dead has stopped. One on another host may be alive: None.
+        return is_alive(*run.get("process", (0, 0.0, ""))) is False
+    return bool(run["state"] != "finished")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each field whose value has changed."""
+    changes = []
+    for name in {**before, **now}:
+        old, new = before.get(name, "unset"), now.get(name, "unset")
+        if before.get(name) != now.get(name):
+            changes.append(f"{name} was {old} and is {new}")
+    return changes
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e12
