@@ -25,6 +25,7 @@ CALLS = {
 
 BOUNDED = {
     "flows/cli.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
+    "rlhf_core/run/checks.py: _CHECKED.get()": "a context variable",
     "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/tasks.py: state.result()": "the state of a task that has ended",
