@@ -1,4 +1,4 @@
-"""Typed configuration: `PipelineConfig`, how it is loaded, and the stage keys that follow from it."""
+"""Typed configuration: `PipelineConfig`, its loader, its messages and the stage keys."""
 
 from rlhf_core.config.pipeline import PipelineConfig
 

@@ -23,7 +23,7 @@ Format = Literal["auto", "text", "messages", "completion", "preference", "prompt
 
 
 class Source(Section):
-    """One place to read rows from."""
+    """One file, folder, bucket or dataset of rows."""
 
     path: UserPath = content(
         ...,
@@ -37,15 +37,15 @@ class Source(Section):
     only_split: bool = result(False, "Keep only the rows whose `split` field equals `split`")
     revision: str | None = content(
         None,
-        "Commit of a hub dataset; pin it, or reuse cannot notice an upstream change",
+        "Commit of a hub dataset. Without it, a change of the dataset is not noticed when stages are reused",
     )
     format: Format = result(
         "auto",
         "`text`, `messages`, `completion` (prompt+completion), `preference` (prompt+chosen+rejected),"
-        " `prompt`, or by the fields present",
+        " `prompt`; `auto`: by the fields that are present",
     )
-    limit: PositiveInt | None = result(None, "Read at most so many rows")
-    rename: dict[str, str] = result({}, "Source field -> our field, for example {question: prompt}")
+    limit: PositiveInt | None = result(None, "Read at most this number of rows")
+    rename: dict[str, str] = result({}, "New names of fields, for example {question: prompt}")
 
 
 class SyntheticConfig(Section):
@@ -60,12 +60,12 @@ class SyntheticConfig(Section):
     )
     label_temperature: NonNegativeFloat = result(
         0.25,
-        "Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0 never errs",
+        "Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0: no errors",
     )
 
 
 class DataConfig(Section):
-    """From sources to token files."""
+    """Data sources and their conversion to token files."""
 
     sft: tuple[Source, ...] = result(
         (Source(path="synthetic"),),
@@ -81,10 +81,11 @@ class DataConfig(Section):
         "Prompts for PPO and evaluation; rows of any format with a prompt",
         min_length=1,
     )
-    synthetic: SyntheticConfig = result(SyntheticConfig(), "The demo task, where a source is `synthetic`")
+    synthetic: SyntheticConfig = result(SyntheticConfig(), "The demo task, used if a source is `synthetic`")
     template: Literal["chat", "plain"] = result(
         "chat",
-        "`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response as they are",
+        "`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response without a"
+        " template",
     )
     chat_template: UserPath | None = content(None, "A Jinja file that replaces the tokenizer's chat template")
     max_prompt_tokens: PositiveInt = result(64, "Longer prompts are dropped and counted", within=TOKENS)
@@ -108,11 +109,11 @@ class DataConfig(Section):
         "Determines, together with a prompt's text, whether it is held out. The held-out prompts are the"
         " same for every `run.seed`",
     )
-    max_eval: PositiveInt = result(512, "At most so many held-out rows of each set")
-    deduplicate: bool = result(True, "Drop exact duplicates, counted")
+    max_eval: PositiveInt = result(512, "Maximum number of held-out rows of each set")
+    deduplicate: bool = result(True, "Drop exact duplicates and count them")
     max_bad_rows: Fraction = result(
         0.05,
-        "A larger share of malformed rows stops the run; fewer are quarantined with line and reason",
+        "A larger share of malformed rows stops the run; otherwise they are quarantined with line and reason",
     )
     min_rows: NonNegativeInt = result(
         2,

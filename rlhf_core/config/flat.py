@@ -1,4 +1,4 @@
-"""A configuration as flat names and values, as trackers show it."""
+"""A configuration as flat names and values, for trackers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from rlhf_core.config.pipeline import PipelineConfig
 
 
 def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
-    """`ppo.kl.coef` -> 0.05 and so on, without what is None. `sections`: of the top level; None: all."""
+    """Return `{"ppo.kl.coef": 0.05, ...}` without null values, of some top-level sections or of all."""
     dump = config.model_dump(mode="json", by_alias=True)
     return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
 
 
 def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what is not None in the nested `value`; the names begin with `prefix`."""
+    """Yield the name and value of everything in the nested `value` that is not None."""
     if isinstance(value, dict | list):
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, part in parts:
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(f"{prefix}.{name}", part)
     elif value is not None:
         yield prefix, value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator
 
 from rlhf_core.config.base import Fraction, PositiveFloat, PositiveInt, Range, Section, execution
 
@@ -69,18 +69,25 @@ class GuardsConfig(Section):
     score_clip: GuardAction = execution("warn", "Scores of the reward model are clipped (`ppo.score_clip`)")
     score_clip_share: Fraction = execution(0.01, "Raised above this share of the scores")
 
-    @model_validator(mode="after")
-    def _can_be_meant(self) -> Self:
-        for name in ("entropy_explosion_ratio", "length_drift_ratio"):
-            if (ratio := getattr(self, name)) <= 1:
-                raise ValueError(
-                    f"ppo.guards.{name} must be above 1, because an unchanged policy would raise the guard"
-                    f" otherwise; got {ratio:g}; leave it out ({type(self).model_fields[name].default:g})"
-                )
-        for name in ("eos_loss_ratio", "entropy_collapse_ratio"):
-            if (ratio := getattr(self, name)) >= 1:
-                raise ValueError(
-                    f"ppo.guards.{name} must be below 1, because an unchanged policy would raise the guard"
-                    f" otherwise; got {ratio:g}; leave it out ({type(self).model_fields[name].default:g})"
-                )
-        return self
+    @field_validator("entropy_explosion_ratio", "length_drift_ratio")
+    @classmethod
+    def _check_above_one(cls, ratio: float, info: ValidationInfo) -> float:
+        if ratio <= 1:
+            raise ValueError(cls._unchanged_policy_message(info, "above", ratio))
+        return ratio
+
+    @field_validator("eos_loss_ratio", "entropy_collapse_ratio")
+    @classmethod
+    def _check_below_one(cls, ratio: float, info: ValidationInfo) -> float:
+        if ratio >= 1:
+            raise ValueError(cls._unchanged_policy_message(info, "below", ratio))
+        return ratio
+
+    @classmethod
+    def _unchanged_policy_message(cls, info: ValidationInfo, side: str, ratio: float) -> str:
+        assert info.field_name is not None
+        default = cls.model_fields[info.field_name].default
+        return (
+            f"ppo.guards.{info.field_name} must be {side} 1, because an unchanged policy would raise the"
+            f" guard otherwise; got {ratio:g}; leave it out ({default:g})"
+        )

@@ -1,7 +1,8 @@
-"""Stage keys: what a stage's output depends on, as one hash.
+"""Stage keys: a hash of everything that the output of a stage depends on.
 
-The same key is the same artifact, across runs and machines; a changed learning rate of PPO changes the keys
-of `ppo`, `evaluate` and `register` and of nothing before.
+The same key means the same artifact, across runs and machines. A changed learning rate of PPO changes the
+keys of `ppo`, `evaluate` and `register`, and of no earlier stage. The fields declare what they affect, see
+`base.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PIPELINE_SECTIONS = ("model", "data", "sft", "reward", "ppo", "evaluate", "regi
 
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:
-    """The stages whose artifacts `stage` reads under this configuration."""
+    """Return the stages whose artifacts `stage` reads with this configuration."""
     return tuple(name for name in STAGES[stage].inputs if is_enabled(config, name))
 
 
@@ -41,9 +42,14 @@ def stage_key(
     input_digests: Mapping[str, str],
     source_digests: Mapping[str, str],
 ) -> str:
-    """16 hex digits. `input_digests`: manifest digest of each input artifact. `source_digests`: content
-    digests of what the stage reads from outside (data files, the base model's folder), see
-    `rlhf_core.data.sources`.
+    """Return the key of a stage, 16 hex digits.
+
+    Args:
+        config: The whole configuration.
+        stage: Name of the stage.
+        input_digests: Manifest digest of each input artifact.
+        source_digests: Content digests of what the stage reads from outside (data files, the folder of the
+            base model), see `rlhf_core.data.sources`.
     """
     payload: dict[str, Any] = {
         "stage": stage,
@@ -56,7 +62,7 @@ def stage_key(
     }
     if stage == "register":
         payload["model"] = config.registered_model
-        # A version lives in one registry: another MLflow needs its own.
+        # A model version is in one registry, so another MLflow server needs its own.
         payload["tracking"] = tracking_uri(config)
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -82,17 +88,16 @@ def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:
 
 
 def tracking_uri(config: PipelineConfig) -> str:
-    """The tracker that `config` names, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`."""
+    """Return `tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`."""
     own = f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
     return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:
-    """16 hex digits for the whole pipeline: the same configuration of results, sources and code give the same
-    key.
+    """Return the key of the whole pipeline, 16 hex digits, from the settings of results, sources and code.
 
-    Where things run and how often they are tried again is left out, so that a run continued elsewhere, or
-    with another timeout, is the same run.
+    Other settings are not part of it, so a run that is continued on another machine or with another timeout
+    is the same run.
     """
     text = json.dumps(
         _decisive(config, source_digests), sort_keys=True, separators=(",", ":"), allow_nan=False
@@ -101,9 +106,7 @@ def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> s
 
 
 def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
-    """What is in the key of the whole pipeline, by flat names such as `ppo.kl.coef`: why two runs are not the
-    same.
-    """
+    """Return what the pipeline key is made from, by flat names such as `ppo.kl.coef`, to compare two runs."""
     payload = _decisive(config, source_digests)
     own = {"run.seed": payload.pop("seed"), "run.name": payload.pop("name")}
     settings = [leaf for name, part in payload.pop("config").items() for leaf in leaves(name, part)]
@@ -128,7 +131,7 @@ def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict
 
 
 def pipeline_name(config: PipelineConfig, key: str) -> str:
-    """Of the pipeline `key`, for folders and trackers: `demo-seed0-1c38a75c`."""
+    """Return the name of a pipeline for folders and trackers: `demo-seed0-1c38a75c`."""
     return f"{config.run.name}-seed{config.run.seed}-{key[:8]}"
 
 

@@ -1,18 +1,18 @@
-"""`load_config`: one YAML file and overrides such as `ppo.kl.coef=0.02` become one `PipelineConfig`, or one
-error.
+"""Load a configuration: one YAML file and overrides such as `ppo.kl.coef=0.02`.
 
-Everything wrong is listed in one ConfigError, a line each: `FILE:LINE: field: rule; got VALUE; fix`. Values
+All problems are listed in one ConfigError, one per line: `FILE:LINE: field: rule; got VALUE; fix`. Values
 that may be secrets are never shown. Nothing heavy is imported here.
 
-A section that the file gives in part keeps the rest of its defaults: with `ppo: {policy: {weight_decay:
-0.1}}` the learning rate stays that of `ppo.policy`, not that of optimizers in general.
+A section that the file gives in part keeps the rest of its defaults: with
+`ppo: {policy: {weight_decay: 0.1}}` the learning rate is the default of `ppo.policy`, and not that of
+`OptimizerConfig`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,17 @@ _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read, override and validate a configuration.
 
-    `overrides` are `section.field=value`; the value is YAML (`3`, `1e-5`, `text`, `[1, 2]`), items of lists
-    are reached by index (`ppo.rewards.0.weight=2`). Raises ConfigError with every problem found.
+    `overrides` are `section.field=value`. The value is YAML (`3`, `1e-5`, `text`, `[1, 2]`), and the items of
+    a list have an index (`ppo.rewards.0.weight=2`).
+
+    Raises:
+        ConfigError: With all problems, one per line.
     """
     return _build(read(path), overrides)
 
 
 def parse_config(data: bytes, name: str = "configuration", overrides: Sequence[str] = ()) -> PipelineConfig:
-    """As `load_config`, from bytes; `name` stands for the file in messages."""
+    """As `load_config`, from bytes. `name` stands for the file in messages."""
     return _build(parse(data, name), overrides)
 
 
@@ -52,7 +55,7 @@ def config_from_tree(
 
 
 def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
-    tree = json.loads(json.dumps(document.tree))  # a copy in which aliased parts are apart
+    tree = json.loads(json.dumps(document.tree))  # a copy, because overrides change it
     given: dict[Keys, str] = {}
     problems: list[str] = []
     for text in overrides:
@@ -60,7 +63,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             given[_override(tree, text)] = text
         except ConfigError as error:
             problems.append(error.message)
-    place = _placer(document, given)
+    place = _place_of(document, given)
     for path, value in texts(tree):
         if has_credentials(value):
             problems.append(
@@ -74,11 +77,9 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
         problems.extend(sentences(error, place))
     except Exception as error:  # any exception of a validator or of the parser; a retry would not help
         path = _culprit(tree)
-        what = (
-            f"{dotted(path) or 'the configuration'}: cannot be checked ({type(error).__name__}:"
-            f" {str(error)[:200]})"
-        )
-        problems.append(f"{place(path)}: {what}; correct the value")
+        field = dotted(path) or "the configuration"
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        problems.append(f"{place(path)}: {field}: cannot be checked ({reason}); correct the value")
     if problems:
         # Not chained: pydantic's error would carry the values that the message hides.
         raise ConfigError("\n".join(problems)) from None
@@ -92,23 +93,33 @@ def _validated(tree: dict[str, Any]) -> PipelineConfig:
 def _culprit(tree: Any) -> Keys:
     """Return the path of the smallest part of `tree` that raises an exception when it is validated alone."""
     path: Keys = ()
-    here = tree
-    while isinstance(here, dict | list):
-        for key, value in here.items() if isinstance(here, dict) else enumerate(here):
-            if _breaks((*path, key), value):
-                path, here = (*path, key), value
-                break
-        else:
-            break
-    return path
+    part = tree
+    while True:
+        key = _raising_key(part, path)
+        if key is None:
+            return path
+        path = (*path, key)
+        part = part[key]
 
 
-def _breaks(path: Keys, value: Any) -> bool:
-    alone: Any = value
+def _raising_key(part: Any, path: Keys) -> str | int | None:
+    keys: Iterable[str | int] = ()
+    if isinstance(part, dict):
+        keys = part
+    elif isinstance(part, list):
+        keys = range(len(part))
+    for key in keys:
+        if _raises_alone((*path, key), part[key]):
+            return key
+    return None
+
+
+def _raises_alone(path: Keys, value: Any) -> bool:
+    tree: Any = value
     for key in reversed(path):
-        alone = [alone] if isinstance(key, int) else {key: alone}
+        tree = [tree] if isinstance(key, int) else {key: tree}
     try:
-        _validated(alone)
+        _validated(tree)
     except ValidationError:
         return False
     except Exception:
@@ -116,14 +127,18 @@ def _breaks(path: Keys, value: Any) -> bool:
     return False
 
 
-def _placer(document: Document, overrides: Mapping[Keys, str]) -> Place:
+def _place_of(document: Document, overrides: Mapping[Keys, str]) -> Place:
+    """Return a function that returns where the user has set a field: `FILE:LINE` or the override."""
+
     def place(path: Keys) -> str:
         for end in range(len(path), 0, -1):
-            if path[:end] in overrides:
-                return _named(overrides[path[:end]])
-            if path[:end] in document.lines:
-                inside = [text for keys, text in overrides.items() if keys[:end] == path[:end]]
-                return _named(inside[-1]) if inside and end < len(path) else document.place(path[:end])
+            start = path[:end]
+            if start in overrides:
+                return _named(overrides[start])
+            if start in document.lines:
+                # A field that is missing from a section is attributed to the last override in that section.
+                inside = [text for keys, text in overrides.items() if keys[:end] == start]
+                return _named(inside[-1]) if inside and end < len(path) else document.place(start)
         return document.name
 
     return place
@@ -132,33 +147,34 @@ def _placer(document: Document, overrides: Mapping[Keys, str]) -> Place:
 def _named(override: str) -> str:
     key, equals, value = override.partition("=")
     text = f"{key}={HIDDEN}" if is_secret(key, value) else f"{key}{equals}{value}"
-    return (
-        f"override {text}" if len(text) <= 80 and text.isprintable() else f"override {shown(text, limit=80)}"
-    )
+    if len(text) > 80 or not text.isprintable():
+        text = shown(text, limit=80)
+    return f"override {text}"
 
 
 def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
-    """Where nothing is said: bfloat16 on GPUs that know it, and the policy's precision for the engines."""
+    """Fill the precisions that are not given: bfloat16 on GPUs that support it, else float32.
+
+    The engines get the precision of the policy.
+    """
     run = tree.get("run")
     device = run.get("device", "auto") if isinstance(run, dict) else "auto"
-    usual = (
-        "bfloat16" if leads_to_gpu(device) and not any(map(_BEFORE_AMPERE.search, gpu_names())) else "float32"
-    )
-    for path in (
-        ("sft", "deepspeed"),
-        ("reward", "deepspeed"),
-        ("ppo", "policy_deepspeed"),
-        ("ppo", "critic_deepspeed"),
-    ):
-        _fill(tree, path, "dtype", usual)
+    default = "float32"
+    if leads_to_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in gpu_names()):
+        default = "bfloat16"
+    _fill(tree, ("sft", "deepspeed"), "dtype", default)
+    _fill(tree, ("reward", "deepspeed"), "dtype", default)
+    _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
+    _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
     policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None
-    wanted = policy.get("dtype") if isinstance(policy, dict) else None
-    _fill(tree, ("ppo", "engine"), "dtype", wanted if wanted in ("float32", "bfloat16", "float16") else usual)
+    dtype = policy.get("dtype") if isinstance(policy, dict) else None
+    # A precision of the policy that is not allowed is reported once, and not also as that of the engines.
+    _fill(tree, ("ppo", "engine"), "dtype", dtype if dtype in ("float32", "bfloat16", "float16") else default)
     return tree
 
 
 def _fill(tree: dict[str, Any], path: Keys, name: str, value: Any) -> None:
-    """`value` for the field `name` of the section at `path`, if that is one and does not have it."""
+    """Set the field `name` of the section at `path` to `value`, unless it is set or there is no section."""
     section: Any = tree
     for key in path:
         section = section.setdefault(key, {}) if isinstance(section, dict) else None
@@ -189,7 +205,7 @@ def _merged(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], text: str) -> Keys:
-    """Write one override into the tree; returns its path. Raises ConfigError."""
+    """Write one override into the tree and return its path. Raises ConfigError."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
     name = _named(text)
@@ -203,6 +219,7 @@ def _override(tree: dict[str, Any], text: str) -> Keys:
         value = parse_value(value_text, name)
     except ConfigError as error:
         message = error.message.replace(f"{name}:1:", f"{name}:", 1)
+        # Not chained: the original message may show the value, which can be secret.
         raise ConfigError(f"{message} (in a shell: {key}='\"...\"')") from None
     path = _path(key, name)
     _set(tree, path, value, name)
@@ -235,35 +252,33 @@ def _path(key: str, name: str) -> Keys:
 
 
 def _set(tree: dict[str, Any], path: Keys, value: Any, name: str) -> None:
-    here: Any = tree
+    """Set the field at `path`, with the sections and the list item that are missing on the way."""
+    parent: Any = tree
     for depth, step in enumerate(path):
-        last = depth == len(path) - 1
-        if isinstance(here, list) and isinstance(step, int):
-            if step > len(here):
+        is_last = depth == len(path) - 1
+        owner = dotted(path[:depth])
+        if isinstance(parent, list) and isinstance(step, int):
+            if step > len(parent):
                 raise ConfigError(
-                    f"{name}: {dotted(path[:depth])} has {len(here)} items; got index {step}; use 0 to"
-                    f" {len(here)}"
+                    f"{name}: {owner} has {len(parent)} items; got index {step}; use 0 to {len(parent)}"
                 )
-            if step == len(here):
-                here.append({})
-        elif not isinstance(here, dict):
+            if step == len(parent):
+                parent.append({})
+        elif not isinstance(parent, dict):
             raise ConfigError(
-                f"{name}: {dotted(path[:depth])} is no section or list in the file; got {shown(here)};"
-                " correct it there"
+                f"{name}: {owner} is no section or list in the file; got {shown(parent)}; correct it there"
             )
-        elif not last and here.get(str(step)) is None:
-            here[str(step)] = _default(path[: depth + 1])
-        if last:
-            here[step] = value
+        elif not is_last and parent.get(str(step)) is None:
+            parent[str(step)] = _default(path[: depth + 1])
+        if is_last:
+            parent[step] = value
         else:
-            here = here[step]
+            parent = parent[step]
 
 
 def _default(path: Keys) -> Any:
-    """What the file would have to say to mean what it means without saying it: the default list, or an empty
-    section.
-    """
-    here: Any = json.loads(_default_json())
+    """Return the default of a list, so that an override can change one item, or else an empty section."""
+    default: Any = json.loads(_default_json())
     for step in path:
-        here = here.get(step) if isinstance(here, dict) else None
-    return here if isinstance(here, list) else {}
+        default = default.get(step) if isinstance(default, dict) else None
+    return default if isinstance(default, list) else {}

@@ -43,7 +43,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def compiled(pattern: str) -> Any:
-    """Compile `pattern` with `regex` so that it has its meaning in `re`. Its `fullmatch` accepts a `timeout`."""
+    """Compile `pattern` with `regex`, with its meaning in `re`. Its `fullmatch` accepts a `timeout`."""
     return regex.compile(_escaped(pattern), regex.VERSION0)
 
 

@@ -32,8 +32,8 @@ _SECONDS = Range(0.1, 1e8, "shorter times end before any work is done, longer ti
 
 
 class TimeoutsConfig(Section):
-    """Seconds without progress after which a process of a stage counts as stuck. Processes that make progress
-    are never stopped.
+    """Seconds without progress after which a process of a stage counts as stalled. Processes that make
+    progress are never stopped.
 
     The store has `store.retry_seconds`, and a Python reward has its own `timeout`. MLflow's client waits 10
     seconds and tries three times, which is 30 seconds in total.
@@ -46,22 +46,22 @@ class TimeoutsConfig(Section):
     )
     stall: PositiveFloat = execution(
         600.0,
-        "Seconds for one movement of a rank or engine: a pass over a micro-batch, a collective, a step of"
-        " decoding, a checkpoint written",
+        "Seconds for one operation of a rank or engine: a pass over a micro-batch, a collective, a decoding"
+        " step, writing a checkpoint",
         within=_SECONDS,
     )
     sync: PositiveFloat = execution(120.0, "Seconds for one weight sync", within=_SECONDS)
 
 
 class RunConfig(Section):
-    """The run itself. Nothing here but the seed and the device changes a result."""
+    """The run itself. Only the seed and the device change the numbers."""
 
     name: Name = result(
         "rlhf",
         "Name of the pipeline: MLflow experiment, flow run names, log folders",
         form="1 to 64 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     )
-    seed: NonNegativeInt = result(0, "Every random choice derives from it")
+    seed: NonNegativeInt = result(0, "Seed of all random choices")
     home: UserPath = execution(
         ".rlhf",
         "Local folder for logs, scratch files and the embedded store and MLflow",
@@ -72,10 +72,10 @@ class RunConfig(Section):
         "CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU",
         within=Range(0, 4096, "more threads than cores are slower"),
     )
-    device: Literal["auto", "cpu", "cuda"] = result("auto", "`auto`: CUDA where there is any")
+    device: Literal["auto", "cpu", "cuda"] = result("auto", "`auto`: CUDA if a GPU is available")
     retries: NonNegativeInt = execution(
         2,
-        "How often in a row a stage is tried again that fails before it has made another checkpoint",
+        "Retries of a stage that fails. The count starts again after each new checkpoint",
         within=TRIES,
     )
     retry_delay: PositiveFloat = execution(
@@ -85,14 +85,14 @@ class RunConfig(Section):
     )
     stage_timeout: PositiveFloat = execution(
         604800.0,
-        "Seconds after which a stage is stopped, all its attempts in one command counted",
+        "Seconds after which a stage is stopped, over all its attempts in one command",
         within=Range(1, 5e8, "a stage needs seconds to start"),
     )
-    timeouts: TimeoutsConfig = execution(TimeoutsConfig(), "When a process counts as stuck")
+    timeouts: TimeoutsConfig = execution(TimeoutsConfig(), "When a process counts as stalled")
 
 
 class StoreConfig(Section):
-    """Where artifacts and checkpoints lie."""
+    """Where artifacts and checkpoints are stored."""
 
     url: UserPath | None = execution(
         None,
@@ -103,7 +103,7 @@ class StoreConfig(Section):
         None,
         "URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3",
     )
-    keep_checkpoints: PositiveInt = execution(2, "Newest whole checkpoints kept per stage")
+    keep_checkpoints: PositiveInt = execution(2, "Newest complete checkpoints kept per stage")
     keep_best: NonNegativeInt = execution(
         1,
         "Number of older checkpoints that are also kept because they are the best, by the reward of their"
@@ -112,15 +112,15 @@ class StoreConfig(Section):
     )
     retry_seconds: PositiveFloat = execution(
         60.0,
-        "How long a bucket's passing failures (5xx, timeouts, resets) are tried again",
+        "Seconds for which requests to a bucket are retried after temporary errors (5xx, timeouts, resets)",
     )
     allow_other_code: bool = execution(
         False,
-        "Continue from a checkpoint that other code or other versions wrote; else that is an error",
+        "Continue from a checkpoint that was written by other code or other versions; by default an error",
     )
     allow_fresh_start: bool = execution(
         False,
-        "Train a stage from its beginning where all its checkpoints are damaged; else that is an error",
+        "Train a stage from its beginning if all its checkpoints are damaged; by default an error",
     )
 
 
@@ -138,7 +138,7 @@ class TrackingConfig(Section):
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM supports on the CPU. With others it loads, and fails at the first token."""
+"""Head sizes that vLLM supports on the CPU. With others it loads, and fails at the first token."""
 
 
 class TinyModel(Section):
@@ -175,9 +175,9 @@ class TinyModel(Section):
 
 
 class ModelConfig(Section):
-    """The model that everything starts from."""
+    """The base model."""
 
-    path: UserPath | None = content(None, "Local folder or Hugging Face id; None: `tiny`, from scratch")
+    path: UserPath | None = content(None, "Local folder or Hugging Face id; null: `tiny`, from scratch")
     revision: str | None = content(None, "Commit of a hub model")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = result(
         "sdpa",
@@ -195,10 +195,10 @@ class ModelConfig(Section):
 class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
-    prompts: PositiveInt = result(128, "Held-out prompts; fewer if there are not so many")
+    prompts: PositiveInt = result(128, "Held-out prompts, or all if there are fewer")
     temperature: PositiveFloat | None = result(
         None,
-        "Sampling temperature of both models; None: ppo.temperature",
+        "Sampling temperature of both models; null: ppo.temperature",
         within=TEMPERATURE,
     )
     bootstrap: PositiveInt = result(
@@ -240,11 +240,7 @@ class RegisterConfig(Section):
         0.05,
         "Maximum probability that any of the candidates that are not better than a champion replaces it; the"
         " k-th test has the level alpha / (k (k + 1))",
-        within=Range(
-            1e-6,
-            0.5,
-            "the probability of a wrong champion; 0 allows no champion, and above 0.5 chance decides",
-        ),
+        within=Range(1e-6, 0.5, "0 allows no champion, and above 0.5 chance decides"),
     )
 
 
@@ -280,34 +276,42 @@ class PipelineConfig(Section):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest prompt plus longest response that PPO can meet."""
+        """Longest prompt plus longest response in PPO."""
         return self.data.max_prompt_tokens + self.ppo.max_new_tokens
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
+    def _check_reward_model(self) -> Self:
         if self.ppo.uses_reward_model and not (self.reward.enabled and self.data.preference):
             raise ValueError(
                 "ppo.rewards has a source of type `model`, but there is no reward model: set"
                 " reward.enabled=true and data.preference, or use rule rewards"
             )
-        if self.model.path is None and self.sft.lora is not None:
+        return self
+
+    @model_validator(mode="after")
+    def _check_model_from_scratch(self) -> Self:
+        if self.model.path is not None:
+            return self
+        if self.sft.lora is not None:
             raise ValueError(
                 "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose"
-                " weights nobody has trained; leave sft.lora out (reward.lora and ppo.lora may stay)"
+                " weights are random; leave sft.lora out (reward.lora and ppo.lora may stay)"
             )
-        if self.model.path is None:
-            longest = max(
-                self.max_sequence_tokens, self.data.max_prompt_tokens + self.data.max_response_tokens
-            )
-            if longest > self.model.tiny.max_positions:
-                raise ValueError(
-                    f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit"
-                    f" model.tiny.max_positions ({self.model.tiny.max_positions}); raise it or lower"
-                    " ppo.max_new_tokens"
-                )
-        if self.run.device == "cpu" and self.ppo.weight_sync.backend in ("nccl", "ipc"):
+        longest_pair = self.data.max_prompt_tokens + self.data.max_response_tokens
+        longest = max(self.max_sequence_tokens, longest_pair)
+        if longest > self.model.tiny.max_positions:
             raise ValueError(
-                f"ppo.weight_sync.backend={self.ppo.weight_sync.backend} needs GPUs; use auto or gloo with"
-                " run.device=cpu"
+                f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit"
+                f" model.tiny.max_positions ({self.model.tiny.max_positions}); raise it or lower"
+                " ppo.max_new_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sync_backend(self) -> Self:
+        backend = self.ppo.weight_sync.backend
+        if self.run.device == "cpu" and backend in ("nccl", "ipc"):
+            raise ValueError(
+                f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
             )
         return self

@@ -106,7 +106,7 @@ class PlacementPlan:
 
 
 def plan(ppo: PPOConfig) -> PlacementPlan:
-    """The groups under `ppo.colocate`; no process is made for a model that this configuration does not have."""
+    """Return the processes for `ppo.colocate`. Models that the configuration does not have have none."""
     wanted: list[tuple[tuple[Role, ...], int]] = []
     policy, critic = ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks
     if ppo.colocate == "all":

@@ -439,8 +439,8 @@ class PPOConfig(Section):
         if self.weight_sync.lora == "adapter" and (self.lora is None or self.lora.r > MAX_ENGINE_RANK):
             given = "no ppo.lora" if self.lora is None else f"r={self.lora.r}"
             raise ValueError(
-                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got {given}"
-                "; set ppo.lora.r or ppo.weight_sync.lora=merged"
+                f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got"
+                f" {given}; set ppo.lora.r or ppo.weight_sync.lora=merged"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""What may be shown of a value in messages and logs: never a secret, never much."""
+"""Values in messages and logs: short, and without secrets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from urllib.parse import quote, unquote
 HIDDEN = "(hidden)"
 
 _SECRET_NAME = re.compile(
-    r"(^|[_.-])(token|secret|password|passwd|passphrase|pwd|api_?key|access_?key(_id)?|cred(ential)?s?|auth(_string)?"
-    r"|authorization|private_?key)$",
+    r"(^|[_.-])(token|secret|password|passwd|passphrase|pwd|api_?key|access_?key(_id)?|cred(ential)?s?"
+    r"|auth(_string)?|authorization|private_?key)$",
     re.I,
 )
 _SECRET_VARIABLE = re.compile(
@@ -27,25 +27,31 @@ _SECRET_VARIABLE = re.compile(
     r"|cookies?$|jwt$|_sas$|_cert(ificate)?$",
     re.I,
 )
-"""Variables are named by many programs, and hiding one too many costs little."""
+"""Many programs define variables, and it costs little to hide a value that is not secret."""
 _SECRET_PARAMETER = re.compile(
-    r"token|secret|passw|passphrase|signature|credential|jwt|(api|access|private|account)[_.-]?key|(^|[_.-])auth([_.-]|$)"
+    r"token|secret|passw|passphrase|signature|credential|jwt"
+    r"|(api|access|private|account)[_.-]?key|(^|[_.-])auth([_.-]|$)"
     r"|authorization|^(sig|sas|key|code|pwd|pass|sid|session|x-(amz|goog|ms)-[\w-]+)$|[_-]pwd$",
     re.I,
 )
 """Names of parameters in the query or the fragment of a URL."""
 _PARAMETER = re.compile(r"(?<=[?&;#])([^\s?&;#=/'\"]{1,80})=([^\s&;#'\"<>]+)")
 _SECRET_VALUE = re.compile(
-    r"(?:AKIA|ASIA)[0-9A-Z]{12,}|\bhf_[A-Za-z0-9]{8,}|\bsk-[\w-]{8,}|\bgh[pousr]_\w{8,}|github_pat_\w+|xox[abpr]-[\w-]+"
-    r"|-----BEGIN[\s\S]*?(?:-----END[^-]*-----|$)|\beyJ[\w-]{10,}\.[\w.-]*|hooks\.slack\.com/\S+|discord(?:app)?\.com/api/webhooks/\S+"
+    r"(?:AKIA|ASIA)[0-9A-Z]{12,}"
+    r"|\bhf_[A-Za-z0-9]{8,}"
+    r"|\bsk-[\w-]{8,}"
+    r"|\bgh[pousr]_\w{8,}|github_pat_\w+"
+    r"|xox[abpr]-[\w-]+"
+    r"|-----BEGIN[\s\S]*?(?:-----END[^-]*-----|$)"
+    r"|\beyJ[\w-]{10,}\.[\w.-]*"
+    r"|hooks\.slack\.com/\S+"
+    r"|discord(?:app)?\.com/api/webhooks/\S+"
     r"|(?<!\w)\w{1,100}\.webhook\.office\.com/\S+"
 )
 """Secret values that can be recognised by their format."""
 
 _SLASHES = r"(?:https?:[/\\]+|:[/\\]{2,}|(?<![^\s'\"=(,])//(?=[^/\s@]*:))"
-"""What precedes the host or user of a URL. Clients treat a backslash as a slash and accept URLs without a
-scheme.
-"""
+"""The start of a URL, up to its user or host. Clients accept backslashes and URLs without a scheme."""
 _URL_USER = re.compile(
     rf"({_SLASHES})(?:[^/\\\s@?#'\"]{{1,4000}}|[^/\s@'\"]{{0,200}}:[^@\s'\"]{{0,1000}})@", re.I
 )
@@ -56,16 +62,17 @@ _HEADER = re.compile(
 )
 _COOKIE = re.compile(r"(cookie['\"]?\s*:\s*)[^\n'\"]+", re.I)
 _ASSIGNED = re.compile(
-    r"((?:passw(?:or)?d|passwd|pwd|passphrase|secret|api_?key|access_?key|private_?key|credentials?)['\"]?\s*(?:=|(?<=['\"]):)\s*)"
+    r"((?:passw(?:or)?d|passwd|pwd|passphrase|secret|api_?key|access_?key|private_?key|credentials?)"
+    r"['\"]?\s*(?:=|(?<=['\"]):)\s*)"
     r"('[^']+'|\"[^\"]+\"|[^\s'\",;&}]+)",
     re.I,
 )
 """`password=...` in connection strings and `"password": "..."` in JSON."""
 _FOLDERS = {"PWD", "OLDPWD"}
-"""Variables of every shell that hold a folder, though elsewhere a name like theirs is a password's."""
+"""Variables of every shell that contain a folder, although `PWD` can also be part of a password's name."""
 _URL_PASSWORD = re.compile(rf"{_SLASHES}[^/\\\s:@]{{0,200}}:([^@\s]{{1,1000}})@", re.I)
 _SHORTEST_SECRET = 6
-"""Shorter values are words such as `true`, and would be taken out of every line."""
+"""Shorter values are words such as `true`, which would be removed from every line."""
 _WORDS = {"default", "disabled", "enabled", "password", "secret"}
 """Values that are not secret although the name of their variable indicates a secret."""
 
@@ -88,16 +95,14 @@ def _secret_parameters(text: str) -> Iterator[str]:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """True if the value, or a field of this name, should not be shown."""
+    """Return whether the value, or any field of this name, is not to be shown."""
     if _SECRET_NAME.search(name):
         return True
     return isinstance(value, str) and (has_credentials(value) or _SECRET_VALUE.search(value) is not None)
 
 
 def shown(value: Any, name: str = "", limit: int = 60) -> str:
-    """A value as messages show it: short, on one line, without control characters, `(hidden)` if it may be
-    secret.
-    """
+    """Return a value for a message: short, on one line, without control characters, and no secret."""
     if is_secret(name, value):
         return HIDDEN
     if value is None:
@@ -173,27 +178,28 @@ def _encoded(value: str) -> Iterator[str]:
 
 
 class ScrubbingFormatter(logging.Formatter):
-    """A formatter whose lines, tracebacks included, are `scrubbed`."""
+    """A logging formatter that removes secrets, also from tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line as it is written."""
         return scrubbed(super().format(record))
 
 
 def printable(text: str) -> str:
-    """`text` with control and direction characters spelled out: what comes from outside must not steer a
-    terminal.
-    """
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """Return `text` with control and direction characters escaped, so that it cannot control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def shown_key(key: str) -> str:
-    """A key as messages show it."""
-    return HIDDEN if is_secret("", key) else (key if key.isprintable() and len(key) <= 60 else shown(key))
+    """Return a key for a message."""
+    if is_secret("", key):
+        return HIDDEN
+    return key if key.isprintable() and len(key) <= 60 else shown(key)
 
 
 def texts(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Every text in a tree of plain data, with its path."""
+    """Yield every text in a tree of plain data, with its path."""
     if isinstance(tree, str):
         yield path, tree
     elif isinstance(tree, dict):

@@ -18,25 +18,27 @@ from rlhf_core.config.rewards import RewardSource
 
 _HEAD = """# Configuration
 
-One YAML file holds one run. Every field has a default, so a file names only what differs; every field can be
-overridden on the command line by its path:
+One YAML file describes one run. Almost every field has a default, so a file has only the fields that differ.
+Every field can be overridden on the command line by its path:
 
 ```
 rlhf run deployments/configs/demo.yaml ppo.steps=20 ppo.kl.coef=0.02 'data.sft=[{path: stories.jsonl}]'
 ```
 
-Items of lists are reached by index (`ppo.rewards.0.weight=2`). Unknown keys, wrong types and values out of range are
-errors that name the line, the rule and a fix; nothing heavy starts before all of it is checked.
+The items of a list have an index (`ppo.rewards.0.weight=2`). Unknown keys, wrong types and values out of
+range are errors that name the line, the rule and a fix. All of them are reported before anything heavy starts.
 
 The column "affects" says what a change of the field does:
 
-- `result`: other numbers. The value is part of the stage keys, so the stages that use it run again, and those after
-  them.
+- `result`: other numbers. The value is part of the stage keys, so the stages that use it run again, and
+  those after them.
 - `rounding`: the same numbers up to rounding. Finished stages are reused.
 - `execution`: only when, where and how fast something runs, and when a run stops. Finished stages are reused.
-- `content`: an address. Its content counts in the stage keys and not the address, so files and folders can be moved.
+- `content`: an address. The stage keys depend on its content, and not on the address, so files and folders can
+  be moved.
 
-`run.home` and `tracking.uri` decide which registry `register` writes to, so this stage runs again if they change.
+`run.home` and `tracking.uri` decide to which registry `register` writes, so this stage runs again if they
+change.
 
 This page is made from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
 """

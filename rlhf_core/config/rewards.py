@@ -1,4 +1,4 @@
-"""The reward sources of `ppo.rewards`, told apart by `type`."""
+"""The reward sources of `ppo.rewards`, selected by `type`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlhf_core.config.redact import shown
 
 
 class RewardSource(Section):
-    """What all sources have."""
+    """Fields of all sources."""
 
     name: str | None = result(
         None,
@@ -43,13 +43,13 @@ class RewardSource(Section):
 
 
 class ModelReward(RewardSource):
-    """The trained reward model, normalised with the statistics stored beside it."""
+    """The trained reward model, normalised with the statistics stored with it."""
 
     type: Literal["model"] = "model"
 
 
 class GoldReward(RewardSource):
-    """The demo task's true reward; a rule like others, used by evaluation and for upper bounds."""
+    """The true reward of the demo task, used by evaluation and for upper bounds."""
 
     type: Literal["gold"] = "gold"
 
@@ -67,7 +67,7 @@ class KeywordsReward(RewardSource):
 
     type: Literal["keywords"] = "keywords"
     words: tuple[Annotated[str, Field(min_length=1)], ...] = result(..., "Words counted", min_length=1)
-    per_word: FiniteFloat = result(1.0, "Reward for each occurrence; negative forbids")
+    per_word: FiniteFloat = result(1.0, "Reward for each occurrence; negative for words to avoid")
     cap: PositiveInt = result(5, "Occurrences beyond this do not count")
     distinct: bool = result(False, "Count each word once")
 
@@ -80,8 +80,9 @@ class FormatReward(RewardSource):
 
     @field_validator("pattern")
     @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        if problem := pattern_problem(pattern):
+    def _check_pattern(cls, pattern: str) -> str:
+        problem = pattern_problem(pattern)
+        if problem:
             raise ValueError(
                 f"pattern must be a Python regular expression; got {shown(pattern)}, which {problem}"
             )
@@ -103,46 +104,46 @@ class RelevanceReward(RewardSource):
 
 
 class WellFormedReward(RewardSource):
-    """Mean of four checks: ended by EOS, not empty, ends with a full stop or like mark, begins with a capital
-    or digit.
+    """Mean of four checks: ends with EOS, is not empty, ends with a mark such as a full stop, begins with a
+    capital letter or digit.
     """
 
     type: Literal["well_formed"] = "well_formed"
 
 
 class TokenShareReward(RewardSource):
-    """Share of response tokens whose id is below `below`: a bare rule for benchmarks and learning tests."""
+    """Share of response tokens whose id is below `below`: a simple rule for benchmarks and learning tests."""
 
     type: Literal["token_share"] = "token_share"
-    below: PositiveInt = result(..., "Token ids under this count")
+    below: PositiveInt = result(..., "Token ids below this value")
 
 
 class AnswerReward(RewardSource):
-    """1 if the response's final answer equals the one that the prompt's row gives, else 0: for problems with
-    a known result.
+    """1 if the final answer of the response equals that of the prompt's row, else 0: for problems with a
+    known result.
     """
 
     type: Literal["answer"] = "answer"
-    field: str = result("answer", "Field of the prompt's row that holds the right answer", min_length=1)
+    field: str = result("answer", "Field of the prompt's row with the correct answer", min_length=1)
     extract: Literal["auto", "final_number", "boxed"] = result(
         "auto",
-        "Where the response's answer stands: its last number (behind `####` if there is one), its last"
-        " \\boxed{}, or `auto`: boxed if there is one",
+        "What the answer of a response is: `final_number`: its last number (after `####` if there is one);"
+        " `boxed`: its last \\boxed{}; `auto`: boxed if there is one, else the number",
     )
 
 
 class ExternalReward(RewardSource):
-    """What runs code that is not ours and may fail."""
+    """Rewards that run code of users, which may fail."""
 
     on_error: Literal["abort", "mask"] = result(
         "abort",
-        "A response that has no value after all tries: `abort` ends the step with an error that names it,"
+        "A response without a value after all retries: `abort` ends the step with an error that names it,"
         " `mask` leaves it out of the update and the metrics, and counts it",
     )
 
 
 class PythonReward(ExternalReward):
-    """A function of yours: `list[RewardInput] -> list[float]`."""
+    """A user-defined function: `list[RewardInput] -> list[float]`."""
 
     type: Literal["python"] = "python"
     function: str = result(
@@ -153,14 +154,16 @@ class PythonReward(ExternalReward):
     )
     file: UserPath | None = content(
         None,
-        "Python file that holds it, if it is not importable; then `function` is `anything:function`",
+        "Python file with the function, if it is not importable; then `function` is `anything:function`",
     )
+    # With `on_error: mask` a time limit decides which responses count. It is not in the key, because what is
+    # too slow depends on the machine.
     timeout: PositiveFloat = execution(
         30.0,
         "Seconds for one batch",
         within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
     )
-    retries: NonNegativeInt = execution(1, "Further tries of a batch that failed", within=TRIES)
+    retries: NonNegativeInt = execution(1, "Retries of a batch that failed", within=TRIES)
 
 
 class RemoteReward(ExternalReward):
@@ -171,13 +174,13 @@ class RemoteReward(ExternalReward):
     type: Literal["remote"] = "remote"
     urls: tuple[str, ...] = result(
         ...,
-        "`http(s)://host[:port]/path` of each replica; the least busy one is asked",
+        "`http(s)://host[:port]/path` of each replica; requests go to the least busy one",
         min_length=1,
     )
     allowed_hosts: tuple[str, ...] = execution(
         ...,
-        "Hosts that may be asked. A name that leads to a private or loopback address needs that address, or"
-        " a network like 10.0.0.0/8, here as well",
+        "Hosts that may receive requests. If a name resolves to a private or loopback address, that address,"
+        " or a network such as 10.0.0.0/8, must be listed as well",
         min_length=1,
     )
     items_per_request: PositiveInt = execution(
@@ -187,34 +190,34 @@ class RemoteReward(ExternalReward):
     )
     concurrency: PositiveInt = execution(
         4,
-        "Requests at once to each replica",
+        "Concurrent requests to each replica",
         within=Range(1, 1024, "connections to one service"),
     )
     send_tokens: bool = result(
         False,
-        "Send token ids beside the texts: for a service with the policy's own tokenizer",
+        "Also send token ids, for a service with the tokenizer of the policy",
     )
     timeout: PositiveFloat = execution(
         30.0,
         "Seconds for one request, from the address look-up to the last byte",
         within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
     )
-    retries: NonNegativeInt = execution(4, "Further tries of a request that failed", within=TRIES)
+    retries: NonNegativeInt = execution(4, "Retries of a request that failed", within=TRIES)
     backoff: PositiveFloat = execution(
         1.0,
-        "Seconds before the first further try, twice as long before each next one, times 0.5 to 1.5",
+        "Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5",
         within=PAUSE,
     )
-    breaker_failures: PositiveInt = execution(5, "Failures in a row after which a replica is left alone")
+    breaker_failures: PositiveInt = execution(5, "Consecutive failures after which a replica is not used")
     breaker_seconds: PositiveFloat = execution(
         15.0,
-        "How long it is left alone; a single request then tries it again",
+        "Seconds for which it is not used; then it gets a single request",
         within=PAUSE,
     )
 
     @field_validator("allowed_hosts")
     @classmethod
-    def _are_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_hosts(cls, allowed: tuple[str, ...]) -> tuple[str, ...]:
         for entry in allowed:
             try:
                 name = as_network(entry) is None
@@ -228,9 +231,10 @@ class RemoteReward(ExternalReward):
         return allowed
 
     @model_validator(mode="after")
-    def _urls_are_allowed(self) -> Self:
+    def _check_urls(self) -> Self:
         for url in self.urls:
-            if problem := url_problem(url):
+            problem = url_problem(url)
+            if problem:
                 raise ValueError(f"urls: {problem}; correct url {self.urls.index(url)}")
             if not is_listed(host_of(url), self.allowed_hosts):
                 raise ValueError(

@@ -26,7 +26,7 @@ from rlhf_core.config.redact import shown
 
 
 def _packing(value: Any) -> Any:
-    """Validate the field with one message. Pydantic would give one message for each of the two types."""
+    """Validate the field with one message. Pydantic has one message for each of the two types."""
     if isinstance(value, bool) or value == "auto":
         return value
     meant = "true" if str(value).lower() in ("yes", "on", "y", "1") else "false"
@@ -36,7 +36,7 @@ def _packing(value: Any) -> Any:
 Packing = Annotated[bool | Literal["auto"], BeforeValidator(_packing)]
 """`auto` is resolved to true or false when the model is loaded (`models.selftest`)."""
 PACK = (
-    "Put several sequences into one row without influence on each other. `false`: right-padded rows. `auto`:"
+    "Put several sequences into one row, without attention between them. `false`: right-padded rows. `auto`:"
     " rows are packed if the model supports it, which is tested when it is loaded. `true`: a model that does"
     " not support it is refused"
 )
@@ -53,15 +53,18 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = result(0.0, "Decoupled weight decay")
     betas: tuple[Decay, Decay] = result((0.9, 0.95), "Adam's moment decays")
     eps: PositiveFloat = result(1e-8, "Adam's epsilon")
-    warmup_ratio: Fraction = result(0.05, "Share of the optimizer steps with linearly rising rate")
+    warmup_ratio: Fraction = result(
+        0.05, "Share of the optimizer steps in which the learning rate rises linearly"
+    )
     schedule: Literal["cosine", "linear", "constant"] = result("cosine", "Decay after the warm-up")
-    min_lr_ratio: Fraction = result(0.1, "Where the decay ends, as a share of the peak")
+    min_lr_ratio: Fraction = result(0.1, "Learning rate at the end of the decay, as a share of the peak")
     max_grad_norm: PositiveFloat = result(1.0, "Global gradient norm is clipped to this")
 
 
 class DeepSpeedConfig(Section):
-    """How one model is trained over ranks."""
+    """How one model is distributed over ranks."""
 
+    # Another number also rounds differently. Checkpoints know it, see `allow_other_ranks`.
     ranks: PositiveInt = execution(
         1,
         "Data-parallel training ranks (processes; one GPU each where there are GPUs)",
@@ -74,7 +77,7 @@ class DeepSpeedConfig(Section):
     hpz: PositiveInt = rounding(
         1,
         "ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy"
-        " that is sharded over so many neighbouring ranks, those of one host; 1: no such copy",
+        " that is sharded over this number of neighbouring ranks, those of one host; 1: no such copy",
     )
     offload: Literal["none", "optimizer", "all"] = result(
         "none",
@@ -82,24 +85,24 @@ class DeepSpeedConfig(Section):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = result(
         "float32",
-        "Compute precision; on GPUs bfloat16 where nothing is said; bfloat16 and float16 keep float32 master"
-        " weights, float16 (GPU, ZeRO 1-3) scales the loss, at first by 65536 and by half of that after each"
-        " gradient that overflows",
+        "Compute precision; the default on GPUs is bfloat16. bfloat16 and float16 keep float32 master"
+        " weights, float16 (GPU, ZeRO 1-3) scales the loss, first by 65536 and by half of the last scale"
+        " after each gradient that overflows",
     )
     grad_accum_dtype: Literal["float32"] | None = result(
         None,
         "`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without"
-        " offload); None: in bfloat16, where sums of several hundred micro-batches lose small values",
+        " offload); null: in bfloat16, where sums of several hundred micro-batches lose small values",
     )
     gradient_checkpointing: bool = rounding(False, "Recompute activations in the backward pass")
     allow_other_ranks: bool = execution(
         False,
-        "Continue from a checkpoint that another number of ranks wrote, converted: the same training up to"
-        " rounding; else that is an error",
+        "Convert and continue from a checkpoint of another number of ranks: the same training up to rounding;"
+        " by default an error",
     )
 
     @model_validator(mode="after")
-    def _hosts(self) -> Self:
+    def _check_hpz(self) -> Self:
         if self.ranks % self.hpz:
             raise ValueError(
                 f"hpz must divide ranks ({self.ranks}); got {self.hpz}; use the ranks of one host"
@@ -117,17 +120,17 @@ class LoraConfig(Section):
     alpha: PositiveInt = result(32, "Their output is scaled by alpha / r", within=_ADAPTER_WIDTH)
     targets: tuple[str, ...] | None = result(
         None,
-        "Names of the linear layers that get one, such as q_proj; None: all of the decoder's",
+        "Names of the linear layers that get one, such as q_proj; null: all linear layers of the decoder",
         min_length=1,
     )
     quantize: Literal["nf4"] | None = result(
         None,
-        "`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); None: as they are",
+        "`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); null: not quantized",
     )
 
     @field_validator("targets")
     @classmethod
-    def _are_names(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_targets(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in targets or ():
             if not re.fullmatch(r"[A-Za-z0-9_]+", name):
                 raise ValueError(
@@ -141,34 +144,32 @@ class SFTConfig(Section):
 
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
     deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
-    lora: LoraConfig | None = result(None, "Train adapters only; None: all parameters")
+    lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
     epochs: PositiveInt = result(1, "Passes over the demonstrations")
     batch_size: PositiveInt = result(64, "Sequences per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(
         4096,
-        "Tokens per forward pass of one rank; a longer sequence gets one of its own",
+        "Tokens per forward pass of one rank; a longer sequence has a pass of its own",
         within=TOKENS,
     )
     pack: Packing = result("auto", PACK)
     eval_every: PositiveInt = execution(50, "Optimizer steps between evaluations")
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
-    samples: PositiveInt = result(8, "Held-out prompts answered at the end, for reading")
+    samples: PositiveInt = result(8, "Held-out prompts whose responses are logged at the end")
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the model is tested, `auto` means padding, which is always correct."""
+        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
         return self.pack is True
 
 
 class EarlyStopConfig(Section):
-    """The end of the training when held-out pairs stop getting better, with the weights that were best on
-    them.
-    """
+    """End the training when the held-out loss no longer falls, and keep the weights with the lowest one."""
 
     every: PositiveInt = result(50, "Optimizer steps between evaluations on the held-out pairs")
     patience: PositiveInt = result(
         3,
-        "Evaluations in a row without a lower held-out loss after which the training ends",
+        "Number of consecutive evaluations without a lower loss after which the training ends",
     )
 
 
@@ -178,7 +179,7 @@ class RewardConfig(Section):
     enabled: bool = result(True, "False: no reward model is trained; PPO then needs rule rewards")
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-5), "AdamW and its schedule")
     deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
-    lora: LoraConfig | None = result(None, "Train adapters and the score head only; None: all parameters")
+    lora: LoraConfig | None = result(None, "Train adapters and the score head only; null: all parameters")
     epochs: PositiveInt = result(1, "Passes over the pairs")
     batch_size: PositiveInt = result(64, "Pairs per optimizer step, over all ranks", within=BATCH)
     micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
@@ -186,13 +187,13 @@ class RewardConfig(Section):
     center: NonNegativeFloat = result(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0")
     margin: Literal["none", "constant", "field"] = result(
         "none",
-        "By how much the chosen score shall be above the rejected one in the loss (Touvron et al. 2023):"
+        "Margin between the chosen and the rejected score in the loss (Touvron et al. 2023):"
         " `constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
     )
     margin_value: PositiveFloat = result(1.0, "The margin of all pairs with `margin: constant`")
     early_stop: EarlyStopConfig | None = result(
         None,
-        "Stop when the held-out loss stops falling; None: all epochs and the last weights",
+        "Stop when the held-out loss no longer falls; null: all epochs and the last weights",
     )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     min_accuracy: Fraction = execution(
@@ -203,11 +204,11 @@ class RewardConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed. Until the model is tested, `auto` means padding, which is always correct."""
+        """Whether rows are packed. `auto` counts as false, which is always correct, until a test."""
         return self.pack is True
 
     @model_validator(mode="after")
-    def _pairs_fit(self) -> Self:
+    def _check_ranks(self) -> Self:
         if self.deepspeed.ranks > self.batch_size:
             raise ValueError(
                 f"reward.deepspeed.ranks must be at most reward.batch_size ({self.batch_size}); got"

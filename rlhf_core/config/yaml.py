@@ -1,8 +1,8 @@
 """A strict reader of YAML: plain data with the line of each field.
 
-Only dict, list, str, int, float, bool and None are constructed. It differs from `yaml.safe_load`, which follows
-YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` and `false` are booleans, and `012` and
-`22:30` are text. Tags and merge keys are refused, and the number of aliases is limited.
+Only dict, list, str, int, float, bool and None are constructed. It differs from `yaml.safe_load`, which
+follows YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` and `false` are booleans, and
+`012` and `22:30` are text. Tags and merge keys are refused, and the number of aliases is limited.
 """
 
 from __future__ import annotations
