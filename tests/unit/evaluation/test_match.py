@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from rlhf_core.evaluation import match
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
-from rlhf_core.types import PromptExample, Rollout, StageContext
-from tests.support.small_ppo import local_context as nowhere
+from rlhf_core.testing import stage_context
+from rlhf_core.testing.engines import Reply, Request, scripted_engines
+from rlhf_core.types import PromptExample, StageContext
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -53,9 +55,7 @@ def context(tmp_path: Path) -> StageContext:
     """Of a candidate that says good things."""
     policy(tmp_path / "ppo" / "policy", GOOD)
     TOKENIZER.save_pretrained(tmp_path / "data" / "tokenizer")
-    base = nowhere(tmp_path)
-    return StageContext({name: tmp_path / name for name in ("ppo", "data")}, tmp_path, tmp_path, base.checkpoints,
-                    base.metrics, base.progress)  # fmt: skip
+    return stage_context(tmp_path, inputs={name: tmp_path / name for name in ("ppo", "data")})
 
 
 Tags = dict[str, str]
@@ -82,28 +82,23 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 
 
 @pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models that always give the text in their file `says`."""
     SEEN.clear()
 
-    def respond(
-        config: Any,
-        files: PolicyFiles,
-        prompts: Sequence[PromptExample],
-        *,
-        device: str,
-        done: Callable[[int], None],
-    ) -> list[Rollout]:
-        if (files.model / "says").read_text() == "FAIL":
+    def respond(request: Request) -> Reply:
+        text = (request.model / "says").read_text()
+        if text == "FAIL":
             raise RuntimeError("CUDA out of memory")
-        ids = tuple(TOKENIZER.encode((files.model / "says").read_text(), add_special_tokens=False))
-        return [Rollout(p.prompt_id, 0, p.input_ids, ids, (0.0,) * len(ids), True, 0) for p in prompts]
+        return Reply(TOKENIZER.encode(text, add_special_tokens=False))
 
     def prompts(_folder: Path, split: str) -> list[PromptExample]:
         held_out = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(PROMPTS)]
         return held_out if split == "eval" else [PromptExample(name, "", ()) for name in SEEN]
 
     monkeypatch.setattr(match, "load_prompts", prompts)
-    monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
+    with scripted_engines(respond):
+        yield
 
 
 @pytest.mark.parametrize(("says", "rate"), [(BAD, 1.0), (GOOD, 0.5)])
@@ -133,7 +128,7 @@ def test_rules_or_the_candidates_reward_model_decide(
 
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
     inputs = {**context.inputs, "reward": Path("/its/reward")}
-    with_reward = StageContext(inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress)  # fmt: skip
+    with_reward = replace(context, inputs=inputs)
     result = match.run_match(
         PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1]
     )
@@ -166,9 +161,7 @@ def test_champions_reward_model_scores_the_same_answers(
 
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score_reward_model", score)
     inputs = {**context.inputs, "reward": Path("/its/reward")}
-    ours = StageContext(
-        inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress
-    )
+    ours = replace(context, inputs=inputs)
     result = match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
     assert result is not None and result.by_champion_model is not None and result.judge == "reward_model"
     assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
@@ -230,9 +223,7 @@ def test_champion_is_loaded_with_its_own_settings(
         fetched[stage] = store.fetch(ref)
     policy(tmp_path / "sft" / "model", GOOD)
     inputs = {**context.inputs, "sft": tmp_path / "sft"}
-    ours = StageContext(
-        inputs, context.output, context.scratch, context.checkpoints, context.metrics, context.progress
-    )
+    ours = replace(context, inputs=inputs)
     loaded: dict[str, PolicyFiles] = {}
 
     def respond(_config: Any, models: dict[str, PolicyFiles], *_rest: Any, **_settings: Any) -> Any:

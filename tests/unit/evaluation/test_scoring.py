@@ -1,11 +1,10 @@
-"""What evaluation asks of models: tiny ones that score, and an engine that is scripted.
+"""Scores of the evaluation, with tiny models and a scripted engine.
 
 - the KL of a response is the sum over its tokens of log policy - log SFT model, at the temperature of the
   evaluation
-- responses are sampled at that temperature too, in batches, with seeds that depend on the prompt alone, and
-  the engine ends, whatever happens
-- rules are another judge when their code or a setting that changes a value differs, and are not asked with
-  other code
+- responses are sampled at that temperature, in batches, with seeds that depend only on the prompt, and the
+  engine is always shut down
+- the digest of rules covers their code and every setting that changes a value; changed code is refused
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.evaluation.generate import sample_responses
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.scoring import judge_digests, policy_kl, score
+from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import PromptExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -33,7 +33,7 @@ CONFIG = PipelineConfig.model_validate(
 
 
 @torch.no_grad()
-def test_the_kl_is_the_sum_over_a_response_of_the_log_ratio_at_the_evaluations_temperature(
+def test_kl_is_the_sum_of_log_ratios_at_the_evaluation_temperature(
     tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -52,56 +52,37 @@ def test_the_kl_is_the_sum_over_a_response_of_the_log_ratio_at_the_evaluations_t
     assert found == pytest.approx(wanted, rel=1e-4)
 
 
-class Scripted:
-    """An engine whose responses tell what was asked."""
-
-    broken = False
-    asked: list[dict[str, Any]]
-    ended = 0
-
-    def __init__(self, model: Path, engine: Any, **options: Any) -> None:
-        pass
-
-    def generate(self, prompts: list[PromptExample], *, seeds: list[int], **options: Any) -> list[Any]:
-        if self.broken:
-            raise RuntimeError("no device")
-        Scripted.asked.append(options)
-        return [(prompt.prompt_id, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-
-    def shutdown(self) -> None:
-        Scripted.ended += 1
+def token_of_seed(request: Request) -> Reply:
+    return Reply((request.seed,))
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
-    monkeypatch.setattr("rlhf_core.engines.vllm.Engine", Scripted)
-    Scripted.asked, Scripted.ended, Scripted.broken = [], 0, False
-    return Scripted
-
-
-def sample(*names: str, done: list[int] | None = None) -> list[Any]:
+def sample(*names: str, done: list[int] | None = None) -> dict[str, int]:
+    """Return the seed of each prompt's response."""
     prompts = [PromptExample(name, name, (1, 2)) for name in names]
     report = ([] if done is None else done).append
-    return sample_responses(CONFIG, PolicyFiles(Path("model")), prompts, device="cpu", done=report)
+    rollouts = sample_responses(CONFIG, PolicyFiles(Path("model")), prompts, device="cpu", done=report)
+    return {rollout.prompt_id: rollout.response_ids[0] for rollout in rollouts}
 
 
-def test_responses_are_sampled_at_the_evaluations_temperature_with_the_seeds_of_their_prompts(
-    scripted: type[Scripted],
-) -> None:
+def test_responses_use_the_evaluation_temperature_and_the_seeds_of_prompts() -> None:
     done: list[int] = []
-    found = dict(sample("a", "b", "c", done=done))
-    wanted = {"n": 1, "max_new_tokens": 9, "temperature": 0.7, "policy_version": 0, "adapter": None}
-    assert scripted.asked == [wanted, wanted] and done == [2, 3]
-    assert len(set(found.values())) == 3
-    assert dict(sample("c", "a")) == {name: found[name] for name in ("c", "a")}
-    assert scripted.ended == 2
+    with scripted_engines(token_of_seed) as engines:
+        seeds = sample("a", "b", "c", done=done)
+        assert sample("c", "a") == {name: seeds[name] for name in ("c", "a")}
+    assert done == [2, 3] and len(set(seeds.values())) == 3
+    for request in engines[0].requests:
+        assert (request.sample_index, request.max_new_tokens) == (0, 9)
+        assert (request.temperature, request.adapter) == (0.7, None)
+    assert [engine.is_shut_down for engine in engines] == [True, True]
 
 
-def test_an_engine_that_fails_is_ended(scripted: type[Scripted]) -> None:
-    scripted.broken = True
-    with pytest.raises(RuntimeError, match="no device"):
+def test_engine_is_shut_down_after_an_error() -> None:
+    def fail(_request: Request) -> Reply:
+        raise RuntimeError("no device")
+
+    with scripted_engines(fail) as engines, pytest.raises(RuntimeError, match="no device"):
         sample("a")
-    assert scripted.ended == 1
+    assert engines[0].is_shut_down
 
 
 def with_rule(tmp_path: Path, **fields: Any) -> PipelineConfig:
@@ -111,7 +92,7 @@ def with_rule(tmp_path: Path, **fields: Any) -> PipelineConfig:
     return PipelineConfig.model_validate({"ppo": {"rewards": (rule,)}})
 
 
-def test_the_digest_of_rules_covers_their_code_and_what_changes_a_value(tmp_path: Path) -> None:
+def test_digest_of_rules_covers_code_and_result_settings(tmp_path: Path) -> None:
     def digest(code: str, **fields: Any) -> str:
         return judge_digests(with_rule(tmp_path, **fields), gold_known=False, reward_code={"rule": code})[
             "rules"
@@ -121,7 +102,7 @@ def test_the_digest_of_rules_covers_their_code_and_what_changes_a_value(tmp_path
     assert len({digest("a"), digest("b"), digest("a", weight=2.0)}) == 3
 
 
-def test_rules_whose_code_has_changed_judge_nothing(tmp_path: Path) -> None:
+def test_rules_with_changed_code_are_refused(tmp_path: Path) -> None:
     samples = [RewardInput("p", "", "", (1,), (2,), True, {})]
     settings: dict[str, Any] = {"pad_id": 0, "device": "cpu"}
     assert score("rules", with_rule(tmp_path), None, samples, **settings) == [1.0]

@@ -1,16 +1,16 @@
-"""Locks the stage `evaluate` around its models, which are scripted here (the integration tests use real
-ones).
+"""The stage `evaluate` with scripted models. The integration tests use real ones.
 
-- both models answer the same prompts, and the files, metrics and tracker entries agree with their scores;
-- the judge is gold where the prompts are synthetic, else the reward model, else the rules; an impossible one
-  is refused;
-- a prompt on which a reward source masks a failure is left out for both models, and counted;
-- batch-normalised rules treat both models' responses as one batch; the same run gives the same bytes;
-- intervals have the level asked for.
+- both models answer the same prompts, and files, metrics and tracker agree with their scores
+- the judge is the gold reward for synthetic prompts, else the reward model, else the rules; an unavailable
+  judge is refused
+- a prompt for which a reward source masks a failure is left out for both models and counted
+- batch-normalised rules normalise both models' responses together
+- the same run gives the same bytes, and intervals have the configured level
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.data.tokenizer import Decoder
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import scoring
-from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
-from rlhf_core.types import ArtifactRef, Lineage, PromptExample, Rollout, StageContext
+from rlhf_core.testing import RecordingMetrics, stage_context
+from rlhf_core.testing.engines import Reply, Request, scripted_engines
+from rlhf_core.types import ArtifactRef, Lineage, PromptExample, StageContext
 
 PROMPTS = [
     f"Tell me about a small {subject} {place}."
@@ -41,33 +42,6 @@ def config_of(rewards: Sequence[Mapping[str, Any]] = RULES, **sections: Any) -> 
         "evaluate": {"prompts": 6, "bootstrap": 200, "samples": 4},
     }
     return PipelineConfig.model_validate_json(json.dumps(base | sections))
-
-
-class Recorder:
-    """A tracker that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-        self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.figures: list[str] = []
-        self.files: list[str] = []
-        self.flushed = False
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        assert step == 0
-        self.metrics |= metrics
-
-    def flush(self) -> None:
-        self.flushed = True
-
-    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        self.tables[name] = rows
-
-    def log_figure(self, name: str, figure: Any) -> None:
-        self.figures.append(name)
-
-    def log_file(self, path: Path, folder: str = "") -> None:
-        self.files.append(path.name)
 
 
 class Tokenizer:
@@ -102,47 +76,29 @@ def answer(model: str, prompt: str) -> str:
 @pytest.fixture
 def context(tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward", "ppo")}
-    for folder in [*inputs.values(), tmp_path / "out"]:
+    for folder in inputs.values():
         folder.mkdir()
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
     (inputs["ppo"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")
     lineage = Lineage({"sft": ArtifactRef("sft", "0" * 16, "d" * 64, "uri")})
-    progress: list[tuple[Any, ...]] = []
-    return StageContext(
-        inputs=inputs, output=tmp_path / "out", scratch=tmp_path, checkpoints=None,  # type: ignore[arg-type]  # not used
-        metrics=Recorder(), progress=lambda *report: progress.append(report), lineage=lineage,
-    )  # fmt: skip
+    return stage_context(tmp_path, inputs=inputs, lineage=lineage)
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
-    """Models that answer and score by rule; the prompts can be set."""
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], None]]:
+    """Models with scripted answers and scores. Yields a function that sets the prompts."""
     TEXTS.clear()
 
-    def respond(
-        config: Any,
-        files: PolicyFiles,
-        prompts: Sequence[PromptExample],
-        *,
-        device: str,
-        done: Callable[[int], None],
-    ) -> list[Rollout]:
-        done(len(prompts))
-        ids = [say(answer(files.model.name, prompt.prompt)) for prompt in prompts]
-        finished = files.model.name == "policy"
-        return [
-            Rollout(p.prompt_id, 0, p.input_ids, i, (0.0,) * len(i), finished, 0)
-            for p, i in zip(prompts, ids, strict=True)
-        ]
+    def respond(request: Request) -> Reply:
+        model = request.model.name
+        return Reply(say(answer(model, request.prompt.prompt)), finished=model == "policy")
 
     def use(texts: list[str], sources: Sequence[str] = ("a.jsonl",)) -> None:
         chosen = [sources[i % len(sources)] for i in range(len(texts))]
         examples = [PromptExample(f"p{i}", text, (1, 2), {}, chosen[i]) for i, text in enumerate(texts)]
         monkeypatch.setattr("rlhf_core.data.dataset.load_prompts", lambda folder, split: examples)
 
-    monkeypatch.setattr("rlhf_core.evaluation.generate.sample_responses", respond)
-    monkeypatch.setattr("rlhf_core.engines.ranks.resolve_device", lambda wanted: wanted)
     monkeypatch.setattr(
         evaluate, "load_decoder", lambda data: Decoder(Tokenizer(TEXTS), pad=0, eos=1, bos=None)
     )
@@ -153,7 +109,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
         scoring, "policy_kl", lambda c, p, r, samples, **k: [float(i) for i, _ in enumerate(samples)]
     )
     use(PROMPTS)
-    return use
+    with scripted_engines(respond):
+        yield use
 
 
 def read(context: StageContext) -> dict[str, Any]:
@@ -176,9 +133,10 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     assert set(found["rules"]) == {"length", "well_formed"}
     assert result.metrics["gold_reward/ppo/mean"] == found["gold_reward"]["ppo"]["mean"]
     assert result.metrics["win_rate/high"] == 1.0 and result.metrics["length/sft"] == 5.0
-    tracker: Any = context.metrics
-    assert tracker.metrics == {f"eval/{name}": value for name, value in result.metrics.items()}
-    assert tracker.flushed and tracker.files == ["report.html"]
+    tracker = context.metrics
+    assert isinstance(tracker, RecordingMetrics)
+    assert tracker.rows == [(0, {f"eval/{name}": value for name, value in result.metrics.items()})]
+    assert tracker.flushes == 1 and tracker.files == ["report.html"]
     assert {f"{name}.png" for name in tracker.figures} == {
         p.name for p in (context.output / "figures").iterdir()
     }
@@ -206,7 +164,7 @@ def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext
 
 
 @pytest.mark.parametrize("known", [0, 2])
-def test_a_watched_source_that_fails_leaves_no_prompt_out(
+def test_failures_of_a_source_with_weight_0_exclude_no_prompt(
     scripted: Any, context: StageContext, tmp_path: Path, known: int
 ) -> None:
     """It has values for the first `known` prompts, or for none."""
@@ -226,7 +184,7 @@ def test_a_watched_source_that_fails_leaves_no_prompt_out(
     assert ["rule/watched" in row["scores"]["ppo"] for row in rows] == [i < known for i in range(4)]
 
 
-def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, context: StageContext) -> None:
+def test_interval_of_the_difference_is_paired(scripted: Any, context: StageContext) -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 500}))
     sft = [float(i) for i in range(40)]
     pair = interval.pair("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
@@ -245,13 +203,11 @@ def test_the_interval_of_the_difference_is_that_of_the_pairs(scripted: Any, cont
         ("gold", [{"type": "gold"}], True),
     ],
 )
-def test_a_judge_that_the_policy_was_trained_on_is_known(measure: str, rewards: Any, trained: bool) -> None:
+def test_judge_in_the_policys_reward_is_detected(measure: str, rewards: Any, trained: bool) -> None:
     assert scoring.trained_on(config_of(rewards), measure) is trained
 
 
-def test_exchanged_prompts_lower_the_gold_reward_of_the_policy_that_reads_them(
-    scripted: Any, context: StageContext
-) -> None:
+def test_exchanged_prompts_lower_the_gold_reward(scripted: Any, context: StageContext) -> None:
     result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), context)
     found = read(context)
     own, exchanged = found["gold_reward"], found["gold_reward_exchanged"]
@@ -263,7 +219,7 @@ def test_exchanged_prompts_lower_the_gold_reward_of_the_policy_that_reads_them(
     assert found["rules"] == {}
 
 
-def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, context: StageContext) -> None:
+def test_batch_normalised_rules_use_one_batch_for_both_models(scripted: Any, context: StageContext) -> None:
     evaluate.run(
         config_of([{"type": "well_formed", "normalize": "batch"}], evaluate={"prompts": 4, "judge": "rules"}),
         context,
@@ -275,7 +231,7 @@ def test_batch_normalised_rules_see_both_models_as_one_batch(scripted: Any, cont
     assert read(context)["win_rate"]["mean"] == 1.0
 
 
-def test_a_prompt_with_a_masked_value_is_left_out_for_both_models(
+def test_masked_prompts_are_left_out_for_both_models(
     scripted: Any, context: StageContext, tmp_path: Path
 ) -> None:
     code = (
@@ -298,7 +254,7 @@ def test_a_prompt_with_a_masked_value_is_left_out_for_both_models(
     assert [row["prompt_id"] for row in rows] == ["p0", "p1", "p3", "p4"]
 
 
-def test_without_a_true_reward_the_reward_model_judges(scripted: Any, context: StageContext) -> None:
+def test_reward_model_decides_without_a_gold_reward(scripted: Any, context: StageContext) -> None:
     scripted(["How are you?", "Why so?"])
     evaluate.run(config_of(), context)
     found = read(context)
@@ -306,11 +262,9 @@ def test_without_a_true_reward_the_reward_model_judges(scripted: Any, context: S
     assert found["reward_model"]["sft"]["mean"] == float(len("It is rotten and dull."))
 
 
-def test_without_reward_model_the_rules_judge(scripted: Any, context: StageContext) -> None:
+def test_rules_decide_without_a_reward_model(scripted: Any, context: StageContext) -> None:
     scripted(["How are you?", "Why so?"])
-    without = StageContext(
-        **{**vars(context), "inputs": {k: v for k, v in context.inputs.items() if k != "reward"}}
-    )
+    without = replace(context, inputs={k: v for k, v in context.inputs.items() if k != "reward"})
     evaluate.run(config_of(reward={"enabled": False}), without)
     found = read(context)
     assert found["judge"] == "rules" and found["reward_model"] is None
@@ -323,7 +277,7 @@ def test_without_reward_model_the_rules_judge(scripted: Any, context: StageConte
         ("reward_model", {"reward": {"enabled": False}}, "use auto or rules"),
     ],
 )
-def test_a_judge_that_this_run_does_not_have_is_refused(
+def test_unavailable_judge_is_refused(
     scripted: Any, context: StageContext, judge: str, sections: dict[str, Any], use: str
 ) -> None:
     scripted(["How are you?"])
@@ -332,7 +286,7 @@ def test_a_judge_that_this_run_does_not_have_is_refused(
 
 
 @pytest.mark.parametrize(("confidence", "deviations"), [(0.5, 0.674), (0.95, 1.960)])
-def test_intervals_have_the_level_asked_for(confidence: float, deviations: float) -> None:
+def test_intervals_have_the_configured_level(confidence: float, deviations: float) -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 1000, "confidence": confidence}))
     # Of 400 values, half of them 1 and half -1, the mean's standard deviation is 1/20; quantiles of the
     # normal distribution.
@@ -341,15 +295,14 @@ def test_intervals_have_the_level_asked_for(confidence: float, deviations: float
     assert interval.confidence == confidence
 
 
-def test_no_held_out_prompt_is_an_error(scripted: Any, context: StageContext) -> None:
+def test_missing_held_out_prompts_are_an_error(scripted: Any, context: StageContext) -> None:
     scripted([])
     with pytest.raises(DataError, match="needs held-out prompts; got 0"):
         evaluate.run(config_of(), context)
 
 
-def test_the_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:
-    again = StageContext(**{**vars(context), "output": tmp_path / "again", "metrics": Recorder()})
-    again.output.mkdir()
+def test_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:
+    again = stage_context(tmp_path / "again", inputs=context.inputs, lineage=context.lineage)
     for each in (context, again):
         TEXTS.clear()
         evaluate.run(config_of(), each)
@@ -359,7 +312,7 @@ def test_the_same_run_gives_the_same_bytes(scripted: Any, context: StageContext,
         assert (context.output / name).read_bytes() == (again.output / name).read_bytes(), name
 
 
-def test_evaluation_samples_at_the_temperature_of_training_and_another_one_is_warned_of() -> None:
+def test_another_temperature_than_in_training_is_warned_of() -> None:
     from rlhf_core.config.consistency import unusual_settings
 
     same = config_of(ppo={"rewards": RULES, "temperature": 0.7}, evaluate={"prompts": 6})
@@ -371,7 +324,7 @@ def test_evaluation_samples_at_the_temperature_of_training_and_another_one_is_wa
 
 
 @pytest.mark.parametrize("gold", [True, False])
-def test_the_caption_calls_a_curve_over_optimisation_only_where_the_true_reward_is_in_it(
+def test_caption_mentions_overoptimisation_only_with_a_gold_reward(
     gold: bool, scripted: Any, context: StageContext
 ) -> None:
     rows = [{"step": s, "objective/kl": s / 10, "objective/scores": s / 5} for s in range(1, 11)]
