@@ -3,7 +3,7 @@
 - relative links lead to files, and their anchors to headings
 - `rlhf` commands parse, and their overrides are fields with allowed values
 - targets of make, modules of `python -m` and paths of files exist
-- the configuration in the README is valid
+- configurations in the pages are valid, and the examples in Python run
 - every page, and every decision with its status and date, is in an index
 """
 
@@ -149,6 +149,14 @@ def test_configurations_in_pages_are_valid(page: str) -> None:
     for language, block in _FENCE.findall(read(page)):
         if language == "yaml":
             config_from_tree(yaml.safe_load(block))
+
+
+@pytest.mark.parametrize("page", ["docs/rewards.md", "docs/testing.md"])
+def test_python_examples_run(page: str) -> None:
+    blocks = [block for language, block in _FENCE.findall(read(page)) if language == "python"]
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), {"__name__": "example"})
 
 
 def test_the_readme_is_about_8_kb() -> None:
