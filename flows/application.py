@@ -1,7 +1,7 @@
 """The servers of Prefect and MLflow with additional access checks.
 
     uvicorn --factory flows.application:create_app      Prefect
-    mlflow server --app-name rlhf                       MLflow, which finds `create_mlflow_app` by the entry point
+    mlflow server --app-name rlhf                       MLflow; the entry point names `create_mlflow_app`
 
 The rules in `rlhf_core.system.loopback` refuse requests of web pages from other origins. In addition, Prefect
 requires the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the

@@ -38,7 +38,9 @@ CONTINUE = "type the same command again to continue from there"
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGHUP. Like KeyboardInterrupt it is not an Exception, so that no handler of errors stops it."""
+    """SIGTERM or SIGHUP. Like KeyboardInterrupt, it is not an Exception, so that `except Exception` does not
+    catch it.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)

@@ -61,8 +61,8 @@ def external_mlflow_uri() -> str | None:
 def prefect_responds(url: str, attempts: int = 3) -> bool:
     """Return whether a Prefect server responds at `url` and accepts the credentials.
 
-    False if nothing responds. Raises InputError if the response is not from a Prefect server, or if the server
-    requires other credentials.
+    False if nothing responds. Raises InputError if the response is not from a Prefect server, or if the
+    server requires other credentials.
     """
     headers = {"Content-Type": "application/json", **_client_headers()}
     request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)

@@ -1,9 +1,9 @@
 """A Prefect server on loopback: its command, settings and password, and the server of a single `rlhf run`.
 
-    rlhf run    `EmbeddedPrefect`: one server for this command; files in {home}/prefect, password only in memory
+    rlhf run    `EmbeddedPrefect`: ends with the command; files in {home}/prefect, password only in memory
     rlhf up     the supervisor's server: files in {home}/servers/prefect, password in {home}/servers/login
 
-Prefect calls the password an auth string. Its clients read it from PREFECT_API_AUTH_STRING, and its UI asks for
+Prefect calls the password an auth string. Its clients read it from PREFECT_API_AUTH_STRING. Its UI asks for
 it once and stores it in the browser.
 """
 
@@ -36,7 +36,7 @@ from rlhf_core.system.supervised import SupervisedProcess
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Prefect's names for the address of its database. The first one has priority."""
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"
-"""Set in the environment if the server ends with this command, so that links to its UI would not work later."""
+"""Set in the environment if the server ends with this command. Links to its UI would not work later."""
 START_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _AUTH_STRING = re.compile(r"rlhf:[\w-]{20,}")
@@ -178,7 +178,7 @@ class EmbeddedPrefect:
         if self._complete.exists() and _is_database(self._folder / "prefect.db"):
             self._lock.release()
             return
-        # First: if this process is killed during the migrations, the next one must not accept half a database.
+        # The marker first: if this process is killed now, the next one must not accept half a database.
         self._complete.unlink(missing_ok=True)
         for file in self._folder.glob("prefect.db*"):
             file.unlink()

@@ -1,15 +1,15 @@
 """The reconciler: resumes flow runs whose process was lost.
 
-Prefect has no handler for zombie runs, its retries do not cover crashes, and automations lose events on SQLite.
-The reconciler asks the operating system instead: is there a process on this machine whose environment names
-this flow run?
+Prefect has no handler for zombie runs, its retries do not cover crashes, and automations lose events on
+SQLite. The reconciler asks the operating system instead: is there a process on this machine whose environment
+names this flow run?
 
-    RUNNING, no process in two consecutive polls    -> CRASHED, then scheduled again
-    PENDING for over 30 s, no process               -> the same (such a run would block its deployment forever)
-    CRASHED (the worker reported its end)           -> scheduled again
-    CANCELLING for over 30 s, no process            -> CANCELLED
+    RUNNING, no process in two consecutive polls  -> CRASHED, then scheduled again
+    PENDING for over 30 s, no process             -> the same (the run would block its deployment forever)
+    CRASHED (the worker reported its end)         -> scheduled again
+    CANCELLING for over 30 s, no process          -> CANCELLED
     lost `MAX_CONSECUTIVE_LOSSES` times in a row,
-    or `MAX_LOSSES` times in total                  -> FAILED, with a message that says so
+    or `MAX_LOSSES` times in total                -> FAILED, with a message that says so
 
 A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
 may be lost often. The counts are read from the server's history of the run, so they survive a restart of this
@@ -43,8 +43,8 @@ MAX_LOSSES = 50
 STABLE_SECONDS = 600.0
 """A run that continued for this time resets the count of consecutive losses."""
 MISSING_POLLS = 2
-"""A process must be missing in this many consecutive polls: the run may end between the response of the API and
-the search for its process.
+"""A process must be missing in this many consecutive polls: the run may end between the response of the API
+and the search for its process.
 """
 _POLLS_AFTER_REFUSAL = 15
 """A run that Prefect refused to change is ignored for this many polls (half a minute)."""
@@ -169,8 +169,8 @@ class Reconciler:
             self._set_state(run_id, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
             message = (
-                f"its process was lost {seen.losses} times, {seen.consecutive_losses} in a row; the logs of the"
-                " last one say more"
+                f"its process was lost {seen.losses} times, {seen.consecutive_losses} in a row; the logs of"
+                " the last one say more"
             )
             self._set_state(run_id, "FAILED", "Failed", message)
         else:

@@ -1,4 +1,4 @@
-"""`rlhf up`, `down` and `status`: start the supervisor in the background, stop it, and describe what is running.
+"""`rlhf up`, `down` and `status`: start the supervisor in the background, stop it, and show what is running.
 
 A process is identified by its pid and start time (state.json), by an environment variable that every process
 started by `up` inherits, and by its command line. No other process receives a signal.
@@ -99,8 +99,8 @@ def up(home: Home) -> str:
     running = supervisor_of(home)
     if running is not None:
         raise InputError(
-            f"servers for {home.path} are up already (supervisor pid {running.pid}); see `rlhf status`, or `rlhf"
-            " down` first"
+            f"servers for {home.path} are up already (supervisor pid {running.pid}); see `rlhf status`, or"
+            " `rlhf down` first"
         )
     external_database_url()
     external_mlflow_uri()
@@ -189,8 +189,9 @@ def down(home: Home) -> str:
     if not runs:
         return f"stopped the servers of {home.path}"
     return (
-        f"stopped the servers of {home.path}; {len(runs)} flow run(s) were interrupted and go on if `rlhf up` is"
-        " typed within a day (later: start the deployment again, and it continues from the last checkpoint)"
+        f"stopped the servers of {home.path}; {len(runs)} flow run(s) were interrupted and go on if `rlhf up`"
+        " is typed within a day (later: start the deployment again, and it continues from the last"
+        " checkpoint)"
     )
 
 

@@ -161,6 +161,7 @@ class Supervisor:
     def run(self) -> None:
         """Run until SIGTERM. Raises StageFailed if the servers do not start."""
         self._write_state("starting")
+        problem = ""
         try:
             while not self._start_or_release_ports():
                 self._create_servers()
@@ -174,10 +175,11 @@ class Supervisor:
                     log.exception("tried again in %g s", POLL_SECONDS)
                 self._pause(POLL_SECONDS)
         except RLHFError as error:
-            self._write_state("failed", error.message)
+            problem = error.message
             raise
         finally:
-            self._write_state("stopping")
+            # Written before the servers are stopped, and kept: `rlhf up` reads the problem from this file.
+            self._write_state("failed" if problem else "stopping", problem)
             self._stop()
             self._home.prefect_profiles.unlink(missing_ok=True)
 
@@ -242,14 +244,15 @@ class Supervisor:
     def _create_mlflow_database(self) -> None:
         """Create MLflow's database in a temporary file and rename it.
 
-        MLflow's server would create it in place. If the server were killed at that time, the database would be
-        unusable.
+        MLflow's server would create it in place. If the server were killed at that time, the database would
+        be unusable.
         """
         environment = {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
         command = [*python_module("rlhf_core.tracking.database"), str(self._home.mlflow_database)]
         if self._call(command, environment, "mlflow.log") != 0:
             raise StageFailed(
-                f"MLflow's database {self._home.mlflow_database} could not be created; see {self._home.servers / 'mlflow.log'}"
+                f"MLflow's database {self._home.mlflow_database} could not be created; see"
+                f" {self._home.servers / 'mlflow.log'}"
             )
 
     def _ensure_pool(self) -> None:

@@ -3,10 +3,10 @@
 Every web page that the user opens can send requests to loopback addresses. Two rules refuse pages of other
 origins:
 
-    Host        must be a loopback address or `localhost`. In a DNS rebinding attack, the page's host name resolves to
-                127.0.0.1, and the header contains that host name.
-    Origin      must be the server's own address if it is present. Browsers send it with every request that can change
-                something, and with every WebSocket.
+    Host        must be a loopback address or `localhost`. In a DNS rebinding attack, the page's host name
+                resolves to 127.0.0.1, and the header contains that host name.
+    Origin      must be the server's own address if it is present. Browsers send it with every request that
+                can change something, and with every WebSocket.
 """
 
 from __future__ import annotations

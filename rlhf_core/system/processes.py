@@ -49,7 +49,7 @@ class ProcessId:
         return False
 
     def suspended(self) -> bool:
-        """Return whether the process is suspended by a SIGSTOP or a debugger: alive, but none of its code runs."""
+        """Return whether the process is suspended by SIGSTOP or a debugger: alive, but not executing."""
         with contextlib.suppress(psutil.Error):
             return self.alive() and psutil.Process(self.pid).status() in _SUSPENDED
         return False
@@ -132,10 +132,10 @@ def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
 
 
 def die_with_parent(signum: int) -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel send `signum` to the new process when its parent thread ends.
+    """Return a `preexec_fn`: the kernel sends `signum` to the new process when its parent thread ends.
 
-    The C function is looked up here and not after the fork: in the child of a process with threads, any lock may
-    be held by a thread that does not exist there.
+    The C function is looked up here and not after the fork: in the child of a process with threads, any lock
+    may be held by a thread that does not exist there.
     """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

@@ -33,7 +33,8 @@ _STABLE_SECONDS = 120.0
 class SupervisedProcess:
     """A child process with its log, its health check and its restarts.
 
-    No method waits for the process to start or to become healthy, so one loop can supervise several processes.
+    No method waits for the process to start or to become healthy, so that one loop can supervise several
+    processes.
     """
 
     name: str
@@ -62,7 +63,7 @@ class SupervisedProcess:
     last_check: float = field(default=0.0, init=False)
 
     def kill_if_silent(self) -> None:
-        """Run the health check and kill the process if all checks of the last `SILENT_SECONDS` have failed."""
+        """Run the health check, and kill the process if all checks of the last `SILENT_SECONDS` failed."""
         if self.process is None or self.process.poll() is not None:
             return
         healthy = self.is_healthy()

@@ -3,9 +3,10 @@
     python -m tests.chaos.servers [--times 10] [--only KIND] [--postgres] [--folder .rlhf/chaos-servers]
     [--table FILE]
 
-Each trial runs PPO of the tiny pipeline as a run of the deployment. When its first checkpoint is committed (or,
-for "still pending", as soon as a process has the run), the victims get SIGKILL. If the supervisor is a victim,
-`rlhf up` is run again; otherwise nothing is done. The result is compared with that of an undisturbed run.
+Each trial runs PPO of the tiny pipeline as a run of the deployment. When its first checkpoint is committed
+(or, for "still pending", as soon as a process has the run), the victims get SIGKILL. If the supervisor is a
+victim, `rlhf up` is run again; otherwise nothing is done. The result is compared with that of an undisturbed
+run.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Trial:
     """The last state in Prefect."""
     same: bool
     back: float
-    """Seconds from the kill until a process had the run again. 0 if it was not killed, -1 if none had it again."""
+    """Seconds from the kill until a process had the run again; 0 if it was not killed, -1 if none had it."""
     finished: float
     """Seconds from the kill to the end of the run."""
     attempts: int

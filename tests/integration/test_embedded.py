@@ -109,14 +109,15 @@ def test_database_is_not_complete_after_an_interrupted_creation(
 
 ATTACK = """
 <script>
-const api = "API", json = {"Content-Type": "application/json"}, body = JSON.stringify({name: "planted", value: "x"});
+const api = "API", json = {"Content-Type": "application/json"}, plain = {"Content-Type": "text/plain"};
+const body = JSON.stringify({name: "planted", value: "x"});
 const known = {...json, "Authorization": "Basic " + btoa("LOGIN")};
 const attempts = {
   "control: its own origin": () => fetch("/result", {method: "POST", body: "{}"}),
   "write": () => fetch(api + "/variables/", {method: "POST", headers: json, body}),
   "write with the password": () => fetch(api + "/variables/", {method: "POST", headers: known, body}),
   "write without a preflight": () => fetch(api + "/variables/", {method: "POST", mode: "no-cors", body}),
-  "write as a form": () => fetch(api + "/variables/", {method: "POST", headers: {"Content-Type": "text/plain"}, body}),
+  "write as a form": () => fetch(api + "/variables/", {method: "POST", headers: plain, body}),
   "read": () => fetch(api + "/variables/filter", {method: "POST", headers: known, body: "{}"}),
   "read the version": () => fetch(api + "/version"),
   "socket": () => new Promise((good, bad) => {
@@ -127,8 +128,10 @@ const attempts = {
 (async () => {
   const seen = {};
   for (const [name, attempt] of Object.entries(attempts)) {
-    try { const answer = await attempt(); seen[name] = answer.ok ? "done" : answer.type + " " + answer.status; }
-    catch (error) { seen[name] = "refused"; }
+    try {
+      const answer = await attempt();
+      seen[name] = answer.ok ? "done" : answer.type + " " + answer.status;
+    } catch (error) { seen[name] = "refused"; }
   }
   await fetch("/result", {method: "POST", body: JSON.stringify(seen)});
 })();

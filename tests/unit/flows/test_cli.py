@@ -1,8 +1,8 @@
 """Behaviours of the command line:
 
 - help is fast and imports nothing heavy; every command has an example
-- invalid input ends with exit code 2 and one message, a store that does not answer with 3, without a traceback
-  and before Prefect is imported
+- invalid input ends with exit code 2 and one message, an unreachable store with 3, without a traceback and
+  before Prefect is imported
 - overrides may be before and after options; an argument that is not an override is refused
 - errors, signals and interruptions have their exit codes
 """

@@ -5,8 +5,8 @@
 - a run is resumed a bounded number of times in a row and in total, then it fails with a message; a run that
   continued for some time resets the first count
 - a cancelled run is never resumed
-- a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the others
-  are still resumed
+- a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the
+  others are still resumed
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 - servers use other ports if theirs are taken during the start
 - a worker is healthy while it sends heartbeats
 - external servers are used, and no local ones are started in their place
+- the reason of a failed start is in the state file, where `rlhf up` reads it
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from flows import supervisor
+from flows.servers import ServersState
 from flows.supervisor import Supervisor
+from rlhf_core.errors import StageFailed
 from rlhf_core.system.home import Home
 
 
@@ -63,3 +66,17 @@ def test_external_servers_are_used_and_not_started(tmp_path: Path, monkeypatch: 
     assert worker["PREFECT_API_URL"] == "https://prefect.example/api"
     assert worker["MLFLOW_TRACKING_URI"] == "https://mlflow.example"
     assert "PREFECT_API_AUTH_STRING" not in worker, "the local password must not be sent to other servers"
+
+
+def test_failed_start_is_in_the_state_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Supervisor(Home.of(tmp_path))
+
+    def fail() -> None:
+        raise StageFailed("Prefect's server did not come up; see the log")
+
+    monkeypatch.setattr(own, "_start", fail)
+    with pytest.raises(StageFailed):
+        own.run()
+    state = ServersState.read(Home.of(tmp_path))
+    assert state is not None
+    assert (state.status, state.message) == ("failed", "Prefect's server did not come up; see the log")

@@ -1,8 +1,8 @@
-"""What `rlhf up` and `rlhf run` start, as they start it, and that SECURITY.md names tests that are there.
+"""The commands and settings of the servers that `rlhf up` and `rlhf run` start, and the tests in SECURITY.md.
 
-Locked here: every server is told to listen on loopback, MLflow takes requests for its own address only and
-runs no jobs, Prefect asks for a password, refuses requests of web pages from elsewhere, and keeps results as
-JSON. What really listens is measured in `tests/integration`.
+Every server listens on loopback. MLflow accepts only requests for its own address and runs no jobs. Prefect
+requires a password, refuses requests of web pages of other origins, and stores results as JSON. The sockets
+that really listen are measured in `tests/integration`. Every test that SECURITY.md names exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_core.system.loopback import OwnAddressOnly
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_every_server_is_told_to_listen_on_loopback(tmp_path: Path) -> None:
+def test_every_server_listens_on_loopback(tmp_path: Path) -> None:
     servers = Supervisor(Home.of(tmp_path)).servers
     listening = {name: server for name, server in servers.items() if name != "worker"}
     assert set(listening) == {"prefect", "mlflow"}
@@ -36,7 +36,7 @@ def test_every_server_is_told_to_listen_on_loopback(tmp_path: Path) -> None:
     assert servers["mlflow"].environment["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 
-def test_no_address_of_every_interface_is_in_the_source() -> None:
+def test_no_wildcard_address_is_in_the_source() -> None:
     files = [file for top in ("rlhf_core", "flows") for file in (ROOT / top).rglob("*.py")]
     wide = [
         file for file in files if re.search(r"""["'](0\.0\.0\.0|::)["']""", file.read_text(encoding="utf-8"))
@@ -44,18 +44,18 @@ def test_no_address_of_every_interface_is_in_the_source() -> None:
     assert wide == []
 
 
-def test_prefect_keeps_results_as_json(tmp_path: Path) -> None:
+def test_prefect_stores_results_as_json(tmp_path: Path) -> None:
     assert server_environment(tmp_path, "rlhf:x", 1)["PREFECT_RESULTS_DEFAULT_SERIALIZER"] == "json"
 
 
-def test_prefects_server_asks_for_a_password_that_only_this_user_can_read(tmp_path: Path) -> None:
+def test_prefect_requires_a_password_that_only_this_user_can_read(tmp_path: Path) -> None:
     server = Supervisor(Home.of(tmp_path)).servers["prefect"]
     file = tmp_path / "servers" / "login"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     password = file.read_text().strip()
     assert len(password) > 30
     assert server.environment["PREFECT_SERVER_API_AUTH_STRING"] == password
-    assert password not in " ".join(server.command), "everybody sees command lines"
+    assert password not in " ".join(server.command), "all users can see command lines"
     assert Supervisor(Home.of(tmp_path)).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] == password
     file.chmod(0o644)
     assert Supervisor(Home.of(tmp_path)).servers["prefect"].environment["PREFECT_API_AUTH_STRING"] != password
@@ -105,11 +105,11 @@ def test_requests_of_other_origins_do_not_reach_the_server(title: str, kind: str
         assert sent[0].get("status", sent[0].get("code")) == {"http": 403, "websocket": 1008}[kind]
 
 
-def test_every_promise_names_tests_that_are_there() -> None:
+def test_every_guarantee_names_existing_tests() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    promises = [line for line in text.splitlines() if line.startswith("| **")]
-    assert len(promises) >= 15
-    for promise in promises:
-        named = re.findall(r"`(tests/[\w/]+\.py)`", promise.rsplit("|", 2)[1])
-        assert named, promise
+    guarantees = [line for line in text.splitlines() if line.startswith("| **")]
+    assert len(guarantees) >= 15
+    for guarantee in guarantees:
+        named = re.findall(r"`(tests/[\w/]+\.py)`", guarantee.rsplit("|", 2)[1])
+        assert named, guarantee
         assert [name for name in named if not (ROOT / name).is_file()] == []
