@@ -64,7 +64,7 @@ class PlacementPlan:
     groups: tuple[Group, ...]
     engines: int
     tensor_parallel: int
-    together: bool
+    colocated: bool
     """True where engines use the devices of the training ranks (`colocate: all`)."""
 
     @property
@@ -85,16 +85,16 @@ class PlacementPlan:
     def devices(self) -> int:
         """GPUs needed at the same time."""
         engines = self.engines * self.tensor_parallel
-        return max(self.ranks, engines) if self.together else self.ranks + engines
+        return max(self.ranks, engines) if self.colocated else self.ranks + engines
 
     @property
     def gpus_per_rank(self) -> float:
-        """Ray's share of a GPU for one training rank; trainers and engines that are together take turns."""
-        return 0.5 if self.together else 1
+        """Ray's share of a GPU for one training rank; colocated trainers and engines take turns."""
+        return 0.5 if self.colocated else 1
 
     @property
     def gpus_per_engine(self) -> float:
-        return 0.5 * self.tensor_parallel if self.together else self.tensor_parallel
+        return 0.5 * self.tensor_parallel if self.colocated else self.tensor_parallel
 
     def describe(self) -> str:
         """`2 policy + reference, 2 critic + reward model, 4 engines = 8`"""
@@ -102,7 +102,9 @@ class PlacementPlan:
         if self.tensor_parallel > 1:
             engines += f" ({self.tensor_parallel} GPUs each)"
         parts = ", ".join([*(f"{group.ranks} {group.words}" for group in self.groups), engines])
-        return f"{parts}, on the same GPUs = {self.devices}" if self.together else f"{parts} = {self.devices}"
+        return (
+            f"{parts}, on the same GPUs = {self.devices}" if self.colocated else f"{parts} = {self.devices}"
+        )
 
 
 def plan(ppo: PPOConfig) -> PlacementPlan:

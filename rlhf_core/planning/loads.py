@@ -118,7 +118,7 @@ def _training(
 def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> Iterator[DeviceLoad]:
     placement, engine = place(config.ppo), config.ppo.engine
     serving = engine_memory(shape, engine, device, config.model.head_dtype).bytes
-    shared = placement.together and not device.is_cpu
+    shared = placement.colocated and not device.is_cpu
     for group in placement.groups:
         models = ppo_models(config, shape, group, kind)
         beside = serving if shared else NOTHING

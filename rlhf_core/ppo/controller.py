@@ -1,14 +1,14 @@
-"""The PPO controller: one driver, everything else is called.
+"""The PPO controller: one process that calls all others.
 
     prompts -> rollout -> score -> advantages -> update -> sync -> log -> checkpoint
                engines    policy,                policy    policy
                           reference,             critic    -> engines
                           critic, reward         (both at once)
 
-Consumes the prompts of the data artifact; produces `metrics.jsonl`, sample tables, checkpoints and, at the
-end, the policy. Waits for every engine and rank as long as it moves (`rlhf_core.system.heartbeat`); a dead engine is
-replaced on the way. A step's engines hold the weights of the step before: with synchronous steps the policy
-version of every rollout is the number of steps done.
+Consumes the prompts of the data artifact; produces `metrics.jsonl`, tables of samples, checkpoints and, at the
+end, the policy. Waits for engines and ranks as long as they send heartbeats (`rlhf_core.system.heartbeat`); dead
+engines are replaced. The steps are synchronous: the engines hold the weights that the previous step produced, so
+the policy version of every rollout is the number of completed steps.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from pathlib import Path
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
+from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.ppo.experience import Experience, make_experience, shaped_scores
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.journal import RolloutJournal
-from rlhf_core.ppo.rollouts import Collector, RolloutBatch
-from rlhf_core.ppo.samples import FloatArray
-from rlhf_core.ppo.scatter import Spread
-from rlhf_core.ppo.step_checks import StepGuards
+from rlhf_core.ppo.loss_step import FloatArray
+from rlhf_core.ppo.rollouts import Collector, RolloutBatch, RolloutCache
+from rlhf_core.ppo.rpc import Pending
+from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import Updater
+from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -45,7 +46,18 @@ Metrics = dict[str, float]
 
 
 class PPOController:
-    """Runs the loop over a started `Fleet`."""
+    """Runs the PPO loop with a started `Fleet`.
+
+    Args:
+        config: The whole configuration.
+        fleet: All other processes.
+        prompts: All prompts of the training split.
+        decode: Converts token ids of a response to text.
+        composer: Combines the sources of rewards.
+        context: Of the stage.
+        demonstrations: For the pretraining loss.
+        cpu_seconds: Returns the CPU time of all processes so far. If given, it is measured in each phase.
+    """
 
     def __init__(
         self,
@@ -59,9 +71,6 @@ class PPOController:
         demonstrations: Sequence[SFTExample] = (),
         cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
-        """`demonstrations`: for the pretraining loss. `cpu_seconds`: CPU time of all processes so far; given,
-        each phase's share is measured too.
-        """
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
@@ -69,126 +78,132 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        self._journal = RolloutJournal(context.rollout_cache or context.scratch, prompts)
+        self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts)
         self._updater = Updater(ppo, fleet, seed, demonstrations)
-        kl = self._ppo.kl
-        self._kl: FixedKL | AdaptiveKL = (
-            FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, self._ppo.kl_horizon)
-        )
+        self._kl: FixedKL | AdaptiveKL
+        if ppo.kl.target is None:
+            self._kl = FixedKL(ppo.kl.coef)
+        else:
+            self._kl = AdaptiveKL(ppo.kl.coef, ppo.kl.target, ppo.kl_horizon)
         self._metrics_file = context.output / "metrics.jsonl"
-        self._clocked: Metrics = {}
-        """Of the step in hand: what clocks said. It is shown, but is no part of the artifact, whose digest
-        must be the same wherever and however fast it is made.
+        self._timings: Metrics = {}
+        """Metrics of the current step that were measured with clocks. They are logged, but are not part of the
+        artifact, whose digest must not depend on the speed of the machine.
         """
         self._scores: dict[int, float] = {}
-        """Scores of the checkpoints by step. A score is known after the checkpoint's policy has sampled the
-        next step.
+        """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled the
+        rollouts of the next step.
         """
-        self._guards = StepGuards(ppo, lambda: context.checkpoints.best(self._scores))
-        self.done = 0
-        """Steps finished: the policy version."""
-        self._last: Sequence[PromptAndResponse] = []
+        self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
+        self._last_sequences: Sequence[PromptAndResponse] = []
         """Prompts and responses of the last step."""
-        self._restorable = 0
-        """Step that another attempt would continue after."""
+        self.completed_steps = 0
+        """This is also the policy version."""
+        self._last_checkpoint_step = 0
+        """Step after which another attempt would continue."""
 
     # -- the loop --
 
     def run(self) -> None:
-        """To the last step, from the last checkpoint if there is one. Asked to stop, it leaves after the step
-        in hand.
+        """Run all steps, from the last checkpoint if there is one. A stop request takes effect after the current
+        step.
         """
         self._restore()
         self.sync()
         stop = self._context.stop
         with stop.deferred():
-            while self.done < self._ppo.steps:
+            while self.completed_steps < self._ppo.steps:
                 metrics = self.iterate()
                 self._log(metrics)
-                if self.done == self._ppo.steps:
+                if self.completed_steps == self._ppo.steps:
                     break
-                if self.done % self._ppo.checkpoint_every == 0 or stop.asked:
+                if self.completed_steps % self._ppo.checkpoint_every == 0 or stop.asked:
                     self._checkpoint()
                 if stop.asked:
-                    log.info("asked to stop: leaving after step %d", self.done)
+                    log.info("asked to stop: leaving after step %d", self.completed_steps)
                     stop.leave()
 
     def iterate(self) -> Metrics:
-        """One PPO step; returns its metrics."""
+        """Make one PPO step and return its metrics."""
         started = time.monotonic()
-        step = self.done + 1
-        self._clocked = {}
+        step = self.completed_steps + 1
+        self._timings = {}
         with self._timed("rollout"):
             batch = self.collect()
         failpoint("ppo.after_rollout")
-        self._last = batch.sequences
+        self._last_sequences = batch.sequences
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        self._note_score(experience.metrics)
+        self._record_score(experience.metrics)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
-        self.done = step
+        self.completed_steps = step
         with self._timed("sync"):
             version = self.sync()
         failpoint("ppo.after_sync")
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
-        if not batch.kept:
+        if not batch.from_cache:
             tokens = sum(len(r.response_ids) for r in batch.rollouts)
-            self._clocked["rollout/tokens_per_s"] = tokens / self._clocked["timing/rollout"]
-        self._clocked["timing/step"] = time.monotonic() - started
-        self._clocked["sync/share"] = self._clocked["timing/sync"] / self._clocked["timing/step"]
+            self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
+        self._timings["timing/step"] = time.monotonic() - started
+        self._timings["sync/share"] = self._timings["timing/sync"] / self._timings["timing/step"]
         return {
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
             **update,
             "sync/version": float(version),
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,
-            **self._clocked,
+            **self._timings,
         }
 
     # -- steps of the loop --
 
     def collect(self) -> RolloutBatch:
-        """The next step's rollouts; those of an earlier attempt, if it left the same step."""
-        step, resumable = self.done + 1, self.done == self._restorable
-        if resumable and (kept := self._journal.read(step)) is not None:
-            log.info(
-                "step %d: training on the %d rollouts that an earlier attempt left", step, len(kept.rollouts)
-            )
-            return kept
-        batch = self._collector.collect(step, self.done)
-        if resumable:
-            self._journal.write(step, batch)
+        """Return the rollouts of the next step. An earlier attempt may have sampled them."""
+        step = self.completed_steps + 1
+        # In other steps, an attempt that continues from the checkpoint has other weights.
+        follows_checkpoint = self.completed_steps == self._last_checkpoint_step
+        if follows_checkpoint:
+            cached = self._rollout_cache.read(step)
+            if cached is not None:
+                count = len(cached.rollouts)
+                log.info("step %d: using the %d rollouts that an earlier attempt sampled", step, count)
+                return cached
+        batch = self._collector.collect(step, self.completed_steps)
+        if follows_checkpoint:
+            self._rollout_cache.write(step, batch)
         return batch
 
     def score(self, batch: RolloutBatch) -> Experience:
-        """All models at once, then the rules, then experience."""
-        return self._fleet.insist(lambda: self._score(batch), "the scoring")
+        """Compute the numbers of all models, the rewards, and the experience."""
+        return self._fleet.retry_after_restart(lambda: self._score(batch), "the scoring")
 
     def _score(self, batch: RolloutBatch) -> Experience:
         fleet, ppo, sequences = self._fleet, self._ppo, batch.sequences
-        old = Spread(fleet, ppo, "policy", "logprobs", sequences, ("policy",), (True,))
-        ref = Spread(fleet, ppo, "reference", "logprobs", sequences, ("reference",), (False,))
-        values = Spread(fleet, ppo, "critic", "values", sequences) if ppo.uses_critic else None
+        # All models work at the same time: each call is started before the first one is waited for.
+        old = fleet.logprobs("policy", sequences, with_entropy=True)
+        ref = fleet.logprobs("reference", sequences, with_entropy=False)
+        values = fleet.values(sequences) if ppo.uses_critic else None
         if batch.rewards is None:
-            scores = self._collector.start_scores(batch).gather() if "reward" in fleet.groups else None
+            scores = fleet.scores(sequences).gather(list) if "reward" in fleet.groups else None
             batch.rewards = self._collector.rewards(batch, scores)
         experience = make_experience(
             batch.rollouts,
-            old_logprobs=old.gather(lambda answer: answer.logprobs),
-            ref_logprobs=ref.gather(lambda answer: answer.logprobs),
-            values=None if values is None else values.gather(),
-            entropy=old.gather(lambda answer: answer.entropy),
+            old_logprobs=old.gather(lambda result: result.logprobs),
+            ref_logprobs=ref.gather(lambda result: result.logprobs),
+            values=None if values is None else values.gather(list),
+            entropy=old.gather(lambda result: result.entropy),
             scores=batch.rewards.total,
             ppo=ppo,
             kl_coef=self._kl.coef,
         )
-        experience.metrics.update(self._of_rewards(batch, batch.rewards, experience.metrics["objective/kl"]))
+        kl = experience.metrics["objective/kl"]
+        experience.metrics.update(self._reward_metrics(batch, batch.rewards, kl))
         return experience
 
-    def _of_rewards(self, batch: RolloutBatch, rewards: RewardBatch, kl: float) -> Metrics:
+    def _reward_metrics(self, batch: RolloutBatch, rewards: RewardBatch, kl: float) -> Metrics:
         ppo = self._ppo
         metrics = {f"rewards/{name}": value for name, value in rewards.metrics().items()}
         clipped = clipped_share(ppo.rewards, rewards.by_source, ppo.score_clip)
@@ -198,46 +213,50 @@ class PPOController:
             metrics["rollout/replaced_prompts"] = float(batch.replaced)
             if batch.scores_before is not None:
                 metrics["objective/scores_before_filtering"] = batch.scores_before
-        plain = weighted_sum(
+        # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over the
+        # batch, and the KL counts with the configured coefficient wherever it is paid.
+        scores = weighted_sum(
             ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False
         )
-        metrics["objective/net_score"] = (
-            shaped_scores(batch.rollouts, plain, ppo).nanmean().item() - ppo.kl.coef * kl
-        )
+        mean_score = shaped_scores(batch.rollouts, scores, ppo).nanmean().item()
+        metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl
         return metrics
 
-    def _note_score(self, metrics: Metrics) -> None:
-        """Store the score of the previous checkpoint. The rollouts of a step are sampled by the policy of
-        that checkpoint.
-        """
+    def _record_score(self, metrics: Metrics) -> None:
+        """Store the score of the last checkpoint, if its policy sampled the rollouts of this step."""
         score = metrics.get("objective/net_score", math.nan)
-        if self.done > 0 and self.done == self._restorable and math.isfinite(score):
-            self._scores[self.done] = score
+        if (
+            self.completed_steps > 0
+            and self.completed_steps == self._last_checkpoint_step
+            and math.isfinite(score)
+        ):
+            self._scores[self.completed_steps] = score
 
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
-        """Update and KL controller; {} where the step is skipped. The batch of a step with numbers that are
-        not finite is kept for reading, also where it ends the run.
+        """Update the models and the KL controller, and return the metrics; {} if the step is skipped.
+
+        If numbers are not finite, the batch is logged as a table, also where this ends the run.
         """
         update: Metrics = {}
-        everything = len(batch.rollouts)
+        responses = len(batch.rollouts)
         try:
-            if self._guards.usable(experience.metrics, everything, step):
-                self._guards.check(experience.metrics, step)
+            if self._checks.is_finite(experience.metrics, responses, step):
+                self._checks.verify(experience.metrics, step)
                 with self._timed("training"):
                     update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
-                if step > self._ppo.warmup_steps:  # before, no coefficient could move the KL
-                    self._kl.update(experience.metrics["objective/kl"], everything)
+                if step > self._ppo.warmup_steps:  # before, the policy and its KL do not change
+                    self._kl.update(experience.metrics["objective/kl"], responses)
         except NonFiniteError:
-            self._log_samples(batch, experience, "skipped", step, everything)
+            self._log_samples(batch, experience, "skipped", step, responses)
             raise
         if not update or any(name.endswith("/non_finite_steps") for name in update):
-            self._log_samples(batch, experience, "skipped", step, everything)
+            self._log_samples(batch, experience, "skipped", step, responses)
         return update
 
     def sync(self) -> int:
-        """Weights of `done` into all engines; the version that they acknowledged."""
-        report = self._fleet.sync(self.done)
-        self._clocked |= {
+        """Send the weights to all engines and return the version that they acknowledged."""
+        report = self._fleet.sync(self.completed_steps)
+        self._timings |= {
             "sync/bytes": float(report.bytes),
             "sync/seconds": report.seconds,
             "sync/gb_per_s": report.bytes / 1e9 / report.seconds,
@@ -253,23 +272,22 @@ class PPOController:
             kept = {
                 name: value
                 for name, value in metrics.items()
-                if name not in self._clocked
+                if name not in self._timings
                 and not name.startswith("guards/")
                 and name != "rollout/logprob_gap_alarm"
             }
-            file.write(json.dumps({"step": self.done, **kept}) + "\n")
-        self._context.metrics.log_metrics(metrics, self.done)
-        # What is not finite is not among the metrics of a step that was skipped.
-        shown = {
-            short: metrics[name]
-            for short, name in (("score", "objective/scores"), ("kl", "objective/kl"))
-            if name in metrics
-        }
-        self._context.progress("ppo", self.done, self._ppo.steps, "steps", **shown)
+            file.write(json.dumps({"step": self.completed_steps, **kept}) + "\n")
+        self._context.metrics.log_metrics(metrics, self.completed_steps)
+        shown = {}
+        for short_name, name in (("score", "objective/scores"), ("kl", "objective/kl")):
+            if name in metrics:  # a skipped step has no metrics that are not finite
+                shown[short_name] = metrics[name]
+        self._context.progress("ppo", self.completed_steps, self._ppo.steps, "steps", **shown)
 
     def _log_samples(
-        self, batch: RolloutBatch, experience: Experience, kind: str, step: int, most: int = 16
+        self, batch: RolloutBatch, experience: Experience, kind: str, step: int, limit: int = 16
     ) -> None:
+        """Log the first `limit` responses as the table `<kind>/step_<step>`."""
         rows = [
             {
                 "step": step,
@@ -281,7 +299,7 @@ class PPOController:
                 "finished": r.finished,
             }
             for r, p, score, kl in zip(
-                batch.rollouts[:most],
+                batch.rollouts[:limit],
                 batch.prompts,
                 experience.scores_B.tolist(),
                 experience.kl_B.tolist(),
@@ -291,29 +309,26 @@ class PPOController:
         self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:
-        """Save policy, critic, KL controller and the metrics so far in one folder."""
-        started = time.monotonic()
-        folder = self._context.scratch / f"checkpoint-{self.done:08d}"
-        sizes = [self._fleet.groups[role].submit("checkpoint_bytes", role)[0] for role in self._trained]
-        self._context.checkpoints.prepare(
-            self.done, folder, sum(self._fleet.wait(sizes, "the checkpoint's size"))
-        )
-        saving = []
-        for role in self._trained:
-            saving += self._fleet.groups[role].submit("save_checkpoint", role, str(folder / role))
-        self._fleet.wait(saving, "the checkpoint")
-        shutil.copy(self._metrics_file, folder / "metrics.jsonl")
-        state = {
-            "done": self.done,
-            "kl": self._kl.state_dict(),
-            "scores": {str(step): score for step, score in self._scores.items()},
-            **self._guards.state_dict(),
-        }
-        (folder / "controller.json").write_text(json.dumps(state))
-        self._context.metrics.flush()
-        self._context.checkpoints.save(self.done, folder, known=self._scores)
-        self._context.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, self.done)
-        self._restorable = self.done
+        """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
+        fleet, work, step = self._fleet, self._context.scratch, self.completed_steps
+        sizes = [
+            fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
+        ]
+        size = sum(fleet.wait(sizes, "the checkpoint's size"))
+        with new_checkpoint(self._context, work, step, size, known=self._scores) as folder:
+            saving: list[Pending[None]] = []
+            for role in self._trained:
+                saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
+            fleet.wait(saving, "the checkpoint")
+            shutil.copy(self._metrics_file, folder / "metrics.jsonl")
+            state = {
+                "done": step,
+                "kl": self._kl.state_dict(),
+                "scores": {str(step): score for step, score in self._scores.items()},
+                **self._checks.state_dict(),
+            }
+            (folder / "controller.json").write_text(json.dumps(state))
+        self._last_checkpoint_step = step
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:
@@ -321,38 +336,40 @@ class PPOController:
         if latest is None:
             return
         _, folder = latest
-        loading = []
+        loading: list[Pending[None]] = []
         for role in self._trained:
             scratch = self._context.scratch / f"converted-{role}"
-            loading += self._fleet.groups[role].submit(
-                "load_checkpoint", role, str(folder / role), str(scratch)
+            loading += self._fleet.groups[role].call(
+                ModelWorker.load_checkpoint, role, str(folder / role), str(scratch)
             )
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
-        self.done = self._restorable = int(state["done"])
-        self._guards.load_state_dict(state)
+        self.completed_steps = self._last_checkpoint_step = int(state["done"])
+        self._checks.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
         self._scores = {int(step): float(score) for step, score in state["scores"].items()}
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
-        log.info("ppo continues after step %d", self.done)
+        log.info("ppo continues after step %d", self.completed_steps)
 
     def save_policy(self, folder: Path, *, average: bool = False) -> None:
-        """The policy, or the moving average of its weights, in Hugging Face layout."""
-        saving = self._fleet.groups["policy"].submit("save_model", "policy", str(folder), average)
+        """Save the policy, or the moving average of its weights, in Hugging Face layout."""
+        saving = self._fleet.groups["policy"].call(
+            ModelWorker.save_model, "policy", str(folder), average=average
+        )
         self._fleet.wait(saving, "the policy to be saved")
 
-    def trained_logprobs(self, count: int) -> tuple[Sequence[PromptAndResponse], list[FloatArray]]:
-        """Return the first responses of the last step and their log-probabilities with the current weights,
-        (T,) each.
-        """
-        sequences = self._last[:count]
-        answers = Spread(self._fleet, self._ppo, "policy", "logprobs", sequences, ("policy",), (False,))
-        return sequences, answers.gather(lambda answer: answer.logprobs)
-
     def save_adapter(self, folder: Path, base: str) -> None:
-        """The policy's adapter; `base` names the model it belongs to."""
-        saving = self._fleet.groups["policy"].submit("save_adapter", "policy", str(folder), base)
+        """Save the policy's adapter. `base` names the model that it belongs to."""
+        saving = self._fleet.groups["policy"].call(ModelWorker.save_adapter, "policy", str(folder), base)
         self._fleet.wait(saving, "the adapter to be saved")
+
+    def trained_logprobs(self, count: int) -> tuple[Sequence[PromptAndResponse], list[FloatArray]]:
+        """Return the first `count` responses of the last step and their log-probabilities with the current
+        weights, (T,) each.
+        """
+        sequences = self._last_sequences[:count]
+        logprobs = self._fleet.logprobs("policy", sequences, with_entropy=False)
+        return sequences, logprobs.gather(lambda result: result.logprobs)
 
     @property
     def _trained(self) -> tuple[Role, ...]:
@@ -364,6 +381,6 @@ class PPOController:
         before = cpu() if cpu is not None else 0.0
         started = time.monotonic()
         yield
-        self._clocked[f"timing/{name}"] = time.monotonic() - started
+        self._timings[f"timing/{name}"] = time.monotonic() - started
         if cpu is not None:
-            self._clocked[f"cpu/{name}"] = cpu() - before
+            self._timings[f"cpu/{name}"] = cpu() - before

@@ -1,73 +1,87 @@
-"""A vLLM engine as a Ray actor, and the client through which policy rank 0 drives the engines' weight
-updates.
-"""
+"""A vLLM engine as a Ray actor, and the client through which policy rank 0 updates the weights of all engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WorkerStuck
-from rlhf_core.ppo.records import ParticipantSpec, Usage
-from rlhf_core.ppo.rpc import Actor, called, fetch
-from rlhf_core.ppo.worker import process_usage
+from rlhf_core.ppo.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, rpc
+from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.wire import Acknowledgement
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class EngineActor(Actor):
-    """`index`: 0 .. engines - 1. `load` is separate, so that its errors arrive as they are."""
+    """Engine number `index`. `load` is not part of the constructor, so that its errors keep their class."""
 
     def __init__(
         self,
         participant: ParticipantSpec,
         index: int,
+        config_json: str,
         model: str,
-        engine_json: str,
         device: str,
-        max_model_len: int,
-        seed: int,
         backend: str,
-        adapter_rank: int | None,
-        head_dtype: str,
     ) -> None:
+        """Remember the settings.
+
+        Args:
+            participant: Registration with the heartbeat monitor.
+            index: 0 .. engines - 1.
+            config_json: The whole configuration.
+            model: Folder of the model in Hugging Face layout.
+            device: "cpu" or "cuda".
+            backend: Of the weight sync: "gloo", "nccl" or "ipc".
+        """
         super().__init__(participant)
         self._index = index
-        self._config = EngineConfig.model_validate_json(engine_json)
+        self._config = PipelineConfig.model_validate_json(config_json)
         self._model = Path(model)
-        self._options: dict[str, Any] = {
-            "device": device,
-            "max_model_len": max_model_len,
-            "seed": seed,
-            "weight_transfer": backend,
-            "adapter_rank": adapter_rank,
-            "head_dtype": head_dtype,
-        }
+        self._device = device
+        self._backend = backend
         self._version = -1
+        """Policy version that was acknowledged last; -1 before the first sync."""
         self._adapter_config: dict[str, Any] | None = None
 
-    @called("start")
+    @rpc("start")
     def load(self) -> None:
-        """Start the engine; two tokens, so that the first rollout does not pay for lazy initialisation."""
+        """Start the engine."""
         from rlhf_core.engines.vllm import Engine
 
-        self._engine = Engine(self._model, self._config, **self._options)
+        config = self._config
+        lora = config.ppo.lora if config.ppo.syncs_adapter else None
+        self._engine = Engine(
+            self._model,
+            config.ppo.engine,
+            device=self._device,
+            max_model_len=config.max_sequence_tokens,
+            seed=derive_seed(config.run.seed, "ppo", "engine"),
+            weight_transfer=self._backend,
+            adapter_rank=None if lora is None else lora.r,
+            head_dtype=config.model.head_dtype,
+        )
+        # Two tokens now, so that lazy initialization does not slow down the first rollout.
         prompt = PromptExample("warm-up", "", (0,))
         self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
 
-    @called()
+    @rpc()
     def generate(
         self,
         prompts: Sequence[PromptExample],
+        *,
         n: int,
         max_new_tokens: int,
         temperature: float,
         seeds: Sequence[int],
     ) -> list[Rollout]:
-        """See `Engine.generate`; stamped with the version that was acknowledged last."""
+        """Sample `n` responses to each prompt with the weights of the last sync. See `Engine.generate`."""
         failpoint("engine.generate")
         return self._engine.generate(
             prompts,
@@ -79,44 +93,51 @@ class EngineActor(Actor):
             adapter=None if self._adapter_config is None else self._version + 1,
         )
 
-    @called("start")
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], place: int) -> None:
-        """`place`: among the engines that receive, which some may have left."""
-        # Engines' ranks follow the sender's, each with as many as it has workers.
+    # -- weight sync --
+
+    @rpc("start")
+    def init_weight_transfer_engine(self, init_info: dict[str, Any], position: int) -> None:
+        """Connect to the sender. `position` is the place of this engine among those that receive."""
+        # Each worker of an engine has a rank of its own. The first rank of an engine follows from its position
+        # and not from its index, because engines that were given up have no ranks.
         offset = init_info.get("rank_offset")
         if offset is not None:
-            init_info = {**init_info, "rank_offset": offset + place * self._config.tensor_parallel}
+            workers_before = position * self._config.ppo.engine.tensor_parallel
+            init_info = {**init_info, "rank_offset": offset + workers_before}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
 
-    @called("sync")
+    @rpc("sync")
     def expect_adapter(self, config: dict[str, Any]) -> None:
-        """What is sent is an adapter; `config` as PEFT describes it."""
+        """Announce that the updates contain an adapter and not the whole model. `config` is PEFT's."""
         self._adapter_config = config
 
-    @called("sync")
+    @rpc("sync")
     def start_weight_update(self) -> None:
+        """Prepare the model for new weights."""
         self._engine.llm.start_weight_update()
 
-    @called("sync")
+    @rpc("sync")
     def update_weights(self, update_info: Any) -> None:
+        """Receive the weights."""
         failpoint("engine.receive")
         self._engine.llm.update_weights({"update_info": update_info})
 
-    @called("sync")
+    @rpc("sync")
     def finish_weight_update(self, weight_version: str | None) -> None:
+        """Use the received weights."""
         llm = self._engine.llm
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
             return
-        # Finishing throws all adapters out of the engine; the version counts once the new one is in. Numbers
-        # start at 1.
+        # This removes all adapters from the engine, so the version must be set after the new one is loaded.
         llm.finish_weight_update()
+        # vLLM numbers adapters from 1, policy versions start at 0.
         llm.collective_rpc("load_adapter", args=(int(str(weight_version)) + 1, self._adapter_config))
         llm.update_weight_version(weight_version)
 
-    @called("sync")
+    @rpc("sync")
     def acknowledge(self) -> Acknowledgement:
-        """The version and what arrived; an engine of several workers must have the same on all."""
+        """Return the version and the checksums of what arrived. All workers of an engine must agree."""
         version = int(self._engine.llm.get_weight_version())
         received: list[dict[str, str]] = self._engine.llm.collective_rpc("received_checksums")
         merged = dict(received[0])
@@ -125,49 +146,46 @@ class EngineActor(Actor):
         self._version = version
         return Acknowledgement(self._index, version, merged)
 
-    @called()
-    def usage(self) -> Usage:
-        return process_usage()
-
 
 class RayEngineClient:
-    """`weight_sync.sender.EngineClient` over actor handles; every call waits for all engines, at most
-    `timeout` seconds.
-    """
+    """A `weight_sync.sender.EngineClient`. Each call waits for all engines, for at most `timeout` seconds."""
 
-    def __init__(self, engines: list[Any], timeout: float) -> None:
+    def __init__(self, engines: Sequence[RemoteActor[EngineActor]], timeout: float) -> None:
         self._engines = engines
         self._timeout = timeout
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._each(method, [args for _ in self._engines])
-
-    def _each(self, method: str, args_by_place: list[tuple[Any, ...]]) -> list[Any]:
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        # vLLM's trainer engines wrap the dict in a request object.
+        info: dict[str, Any] = getattr(init_info, "init_info", init_info)
         calls = [
-            getattr(engine, method).remote(*args)
-            for engine, args in zip(self._engines, args_by_place, strict=True)
+            engine.call(EngineActor.init_weight_transfer_engine, info, position)
+            for position, engine in enumerate(self._engines)
         ]
+        self._wait(calls, "init_weight_transfer_engine")
+
+    def expect_adapter(self, config: dict[str, Any]) -> None:
+        self._call_all(EngineActor.expect_adapter, config)
+
+    def start_weight_update(self) -> None:
+        self._call_all(EngineActor.start_weight_update)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call_all(EngineActor.update_weights, getattr(update_info, "update_info", update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call_all(EngineActor.finish_weight_update, weight_version)
+
+    def acknowledge(self) -> list[Acknowledgement]:
+        return self._call_all(EngineActor.acknowledge)
+
+    def _call_all(
+        self, method: Callable[Concatenate[EngineActor, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        calls = [engine.call(method, *args, **kwargs) for engine in self._engines]
+        return self._wait(calls, method.__name__)
+
+    def _wait(self, calls: list[Pending[R]], name: str) -> list[R]:
         try:
             return fetch(calls, self._timeout)
         except TimeoutError as error:
-            raise WorkerStuck(f"the engines did not answer {method} within {self._timeout:g} s") from error
-
-    def init_weight_transfer_engine(self, init_info: Any) -> None:
-        # vLLM's trainer engines wrap the dict in a request object.
-        info = getattr(init_info, "init_info", init_info)
-        self._each("init_weight_transfer_engine", [(info, place) for place in range(len(self._engines))])
-
-    def expect_adapter(self, config: dict[str, Any]) -> None:
-        self._all("expect_adapter", config)
-
-    def start_weight_update(self) -> None:
-        self._all("start_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        self._all("update_weights", getattr(update_info, "update_info", update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all("finish_weight_update", weight_version)
-
-    def acknowledge(self) -> list[Acknowledgement]:
-        return self._all("acknowledge")
+            raise WorkerStuck(f"the engines did not answer {name} within {self._timeout:g} s") from error

@@ -1,183 +1,216 @@
-"""The engines of a fleet: asked, and replaced when they die or are stuck.
+"""The engines of a fleet. Engines that die or stall are replaced.
 
-    ask ---> answers of those that gave one; the others are dead now: killed, if they were only stuck
-    bury --> dead are those that are gone or stuck
-    restart  the dead are started again; what they hold is stale until the next completed sync
+                                         +----------- mark_dead -----------+
+                                         |                                 v
+    start --> stale -- confirm_weights --> serving ---- mark_dead ----> dead
+                ^                                                         |
+                +------------------------ restart ------------------------+
 
-What each may go through is in `cluster.health`. Waits for an engine as long as it moves.
+Only a serving engine gets requests: one that was restarted holds old weights until the next complete sync. Each
+engine has a number of restarts, which starts again with each answer. An engine without restarts left is given
+up, and the stage fails if fewer engines than `ppo.engine.min_count` remain.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
-from rlhf_core.ppo.health import Health
-from rlhf_core.ppo.rpc import LOOK_SECONDS, Calls, fetch, gone
+from rlhf_core.ppo.engine_actor import EngineActor
+from rlhf_core.ppo.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, dead_actors, fetch, ready
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R")
 
-class Engines:
-    """By index, 0 .. count - 1."""
 
-    def __init__(self, start: Callable[[int, int], Any], config: EngineConfig, calls: Calls) -> None:
-        """`start(index, before)`: a handle to a new actor, after so many others of this index."""
-        self._start = start
-        self._calls = calls
-        self._names = [f"engine {index}" for index in range(config.count)]
-        self.health = Health(self._names, max_restarts=config.max_restarts, floor=config.needed)
-        self._started = Counter(range(config.count))
-        self._handles = {index: start(index, 0) for index in range(config.count)}
+@dataclass
+class _Engine:
+    index: int
+    actor: RemoteActor[EngineActor]
+    state: Literal["stale", "serving", "dead"] = "stale"
+    starts: int = 1
+    restarts: int = 0
+    """Since its last answer."""
+    given_up: bool = False
 
     @property
-    def handles(self) -> list[Any]:
-        """Of those that are not given up, in order."""
-        return list(self._handles.values())
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+
+class EnginePool:
+    """Engines 0 .. `config.count` - 1.
+
+    Args:
+        start: `start(index, starts)` returns a new actor for an engine that was started `starts` times before.
+        config: Section `ppo.engine`.
+        client: Waits for the engines.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, int], RemoteActor[EngineActor]],
+        config: EngineConfig,
+        client: ActorClient,
+    ) -> None:
+        self._start = start
+        self._config = config
+        self._client = client
+        self._engines = [_Engine(index, start(index, 0)) for index in range(config.count)]
+
+    @property
+    def actors(self) -> list[RemoteActor[EngineActor]]:
+        """Of all engines that are not given up, in order."""
+        return [engine.actor for engine in self._engines if not engine.given_up]
 
     @property
     def serving(self) -> list[int]:
-        """Indices of those that hold confirmed weights."""
-        return [index for index, name in enumerate(self._names) if self.health[name] == "healthy"]
+        """Indices of the engines that hold confirmed weights."""
+        return [engine.index for engine in self._engines if engine.state == "serving"]
 
-    def synced(self) -> None:
-        """A sync into all of them has completed."""
-        for index in self._handles:
-            self.health.note(self._names[index], "synced")
+    def actor(self, index: int) -> RemoteActor[EngineActor]:
+        """Return the present actor of an engine."""
+        return self._engines[index].actor
 
-    def ask(self, method: str, arguments: Mapping[int, Sequence[Any]], what: str) -> dict[int, Any]:
-        """`method` on those engines, all at once. Who is missing in the answers is dead. Raises what they
-        raise, and WorkerDied where too few are left.
+    def confirm_weights(self) -> None:
+        """Let all engines serve after a complete sync."""
+        for engine in self._engines:
+            if not engine.given_up:
+                engine.state = "serving"
+
+    def collect(self, pending: Mapping[int, Pending[R]], what: str) -> dict[int, R]:
+        """Wait for calls of engines, and return the results of those that answered, by index.
+
+        An engine that dies, stalls or never begins is marked dead and has no result. Raises the error of an
+        engine, and WorkerDied if too few engines remain.
         """
-        import ray
+        remaining = dict(pending)
+        results: dict[int, R] = {}
+        suspended: set[int] = set()
+        last_progress = time.monotonic()
+        while remaining:
+            ended = ready(list(remaining.values()), POLL_SECONDS)
+            for index, has_ended in zip(list(remaining), ended, strict=True):
+                if has_ended:
+                    call = remaining.pop(index)
+                    try:
+                        (results[index],) = fetch([call], POLL_SECONDS)
+                        self._engines[index].restarts = 0
+                    except (WorkerDied, OutOfMemory) as error:
+                        self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
+            if any(ended) or self._client.monitor.busy():
+                last_progress = time.monotonic()
+            # The monitor does not see an engine as stalled if the call never reached it.
+            waited = time.monotonic() - last_progress
+            never_began = waited > self._client.start_seconds
+            for index in list(remaining):
+                engine = self._engines[index]
+                if never_began:
+                    self._mark_dead(engine, f"{what} did not begin within {waited:.0f} s")
+                    del remaining[index]
+                elif self._is_stalled(engine, what, suspended):
+                    del remaining[index]
+        return results
 
-        calls = {
-            index: getattr(self._handles[index], method).remote(*args) for index, args in arguments.items()
-        }
-        answers: dict[int, Any] = {}
-        moved = time.monotonic()
-        limits = self._calls.timeouts
-        while calls:
-            ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=LOOK_SECONDS)
-            for index in [index for index, reference in calls.items() if reference in ready]:
-                try:
-                    (answers[index],) = fetch([calls.pop(index)], LOOK_SECONDS)
-                    self.health.note(self._names[index], "answered")
-                except (WorkerDied, OutOfMemory) as error:
-                    self._bury(index, f"while {what} was waited for: {error.message}")
-            if ready or self._calls.monitor.busy():
-                moved = time.monotonic()
-            # One that does not even begin has no part that could be late: its call was lost.
-            lost = time.monotonic() - moved > max(limits.start, limits.stall)
-            for index in list(calls):
-                if lost:
-                    self._bury(index, f"{what} did not begin within {time.monotonic() - moved:.0f} s")
-                if lost or self._stuck(index, what):
-                    del calls[index]
-        return answers
+    def mark_dead(self, reason: str, *, after_error: bool) -> list[int]:
+        """Mark all engines dead that died or stalled, and return their indices.
 
-    def bury(self, reason: str, *, failed: bool) -> list[int]:
-        """Those that are gone or stuck. `failed`: something did, so that those also count that are suspended, or
-        that only Ray knows to be gone.
-        """
-        lost = [
-            index for index in self._handles if self._alive(index) and self._is_lost(index, failed=failed)
-        ]
-        for index in lost:
-            self._bury(index, reason)
-        return lost
-
-    def bury_all(self, reason: str) -> None:
-        """All that are not dead yet."""
-        for index in [index for index in self._handles if self._alive(index)]:
-            self._bury(index, reason)
-
-    def restart(self) -> bool:
-        """Start the dead ones again, as far as they have restarts left; the others are given up. False: none
-        was dead.
+        `after_error`: a call has failed. Then suspended engines count too, and those that only Ray reports.
         """
         dead = [
-            index
-            for index, name in enumerate(self._names)
-            if self.health[name] == "dead" and index in self._handles
+            engine
+            for engine in self._engines
+            if engine.state != "dead" and self._is_unhealthy(engine, after_error=after_error)
         ]
-        pending = list(dead)
-        while pending:
-            for index in list(pending):
-                if not self.health.may_restart(self._names[index]):
-                    log.error(
-                        "engine %d is given up; the run goes on with %s", index, self.health.remaining()
-                    )
-                    del self._handles[index]
-                    pending.remove(index)
+        for engine in dead:
+            self._mark_dead(engine, reason)
+        return [engine.index for engine in dead]
+
+    def mark_all_dead(self, reason: str) -> None:
+        """Mark every engine dead."""
+        for engine in self._engines:
+            if engine.state != "dead":
+                self._mark_dead(engine, reason)
+
+    def restart(self) -> None:
+        """Restart the dead engines. Engines without restarts left are given up."""
+        dead = [engine for engine in self._engines if engine.state == "dead" and not engine.given_up]
+        while dead:
+            for engine in dead:
+                if not self._can_restart(engine):
+                    engine.given_up = True
+                    names = [other.name for other in self._remaining()]
+                    log.error("%s has no restarts left; the run continues with %s", engine.name, names)
                     continue
-                self.health.note(self._names[index], "restart")
-                self._handles[index] = self._start(index, self._started[index])
-                self._started[index] += 1
-            pending = [index for index in pending if not self._loaded(index)]
-        return bool(dead)
+                engine.actor = self._start(engine.index, engine.starts)
+                engine.state = "stale"
+                engine.starts += 1
+                engine.restarts += 1
+            # Those that did not load are dead again.
+            dead = [engine for engine in dead if not engine.given_up and not self._load(engine)]
 
     # -- one engine --
 
-    def _loaded(self, index: int) -> bool:
-        handle = self._handles[index]
+    def _load(self, engine: _Engine) -> bool:
+        """Return whether a restarted engine has loaded its model."""
         try:
-            self._calls.wait([handle.load.remote()], f"engine {index} to be started again")
+            self._client.wait([engine.actor.call(EngineActor.load)], f"{engine.name} to be restarted")
         except InfrastructureError as error:
-            if not self._is_lost(index, failed=True):
+            if not self._is_unhealthy(engine, after_error=True):
                 raise
-            self._bury(index, error.message)
+            self._mark_dead(engine, error.message)
             return False
-        self.health.note(self._names[index], "loaded")
-        log.info("engine %d is started again, time %d", index, self._started[index] - 1)
+        log.info("%s has been restarted, restart %d", engine.name, engine.starts - 1)
         return True
 
-    def _alive(self, index: int) -> bool:
-        return self.health[self._names[index]] != "dead"
+    def _can_restart(self, engine: _Engine) -> bool:
+        return engine.restarts < self._config.max_restarts
 
-    def _stuck(self, index: int, what: str) -> bool:
-        """Whether an engine that was asked has to be buried; a suspended one is suspect until its limit has
-        passed.
-        """
-        participant = self._calls.monitor.participant(self._names[index])
-        if participant is not None and participant.stalled:
-            self._bury(
-                index,
-                f"{participant.describe()}, while {what} was waited for; stacks: {self._calls.monitor.folder}",
-            )
+    def _remaining(self) -> list[_Engine]:
+        """Return the engines that live or can be restarted."""
+        return [engine for engine in self._engines if engine.state != "dead" or self._can_restart(engine)]
+
+    def _is_stalled(self, engine: _Engine, what: str, suspended: set[int]) -> bool:
+        """Mark the engine dead if it is stalled. A suspended engine is only logged until its limit has passed."""
+        monitor = self._client.monitor
+        participant = monitor.participant(engine.name)
+        if participant is None:
+            return False
+        if participant.stalled:
+            reason = f"{participant.describe()}, while waiting for {what}; stacks: {monitor.folder}"
+            self._mark_dead(engine, reason)
             return True
-        if (
-            participant is not None
-            and participant.state == "suspended"
-            and self.health[self._names[index]] == "healthy"
-        ):
-            self.health.note(self._names[index], "silent")
-            log.warning("%s; it is waited for until %g s", participant.describe(), participant.stall_after)
+        if participant.state == "suspended" and engine.index not in suspended:
+            suspended.add(engine.index)
+            log.warning("%s; the timeout is %g s", participant.describe(), participant.stall_after)
         return False
 
-    def _is_lost(self, index: int, *, failed: bool) -> bool:
-        participant = self._calls.monitor.participant(self._names[index])
-        if participant is not None and (
-            participant.state == "dead"
-            or participant.stalled
-            or (failed and participant.state == "suspended")
-        ):
-            return True
-        return failed and bool(gone([self._handles[index]]))
+    def _is_unhealthy(self, engine: _Engine, *, after_error: bool) -> bool:
+        participant = self._client.monitor.participant(engine.name)
+        if participant is not None:
+            if participant.state == "dead" or participant.stalled:
+                return True
+            if after_error and participant.state == "suspended":
+                return True
+        return after_error and bool(dead_actors([engine.actor]))
 
-    def _bury(self, index: int, reason: str) -> None:
+    def _mark_dead(self, engine: _Engine, reason: str) -> None:
+        """Kill what is left of an engine. Raises WorkerDied if too few engines remain."""
         import ray
 
-        name = self._names[index]
-        log.warning("%s is lost: %s", name, reason)
-        ray.kill(self._handles[index])
-        self._calls.monitor.kill([name])
-        try:
-            self.health.note(name, "died")
-        except WorkerDied as error:
-            raise WorkerDied(f"{error.message}; at last: {reason}") from error
+        log.warning("%s is lost: %s", engine.name, reason)
+        ray.kill(engine.actor.handle)
+        self._client.monitor.kill([engine.name])  # Ray's kill does not reach a suspended process
+        engine.state = "dead"
+        remaining = len(self._remaining())
+        if remaining < self._config.needed:
+            raise WorkerDied(
+                f"{engine.name} is lost after {engine.restarts} restarts: {remaining} of {len(self._engines)}"
+                f" remain, {self._config.needed} are needed; at last: {reason}"
+            )

@@ -1,8 +1,9 @@
-"""Ray: starts the processes of a placement plan, and ends them.
+"""The processes of PPO: starts them on Ray by a placement plan, calls them, replaces what can be replaced, ends
+them.
 
-Workers that train keep to their group: where one dies or is stuck, the attempt fails and the next continues
-from the checkpoint. What holds nothing that is not held elsewhere is replaced: a group of frozen models
-(reward, reference), which is then asked again, and engines, which serve again after a completed sync.
+A group with a model that trains is not replaced: if one of its ranks dies or stalls, the attempt fails, and the
+next one continues from the checkpoint. Processes without state of their own are replaced: a group of frozen
+models (reward, reference), whose call is then repeated, and engines, which serve again after a complete sync.
 """
 
 from __future__ import annotations
@@ -13,29 +14,37 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import log_layout
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.ppo.dispatch import reassign
-from rlhf_core.ppo.engine_pool import Engines
-from rlhf_core.ppo.placement_groups import reserve
-from rlhf_core.ppo.records import ParticipantSpec, Usage
-from rlhf_core.ppo.rpc import Calls, gone
-from rlhf_core.seeds import derive_seed
+from rlhf_core.models.packing import plan_ranks
+from rlhf_core.ppo.engine_actor import EngineActor
+from rlhf_core.ppo.engine_pool import EnginePool
+from rlhf_core.ppo.loss_step import FloatArray
+from rlhf_core.ppo.placement import reserve_bundles
+from rlhf_core.ppo.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage, dead_actors
+from rlhf_core.ppo.worker import LogprobResult, ModelWorker
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
+from rlhf_core.types import PromptAndResponse
 from rlhf_core.weight_sync.sender import SyncReport
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 FROZEN_RESTARTS = 3
-"""How often a group of frozen models is started again for one call."""
+"""Maximum number of restarts of frozen models for one call."""
+
+
+# -- calls of all ranks of a group --
 
 
 @dataclass(frozen=True)
@@ -43,26 +52,86 @@ class WorkerGroup:
     """The actors of one group, by rank."""
 
     group: Group
-    actors: tuple[Any, ...]
+    workers: tuple[RemoteActor[ModelWorker], ...]
 
     @property
     def ranks(self) -> int:
-        return len(self.actors)
+        return len(self.workers)
 
-    def submit(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every rank; returns Ray's references."""
-        return [getattr(actor, method).remote(*args) for actor in self.actors]
+    def call(
+        self, method: Callable[Concatenate[ModelWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[Pending[R]]:
+        """Start `method` with the same arguments on every rank."""
+        return [worker.call(method, *args, **kwargs) for worker in self.workers]
 
-    def submit_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Each rank its own arguments."""
-        return [
-            getattr(actor, method).remote(*args)
-            for actor, args in zip(self.actors, args_by_rank, strict=True)
-        ]
+
+@dataclass(frozen=True)
+class RankShare:
+    """The sequences that one rank computes."""
+
+    indices: list[int]
+    """Into the list of all ranks."""
+    sequences: list[PromptAndResponse]
+    micro_batches: list[list[int]]
+    """Indices into `sequences`."""
+
+
+def scatter(
+    sequences: Sequence[PromptAndResponse], ranks: int, micro_batch_tokens: int, *, pack: bool
+) -> list[RankShare]:
+    """Distribute sequences over ranks in micro-batches (see `models.packing.plan_ranks`)."""
+    lengths = [len(prompt) + len(response) for prompt, response in sequences]
+    shares = []
+    for micro_batches in plan_ranks(lengths, ranks, micro_batch_tokens, pack=pack):
+        indices = [i for micro_batch in micro_batches for i in micro_batch]
+        shares.append(RankShare(indices, [sequences[i] for i in indices], reindex(micro_batches)))
+    return shares
+
+
+def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
+    """Return indices into the concatenation of the micro-batches, where the first element has index `start`."""
+    indices = []
+    for micro_batch in micro_batches:
+        indices.append(list(range(start, start + len(micro_batch))))
+        start += len(micro_batch)
+    return indices
+
+
+class ScatterGather(Generic[R]):
+    """A call that runs on all ranks of a group, each with its own share of the sequences."""
+
+    def __init__(self, fleet: Fleet, what: str, shares: list[RankShare], pending: list[Pending[R]]) -> None:
+        self._fleet = fleet
+        self._what = what
+        self._shares = shares
+        self._pending = pending
+
+    def gather(self, pick: Callable[[R], Sequence[T]]) -> list[T]:
+        """Wait for all ranks, and return one value per sequence in the original order.
+
+        `pick` selects the values from the result of a rank, in the order of its sequences.
+        """
+        by_index: dict[int, T] = {}
+        results = self._fleet.wait(self._pending, self._what)
+        for share, result in zip(self._shares, results, strict=True):
+            by_index.update(zip(share.indices, pick(result), strict=True))
+        return [by_index[i] for i in range(len(by_index))]
+
+
+# -- fleet --
 
 
 class Fleet:
-    """All worker groups and engines of one PPO stage. Use as a context manager: leaving it ends them all."""
+    """All worker groups and engines of one PPO stage. Leaving the context manager ends them.
+
+    Args:
+        config: The whole configuration.
+        plan: Processes to start.
+        device: "cpu" or "cuda".
+        folders: The model that each role starts from. The engines start from the policy's.
+        pad_id: Padding token.
+        monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+    """
 
     def __init__(
         self,
@@ -73,9 +142,6 @@ class Fleet:
         pad_id: int,
         monitor: Monitor | None = None,
     ) -> None:
-        """`folders`: the model each role starts from; the policy's is also the engines'. `monitor`: the
-        stage's, entered; None: one's own.
-        """
         self._config = config
         self._plan = plan
         self._device = device
@@ -84,19 +150,21 @@ class Fleet:
         self._timeouts = config.run.timeouts
         self._local = not os.environ.get("RAY_ADDRESS")
         self._given_monitor = monitor
-        self._connected: list[Any] = []
-        self._started: Counter[str] = Counter()
-        """How often each group was started."""
+        self._resources = ExitStack()
+        self._connected: list[RemoteActor[EngineActor]] = []
+        """Engines to which the policy is connected for weight sync."""
+        self._starts: Counter[str] = Counter()
+        """Starts of each group."""
         self.groups: dict[Role, WorkerGroup] = {}
-        self.engines: Engines
+        self.engines: EnginePool
         self.packs = True
-        """Whether rows are packed: every loaded model supports it and the configuration allows it."""
+        """Whether rows are packed. All loaded models must support it, and the configuration must allow it."""
 
     def __enter__(self) -> Fleet:
-        self._monitor = self._given_monitor or Monitor().__enter__()
-        # This process moves as long as Ray answers it; what it does between calls has bounds of its own.
+        self._monitor = self._given_monitor or self._resources.enter_context(Monitor())
+        # Never stalled: each wait for Ray has a timeout of its own, and so has the work between waits.
         register(self._monitor.folder, "controller", math.inf)
-        self._calls = Calls(self._monitor, self._timeouts)
+        self._client = ActorClient(self._monitor, self._timeouts)
         try:
             heartbeat("start Ray", self._timeouts.start)
             self._start_ray()
@@ -111,13 +179,12 @@ class Fleet:
 
         heartbeat("end", self._timeouts.start)
         if error is not None:
-            # Some may be suspended, and Ray's daemons wait for nobody whom they cannot ask.
+            # First, because a suspended actor does not react to Ray's daemons, which would wait for it.
             self._monitor.kill()
         ray.shutdown()
         self._monitor.kill()
         unregister()
-        if self._given_monitor is None:
-            self._monitor.__exit__()
+        self._resources.close()
 
     # -- start --
 
@@ -125,18 +192,18 @@ class Fleet:
         import ray
         from ray.job_config import JobConfig
 
-        # Ray would replace a worker's environment by its own guess of thread counts.
+        # Otherwise Ray replaces a worker's environment by its own thread counts.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's monitor serves metrics to the whole network. With an invalid port it only logs that it cannot.
+        # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.
         os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-        # Otherwise Ray puts the working folder first on its workers' search path, and would import a
+        # Otherwise Ray puts the working folder first on the search path of its workers, which would import a
         # `queue.py` from there.
         job = JobConfig(_client_job=True)
         if not self._local:
             ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
             return
-        # Ray's own choice is a token in a file that everybody on this host can read.
+        # Ray's default is a token in a file that every user of this host can read.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray.init(
             num_cpus=max(os.cpu_count() or 1, self._plan.processes + 1),
@@ -149,100 +216,89 @@ class Fleet:
         )
 
     def _start_actors(self) -> None:
-        self._slots = reserve(self._plan, gpus=self._device == "cuda", wait=self.wait)
+        self._placement = reserve_bundles(self._plan, gpus=self._device == "cuda", wait=self.wait)
         log.info("ppo runs as %s", self._plan.describe())
-        self.engines = Engines(self._start_engine, self._config.ppo.engine, self._calls)
+        self.engines = EnginePool(self._start_engine, self._config.ppo.engine, self._client)
         for group in self._plan.groups:
             self._start_group(group)
-        if self._slots.together:
-            self.usage()  # from here on trainers are idle, and no time to start runs for them
-            # While an engine measures the device, it takes what others allocate for its own.
-            self._load(engines=self.engines.handles)
+        if self._placement.colocated:
+            self.usage()  # returns once all have started: a trainer that waits for the engines is then idle
+            # The engines first: while one measures its device, it counts the memory of others as its own.
+            self._load(engines=self.engines.actors)
             self._load(self.distinct_groups)
         else:
-            self._load(self.distinct_groups, self.engines.handles)
+            self._load(self.distinct_groups, self.engines.actors)
 
     def _start_group(self, group: Group) -> WorkerGroup:
         import ray
 
-        from rlhf_core.ppo.worker import ModelWorker
-
-        before = self._started[group.name]
-        self._started[group.name] += 1
+        starts_before = self._starts[group.name]
+        self._starts[group.name] += 1
         config_json = self._config.model_dump_json(by_alias=True)
         folders = {role: self._folders[role] for role in group.roles}
-        actors = [
-            ray.remote(ModelWorker)
-            # The name of a dead one is free a moment later.
-            .options(
-                name=f"{group.name}-{rank}.{before}",
-                max_concurrency=1,
-                runtime_env={"env_vars": self._environment()["worker"]},
-                **self._slots.rank(group, rank),
+        workers = []
+        for rank in range(group.ranks):
+            options = {
+                # Numbered, because the name of a dead actor is only free after a moment.
+                "name": f"{group.name}-{rank}.{starts_before}",
+                "max_concurrency": 1,
+                "runtime_env": {"env_vars": self._environment()["worker"]},
+                **self._placement.rank_options(group, rank),
+            }
+            participant = self._participant(_rank_name(group, rank))
+            handle = (
+                ray.remote(ModelWorker)
+                .options(**options)
+                .remote(participant, config_json, group.roles, folders, self._pad_id)
             )
-            .remote(
-                self._participant(_rank_name(group, rank)), config_json, group.roles, folders, self._pad_id
-            )
-            for rank in range(group.ranks)
-        ]
-        started = WorkerGroup(group, tuple(actors))
+            workers.append(RemoteActor[ModelWorker](handle))
+        started = WorkerGroup(group, tuple(workers))
         self.groups.update(dict.fromkeys(group.roles, started))
         return started
 
-    def _start_engine(self, index: int, before: int) -> Any:
+    def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
         import ray
 
-        from rlhf_core.ppo.engine_actor import EngineActor
-
-        lora = self._config.ppo.lora if self._config.ppo.syncs_adapter else None
-        return (
+        options = {
+            "name": f"engine-{index}.{starts_before}",
+            "max_concurrency": 1,
+            "runtime_env": {"env_vars": self._environment()["engine"]},
+            **self._placement.engine_options(index),
+        }
+        config_json = self._config.model_dump_json(by_alias=True)
+        participant = self._participant(f"engine {index}")
+        model = self._folders["policy"]
+        return RemoteActor(
             ray.remote(EngineActor)
-            .options(
-                name=f"engine-{index}.{before}",
-                max_concurrency=1,
-                runtime_env={"env_vars": self._environment()["engine"]},
-                **self._slots.engine(index),
-            )
-            .remote(
-                self._participant(f"engine {index}"),
-                index,
-                self._folders["policy"],
-                self._config.ppo.engine.model_dump_json(),
-                self._device,
-                self._config.max_sequence_tokens,
-                derive_seed(self._config.run.seed, "ppo", "engine"),
-                self.sync_backend,
-                None if lora is None else lora.r,
-                self._config.model.head_dtype,
-            )
+            .options(**options)
+            .remote(participant, index, config_json, model, self._device, self.sync_backend)
         )
 
     def _participant(self, name: str) -> ParticipantSpec:
         return ParticipantSpec(name, self._monitor.folder.resolve(), self._timeouts)
 
-    def _load(self, groups: Sequence[WorkerGroup] = (), engines: Sequence[Any] = ()) -> None:
-        loading: list[Any] = []
-        for worker_group in groups:
-            address, port = self.wait(
-                [worker_group.actors[0].listen.remote(self._local)], f"{worker_group.group.name} to start"
-            )[0]
-            loading += worker_group.submit_each(
-                "load",
-                [
-                    (rank, worker_group.ranks, address, port, self._device)
-                    for rank in range(worker_group.ranks)
-                ],
-            )
-        ranks = len(loading)
-        loading += [engine.load.remote() for engine in engines]
-        self.packs &= all(self.wait(loading, "all models to load")[:ranks])
+    def _load(
+        self, groups: Sequence[WorkerGroup] = (), engines: Sequence[RemoteActor[EngineActor]] = ()
+    ) -> None:
+        """Load the models of these groups and engines, and agree on the layout of rows."""
+        loading: list[Pending[bool]] = []
+        for group in groups:
+            first = group.workers[0].call(ModelWorker.listen, self._local)
+            address, port = self.wait([first], f"{group.group.name} to start")[0]
+            for rank, worker in enumerate(group.workers):
+                loading.append(worker.call(ModelWorker.load, rank, group.ranks, address, port, self._device))
+        starting = [engine.call(EngineActor.load) for engine in engines]
+        supported = self.wait([*loading, *starting], "all models to load")[: len(loading)]
+        self.packs &= all(supported)
         if groups and self._config.ppo.pack is not False:
             log_layout(self.packs, "the policy, the reward model or the critic", "ppo.pack")
-        layouts = [call for group in groups for call in group.submit("choose_layout", self.packs)]
+        layouts = [call for group in groups for call in group.call(ModelWorker.choose_layout, self.packs)]
         self.wait(layouts, "all ranks to choose the layout of rows")
 
     def _environment(self) -> dict[str, dict[str, str]]:
-        """Thread counts: trainers share the cores among themselves, engines too; the two take turns."""
+        """Return the environment of workers and engines: the cores are shared by the trainers, and also by the
+        engines, because trainers and engines never compute at the same time.
+        """
         if self._device == "cuda":
             return {"worker": {}, "engine": {}}
         threads = self._config.run.threads or len(os.sched_getaffinity(0))
@@ -256,14 +312,104 @@ class Fleet:
 
     @property
     def distinct_groups(self) -> list[WorkerGroup]:
-        """Each group once, though it serves several roles."""
+        """Each group once, although it serves several roles."""
         return list({group.group.name: group for group in self.groups.values()}.values())
 
+    def wait(self, pending: Sequence[Pending[R]], what: str) -> list[R]:
+        """Return results in order; see `ActorClient.wait`."""
+        return self._client.wait(pending, what)
+
     def usage(self) -> list[Usage]:
-        """Of every worker and engine."""
-        calls = [actor.usage.remote() for group in self.distinct_groups for actor in group.actors]
-        calls += [engine.usage.remote() for engine in self.engines.handles]
-        return self.wait(calls, "usage")
+        """Return the resources used by each worker and engine."""
+        workers = [worker for group in self.distinct_groups for worker in group.workers]
+        actors: list[RemoteActor[Actor]] = [*workers, *self.engines.actors]
+        return self.wait([actor.call(Actor.usage) for actor in actors], "usage")
+
+    def logprobs(
+        self,
+        role: Literal["policy", "reference"],
+        sequences: Sequence[PromptAndResponse],
+        *,
+        with_entropy: bool,
+    ) -> ScatterGather[LogprobResult]:
+        """Start `ModelWorker.logprobs` on the ranks of `role`."""
+        group, shares = self._scatter(role, sequences)
+        pending = [
+            worker.call(
+                ModelWorker.logprobs, role, share.sequences, share.micro_batches, with_entropy=with_entropy
+            )
+            for worker, share in zip(group.workers, shares, strict=True)
+        ]
+        return ScatterGather(self, f"{role}.logprobs", shares, pending)
+
+    def values(self, sequences: Sequence[PromptAndResponse]) -> ScatterGather[list[FloatArray]]:
+        """Start `ModelWorker.values` on the ranks of the critic."""
+        group, shares = self._scatter("critic", sequences)
+        pending = [
+            worker.call(ModelWorker.values, share.sequences, share.micro_batches)
+            for worker, share in zip(group.workers, shares, strict=True)
+        ]
+        return ScatterGather(self, "critic.values", shares, pending)
+
+    def scores(self, sequences: Sequence[PromptAndResponse]) -> ScatterGather[list[float]]:
+        """Start `ModelWorker.scores` on the ranks of the reward model."""
+        group, shares = self._scatter("reward", sequences)
+        pending = [
+            worker.call(ModelWorker.scores, share.sequences, share.micro_batches)
+            for worker, share in zip(group.workers, shares, strict=True)
+        ]
+        return ScatterGather(self, "reward.scores", shares, pending)
+
+    def _scatter(
+        self, role: Role, sequences: Sequence[PromptAndResponse]
+    ) -> tuple[WorkerGroup, list[RankShare]]:
+        group = self.groups[role]
+        return group, scatter(sequences, group.ranks, self._config.ppo.micro_batch_tokens, pack=self.packs)
+
+    # -- frozen models --
+
+    def retry_after_restart(self, call: Callable[[], T], what: str) -> T:
+        """Return what `call` returns; repeat it after a restart of frozen models that died or stalled.
+
+        The error of `call` is raised if no process is unhealthy, if one of the unhealthy groups trains, or after
+        `FROZEN_RESTARTS` restarts.
+        """
+        for restarts_left in reversed(range(FROZEN_RESTARTS + 1)):
+            try:
+                return call()
+            except InfrastructureError as error:
+                unhealthy = self._unhealthy_groups()
+                if not restarts_left or not unhealthy or any(_trains(group) for group in unhealthy):
+                    raise
+                for group in unhealthy:
+                    log.warning("%s is restarted, and %s is repeated: %s", group.name, what, error)
+                    self._kill(self.groups[group.roles[0]])
+                self._load([self._start_group(group) for group in unhealthy])
+        raise AssertionError("the last round raises or returns")
+
+    def _unhealthy_groups(self) -> list[Group]:
+        """Return the groups with a rank that is dead, suspended or stalled, after a call has failed."""
+        names = {participant.name for participant in self._monitor.unhealthy()}
+        dead: list[RemoteActor[Actor]] = []
+        if not names:
+            # Ray also knows of the deaths on other hosts.
+            dead = dead_actors([worker for workers in self.distinct_groups for worker in workers.workers])
+        unhealthy = []
+        for workers in self.distinct_groups:
+            for rank, worker in enumerate(workers.workers):
+                if _rank_name(workers.group, rank) in names or worker in dead:
+                    unhealthy.append(workers.group)
+                    break
+        return unhealthy
+
+    def _kill(self, workers: WorkerGroup) -> None:
+        import ray
+
+        for worker in workers.workers:
+            ray.kill(worker.handle)
+        self._monitor.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
+
+    # -- weight sync --
 
     @property
     def sync_backend(self) -> str:
@@ -275,113 +421,39 @@ class Fleet:
             return "gloo"
         return "ipc" if self._config.ppo.colocate == "all" else "nccl"
 
-    def wait(self, references: list[Any], what: str) -> list[Any]:
-        """Results in order; see `Calls.wait`."""
-        return self._calls.wait(references, what)
-
-    # -- frozen models --
-
-    def insist(self, ask: Callable[[], T], what: str) -> T:
-        """What `ask` returns, asked again after a group of frozen models was lost and started anew;
-        `FROZEN_RESTARTS` times at most. Raises what `ask` raises where that is not the reason, or is not all
-        that was lost.
-        """
-        for left in reversed(range(FROZEN_RESTARTS + 1)):
-            try:
-                return ask()
-            except InfrastructureError as error:
-                lost = self._lost_groups()
-                if not left or not lost or any(_trains(group) for group in lost):
-                    raise
-                for group in lost:
-                    log.warning(
-                        "%s is lost and started again; %s is asked for anew: %s", group.name, what, error
-                    )
-                    self._end(self.groups[group.roles[0]])
-                self._load([self._start_group(group) for group in lost])
-        raise AssertionError("the last round raises or returns")
-
-    def _lost_groups(self) -> list[Group]:
-        """Those with a rank that is gone, suspended or late; after a call has failed."""
-        lost = {participant.name for participant in self._monitor.unhealthy()}
-        dead = [] if lost else gone([actor for workers in self.distinct_groups for actor in workers.actors])
-        return [
-            workers.group
-            for workers in self.distinct_groups
-            if any(
-                _rank_name(workers.group, rank) in lost or a in dead for rank, a in enumerate(workers.actors)
-            )
-        ]
-
-    def _end(self, workers: WorkerGroup) -> None:
-        import ray
-
-        for actor in workers.actors:
-            ray.kill(actor)
-        self._monitor.kill([_rank_name(workers.group, rank) for rank in range(workers.ranks)])
-
-    # -- engines --
-
     def sync(self, version: int) -> SyncReport:
-        """Weights of policy `version` into all engines, acknowledged. Those that died before or on the way
-        are replaced.
+        """Send the weights of policy `version` to all engines, which acknowledge them.
+
+        Engines that died before or that die during the sync are replaced.
         """
         what = f"the weight sync of version {version}"
-        self.engines.bury(f"before {what}", failed=False)
+        self.engines.mark_dead(f"before {what}", after_error=False)
         while True:
             self.engines.restart()
             try:
                 self._connect()
-                report: SyncReport = self.wait(self.groups["policy"].submit("send_weights", version), what)[0]
+                sending = self.groups["policy"].call(ModelWorker.send_weights, version)
+                report = self.wait(sending, what)[0]
             except InfrastructureError as error:
-                if not self.engines.bury(error.message, failed=True):
+                if not self.engines.mark_dead(error.message, after_error=True):
                     raise
-                # The others hold parts of two versions, in the middle of an update that nobody can take back.
-                self.engines.bury_all(f"{what} broke")
+                # The other engines are in the middle of the update, with weights of two versions.
+                self.engines.mark_all_dead(f"{what} broke")
                 continue
-            self.engines.synced()
+            self.engines.confirm_weights()
+            assert report is not None, "rank 0 returns the report"
             return report
 
-    def rollouts(
-        self,
-        shares: list[list[int]],
-        arguments: Callable[[list[int]], tuple[Any, ...]],
-        version: int,
-        what: str,
-    ) -> dict[int, list[Any]]:
-        """`EngineActor.generate` on each share of prompts; the rollouts of each prompt, by its index.
-
-        What a lost engine was asked is asked again in one piece, of the engine that replaces it, so that it
-        comes out the same; where none does, of the others. `arguments` of a share carry its own seeds.
-        """
-        found: dict[int, list[Any]] = {}
-        asked = {index: share for index, share in zip(self.engines.serving, shares, strict=True) if share}
-        while asked:
-            answers = self.engines.ask(
-                "generate", {index: arguments(share) for index, share in asked.items()}, what
-            )
-            for index, rollouts in answers.items():
-                share = asked.pop(index)
-                samples = len(rollouts) // len(share)
-                found |= {
-                    i: rollouts[place * samples : (place + 1) * samples] for place, i in enumerate(share)
-                }
-            if asked:
-                self.sync(version)
-                asked = reassign(asked, self.engines.serving)
-        return found
-
     def _connect(self) -> None:
-        """The policy's ranks and the engines there are, for weight sync; nothing if these are connected
-        already.
-        """
-        engines, policy = self.engines.handles, self.groups["policy"]
+        """Connect the policy to the present engines, unless it is connected to them."""
+        engines, policy = self.engines.actors, self.groups["policy"]
         if engines == self._connected:
             return
-        address = self.wait([policy.actors[0].address.remote(self._local)], "the policy's address")[0]
+        first = policy.workers[0].call(ModelWorker.address, self._local)
+        address = self.wait([first], "the policy's address")[0]
         receivers = len(engines) * self._config.ppo.engine.tensor_parallel
         self.wait(
-            policy.submit("connect_engines", self.sync_backend, address, engines, receivers),
+            policy.call(ModelWorker.connect_engines, self.sync_backend, address, engines, receivers),
             "policy and engines to connect for weight sync",
         )
         self._connected = engines

@@ -39,7 +39,7 @@ def alarm(name: str, text: str) -> None:
     log.warning("%s", text, extra={"guard": name})
 
 
-class Alarms:
+class Guards:
     """The guards with their counters, which are stored in the checkpoint."""
 
     def __init__(self, ppo: PPOConfig) -> None:

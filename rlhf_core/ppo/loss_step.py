@@ -12,17 +12,54 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
-from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One response with all the update needs."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    old_logprobs: FloatArray
+    """(T,) by the policy before the update."""
+    advantages: FloatArray
+    """(T,) whitened if configured."""
+    ref_logprobs: FloatArray
+    """(T,) by the reference."""
+    returns: FloatArray
+    """(T,) from unwhitened advantages."""
+    old_values: FloatArray
+    """(T,) by the critic before the update."""
+    weights: FloatArray
+    """(T,) importance weights for the gap between engine and trainer; ones if none."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What one rank does in one optimizer step."""
+
+    micro_batches: list[list[int]]
+    """Indices into the rank's samples; the same count on every rank, so some may be empty."""
+    denominator: float
+    """Tokens or sequences of the WHOLE step, over all ranks (see `losses.step_denominator`)."""
+    ptx_micro_batches: list[list[int]] = field(default_factory=list)
+    """Indices into the rank's demonstrations, cut the same way; empty without a pretraining loss."""
+    ptx_targets: int = 0
+    """Target tokens among the demonstrations of the whole step."""
 
 
 def update_policy(

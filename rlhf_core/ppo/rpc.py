@@ -1,50 +1,81 @@
-"""Calls of actors: what an actor does before and after each, and how the driver waits for them.
+"""Typed calls of Ray actors, with timeouts.
 
-    driver                                    actor
-    ------                                    -----
-    handle.method.remote(...)        ->       says what it is doing (`rlhf_core.system.heartbeat`), works, is idle again
-    wait: looks once a second        <-       a result, or an error of ours: bug, data or infrastructure is decided where
-          who is stuck, who is gone           it was raised, since only there its class is known for certain
+    controller                                     actor
+    ----------                                     -----
+    worker.call(ModelWorker.values, ...)      ->   `rpc`: sends a heartbeat (`rlhf_core.system.heartbeat`), runs
+                                                   the method, becomes idle
+    ActorClient.wait: polls once per second   <-   a result, or an error of the project, which the actor itself has
+                                                   classified, because only there its original class is known
 
-Nothing waits for ever: a part that does not move within its limit is blamed, whoever waits and for whatever.
+Every wait ends: a participant without progress beyond its limit is reported as an error, no matter which wait
+is affected by it.
 """
 
 from __future__ import annotations
 
 import functools
+import resource
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied, classified
-from rlhf_core.ppo.records import ParticipantSpec
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+A_co = TypeVar("A_co", bound="Actor", covariant=True)
 
 
-class Actor:
-    """Base of our actors: a part of the stage, whose methods are marked with `called`."""
-
-    def __init__(self, participant: ParticipantSpec) -> None:
-        self.participant = participant
-        register(participant.folder, participant.name, participant.timeouts.stall)
-        heartbeat("start", participant.timeouts.start)
+# -- in the actor --
 
 
-def called(limit: Literal["start", "stall", "sync"] = "stall") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For an actor's methods. `limit`: the field of `run.timeouts` that bounds its first movement."""
+@dataclass(frozen=True)
+class ParticipantSpec:
+    """How an actor registers with the heartbeat monitor."""
+
+    name: str
+    """`critic+reward rank 0`, `engine 1`."""
+    folder: Path
+    """See `rlhf_core.system.heartbeat`."""
+    timeouts: TimeoutsConfig
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources used by one process since it started."""
+
+    cpu_seconds: float
+    peak_bytes: int
+    """Largest resident set size."""
+
+
+def process_usage() -> Usage:
+    """Return CPU seconds and peak memory of this process."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(own.ru_utime + own.ru_stime, own.ru_maxrss * 1024)
+
+
+def rpc(timeout: Literal["start", "stall", "sync"] = "stall") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a method of an `Actor` that other processes call.
+
+    Args:
+        timeout: The field of `run.timeouts` after which the call counts as stalled if the method sends no
+            heartbeat of its own.
+    """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             actor: Any = args[0]
             participant: ParticipantSpec = actor.participant
-            heartbeat(method.__name__, getattr(participant.timeouts, limit))
+            heartbeat(method.__name__, getattr(participant.timeouts, timeout))
             try:
                 return method(*args, **kwargs)
             except Exception as error:
@@ -57,15 +88,61 @@ def called(limit: Literal["start", "stall", "sync"] = "stall") -> Callable[[Call
     return wrap
 
 
-def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
-    """Results in order. Errors of actors as they were raised; a dead actor is a WorkerDied. Raises
-    TimeoutError.
+class Actor:
+    """Base class of all actors. It registers the process with the heartbeat monitor."""
+
+    def __init__(self, participant: ParticipantSpec) -> None:
+        self.participant = participant
+        register(participant.folder, participant.name, participant.timeouts.stall)
+        heartbeat("start", participant.timeouts.start)
+
+    @rpc()
+    def usage(self) -> Usage:
+        """Return CPU seconds and peak memory of the actor's process."""
+        return process_usage()
+
+
+# -- in the caller --
+
+
+@dataclass(frozen=True)
+class Pending(Generic[R_co]):
+    """The result of a call that may still run."""
+
+    reference: Any
+    """Ray's object reference."""
+
+
+@dataclass(frozen=True)
+class RemoteActor(Generic[A_co]):
+    """A Ray actor of the class `A_co`."""
+
+    handle: Any
+    """Ray's actor handle."""
+
+    def call(
+        self, method: Callable[Concatenate[A_co, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """Start `method`, such as `ModelWorker.values`, with these arguments in the actor's process.
+
+        This is the only place where a method becomes a remote call, so that type checkers see all arguments.
+        """
+        return Pending(getattr(self.handle, method.__name__).remote(*args, **kwargs))
+
+
+def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
+    """Return the results in order.
+
+    Raises:
+        TimeoutError: Not all results are there after `seconds`.
+        WorkerDied: The process of an actor died.
+        RLHFError: The error of an actor, as it was raised there.
     """
     import ray
     from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
     try:
-        results: list[Any] = ray.get(list(references), timeout=seconds)
+        results: list[R] = ray.get([call.reference for call in pending], timeout=seconds)
         return results
     except RayTaskError as error:
         raise classified(error.cause if isinstance(error.cause, Exception) else error) from error
@@ -79,52 +156,68 @@ def fetch(references: Sequence[Any], seconds: float) -> list[Any]:
         raise InfrastructureError(f"Ray: {_first_line(error)}") from error
 
 
-def gone(actors: Sequence[Any], seconds: float = 2.0) -> list[Any]:
-    """Those of `actors` that Ray knows to be gone, which no monitor can see on another host. Busy ones are not
-    among them.
-    """
+def ready(pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
+    """Return for each call whether it has ended, after all have ended or `seconds` have passed."""
     import ray
 
-    calls = [actor.usage.remote() for actor in actors]
-    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=seconds)
-    found = []
-    for actor, call in zip(actors, calls, strict=True):
+    references = [call.reference for call in pending]
+    ended, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
+    return [reference in ended for reference in references]
+
+
+def dead_actors(actors: Sequence[RemoteActor[Actor]], seconds: float = 2.0) -> list[RemoteActor[Actor]]:
+    """Return the actors that Ray reports as dead. The heartbeat monitor does not see deaths on other hosts.
+
+    An actor that is busy with another call does not answer within `seconds` and counts as alive.
+    """
+    calls = [actor.call(Actor.usage) for actor in actors]
+    dead: list[RemoteActor[Actor]] = []
+    for actor, call, has_ended in zip(actors, calls, ready(calls, seconds), strict=True):
+        if not has_ended:
+            continue
         try:
-            if call in ready:
-                fetch([call], seconds)
+            fetch([call], seconds)
         except (WorkerDied, OutOfMemory):
-            found.append(actor)
-    return found
+            dead.append(actor)
+    return dead
 
 
-class Calls:
-    """Waits of the driver."""
+class ActorClient:
+    """Waits for results, and finds out which actor is the reason if they do not arrive."""
 
     def __init__(self, monitor: Monitor, timeouts: TimeoutsConfig) -> None:
         self.monitor = monitor
         self.timeouts = timeouts
 
-    def wait(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Results in order. Raises what an actor raised, unless others are the reason: who is gone or stuck
-        is named.
+    @property
+    def start_seconds(self) -> float:
+        """How long a call may be queued while no actor works: its actor starts, or the call was lost."""
+        return max(self.timeouts.start, self.timeouts.stall)
+
+    def wait(self, pending: Sequence[Pending[R]], what: str) -> list[R]:
+        """Return the results in order. `what` names them in error messages.
+
+        Raises:
+            WorkerDied, WorkerStuck: A participant is dead, suspended or stalled. It is named, even where another
+                actor raised an error because of it.
+            RLHFError: The error of an actor in all other cases.
         """
-        began = time.monotonic()
+        last_progress = time.monotonic()
         try:
             while True:
                 heartbeat(f"wait for {what}", self.timeouts.stall)
                 try:
-                    return fetch(references, LOOK_SECONDS)
+                    return fetch(pending, POLL_SECONDS)
                 except TimeoutError:
                     if self.monitor.busy():
-                        began = time.monotonic()
-                    # An actor that does not even begin is starting, or its call was lost.
-                    patience = max(self.timeouts.start, self.timeouts.stall)
-                    if self.monitor.stalled() or time.monotonic() - began > patience:
+                        last_progress = time.monotonic()
+                    too_long = time.monotonic() - last_progress > self.start_seconds
+                    if self.monitor.stalled() or too_long:
                         raise self.monitor.diagnose(what, self._limits()) from None
                 except OutOfMemory:
-                    raise  # it says more than who is gone
+                    raise  # more specific than the name of the dead process
                 except InfrastructureError as error:
-                    # A broken connection is what others see of a process that died or is suspended.
+                    # Where a process dies or is suspended, the others only see a broken connection.
                     if not self.monitor.unhealthy():
                         raise
                     raise self.monitor.diagnose(what, self._limits()) from error
@@ -137,4 +230,5 @@ class Calls:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,10 +1,10 @@
 """Checks of each PPO step before it is used for training.
 
-usable   returns False   metrics are not finite: the step is skipped; the third such step in a row ends the run
-check    raises          engines have other weights, the KL is above its limit for three steps, or nearly all
-                         responses are empty
-         warns           a gap to the engines, empty responses, equal scores, and the conditions of `alarms.py`,
-                         which end the run if `ppo.guards` is set to `stop`
+is_finite   returns False   metrics are not finite: the step is skipped; the third such step in a row ends the run
+verify      raises          engines have other weights, the KL is above its limit for three steps, or nearly all
+                            responses are empty
+            warns           a gap to the engines, empty responses, equal scores, and the conditions of `guards.py`,
+                            which end the run if `ppo.guards` is set to `stop`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncError
-from rlhf_core.ppo.guards import Alarms, alarm
+from rlhf_core.ppo.guards import Guards, alarm
 
 log = logging.getLogger(__name__)
 
@@ -28,59 +28,65 @@ WATCHED = (
     "value/mean",
     "rollout/logprob_gap_mean",
 )
-"""Not finite as soon as one log-probability or value of a response with a score is not; a NaN score only
-masks its own.
+"""Each is not finite as soon as one log-probability or value of a response with a score is not finite. A NaN
+score only masks its own response.
 """
-_PATIENCE = 3
+_BAD_STEPS = 3
 """Bad steps in a row that end the run."""
 
 
-class StepGuards:
-    """What it counts goes into the checkpoint: a restart is no new beginning."""
+class StepChecks:
+    """The checks with their counters, which are part of the checkpoint, so that a restart does not reset them.
 
-    def __init__(self, ppo: PPOConfig, best: Callable[[], str | None]) -> None:
-        """`best`: address of the best checkpoint, for the messages."""
+    `best_checkpoint` returns the address of the best checkpoint, for error messages.
+    """
+
+    def __init__(self, ppo: PPOConfig, best_checkpoint: Callable[[], str | None]) -> None:
         self._ppo = ppo
-        self._best = best
+        self._best_checkpoint = best_checkpoint
         self._high_kl = 0
-        self._unusable = 0
+        self._nonfinite = 0
         self._uniform = False
-        """Whether the step before had nothing to compare; only for saying it once."""
-        self._alarms = Alarms(ppo)
+        """Whether the previous step had only equal scores. The warning is logged once per series."""
+        self._guards = Guards(ppo)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of consecutive bad steps and the metrics of the first step."""
         return {
             "high_kl": self._high_kl,
-            "unusable": self._unusable,
+            "unusable": self._nonfinite,
             "uniform": self._uniform,
-            "alarms": self._alarms.state_dict(),
+            "alarms": self._guards.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
-        self._high_kl, self._unusable = int(state["high_kl"]), int(state["unusable"])
+        """Restore the counters."""
+        self._high_kl, self._nonfinite = int(state["high_kl"]), int(state["unusable"])
         self._uniform = bool(state["uniform"])
-        self._alarms.load_state_dict(state["alarms"])
+        self._guards.load_state_dict(state["alarms"])
 
-    def usable(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
-        """False for a step that must be skipped. `metrics` of its experience, which has so many `responses`.
-        Raises NonFiniteError for the third in a row.
+    def is_finite(self, metrics: Mapping[str, float], responses: int, step: int) -> bool:
+        """Return False if the step must be skipped. Raises NonFiniteError for the third such step in a row.
+
+        Args:
+            metrics: Of the experience.
+            responses: Number of responses of the step.
+            step: Number of the step.
         """
         bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
         if metrics["rollout/unscored"] == responses:
             bad.append("every score")
-        self._unusable = self._unusable + 1 if bad else 0
-        if self._unusable >= _PATIENCE:
+        self._nonfinite = self._nonfinite + 1 if bad else 0
+        if self._nonfinite >= _BAD_STEPS:
             raise NonFiniteError(
-                f"ppo steps {step - _PATIENCE + 1} to {step} had to be skipped: {', '.join(bad)} not finite;"
+                f"ppo steps {step - _BAD_STEPS + 1} to {step} had to be skipped: {', '.join(bad)} not finite;"
                 " see the tables `skipped/` of the run for their samples"
             )
         if bad:
             log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
         return not bad
 
-    def check(self, metrics: dict[str, float], step: int) -> None:
+    def verify(self, metrics: dict[str, float], step: int) -> None:
         """Warn, or raise an error before a failed policy or engines with other weights cause further damage.
 
         Adds `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed.
@@ -88,18 +94,19 @@ class StepGuards:
         self._check_gap(metrics, step)
         self._check_text(metrics, step)
         self._check_scores(metrics, step)
-        if grave := self._alarms.check(metrics, step):
+        failures = self._guards.check(metrics, step)
+        if failures:
             raise GateFailed(
-                f"ppo step {step}: {'; '.join(grave)}; ppo.guards is set to stop, which ends the"
-                f" run{self._best_kept()}"
+                f"ppo step {step}: {'; '.join(failures)}; ppo.guards is set to stop, which ends the"
+                f" run{self._best_hint()}"
             )
         limit = self._ppo.kl_limit
         self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
-        if self._high_kl >= _PATIENCE:
+        if self._high_kl >= _BAD_STEPS:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
                 f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
-                f"ppo.max_kl to continue from the last checkpoint{self._best_kept()}"
+                f"ppo.max_kl to continue from the last checkpoint{self._best_hint()}"
             )
 
     def _check_gap(self, metrics: dict[str, float], step: int) -> None:
@@ -126,7 +133,7 @@ class StepGuards:
         if empty >= 0.9:
             raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
-                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self._best_kept()}"
+                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self._best_hint()}"
             )
         metrics["guards/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
@@ -145,10 +152,10 @@ class StepGuards:
             )
         self._uniform = uniform
 
-    def _best_kept(self) -> str:
+    def _best_hint(self) -> str:
         best = None
-        with suppress(StoreError):  # it must not take the place of the verdict
-            best = self._best()
+        with suppress(StoreError):  # would replace the error that is about to be raised
+            best = self._best_checkpoint()
         return (
             "; the best checkpoint, by the reward of its own responses minus ppo.kl.coef x their KL, is"
             f" kept: {best}"

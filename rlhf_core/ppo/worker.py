@@ -1,16 +1,17 @@
-"""One training rank as a Ray actor: it hosts the models of its group's roles and computes what it is told.
+"""One training rank as a Ray actor, with the models of all roles of its group.
 
-Consumes: lists of sequences or samples, already cut into micro-batches with equal counts on all ranks.
-Produces: per-sequence numbers and sums of metrics; the controller adds them up over ranks.
-Waits for: the other ranks of its group, inside collectives bounded by `run.timeouts.stall`. It never calls
-another group; policy ranks call the engines during a weight sync.
+Consumes: lists of sequences or samples, already cut into micro-batches, as many on every rank.
+Produces: numbers per sequence, and sums of metrics, which the controller adds up over ranks.
+Waits for: the other ranks of its group, in collectives with the timeout `run.timeouts.stall`. It does not call
+other groups. Policy ranks call the engines during a weight sync.
+
+Axes: `T` response tokens of one sequence.
 """
 
 from __future__ import annotations
 
-import resource
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,28 @@ import numpy as np
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.engines.distributed import Rank, join
-from rlhf_core.ppo.records import LogprobResult, ParticipantSpec, Usage
-from rlhf_core.ppo.rpc import Actor, called
-from rlhf_core.ppo.samples import FloatArray, OptimizerStep, TrainSample
+from rlhf_core.ppo import loss_step
+from rlhf_core.ppo.engine_actor import EngineActor, RayEngineClient
+from rlhf_core.ppo.loss_step import FloatArray, OptimizerStep, TrainSample
+from rlhf_core.ppo.rpc import Actor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse
+from rlhf_core.weight_sync.sender import SyncReport
+
+
+@dataclass(frozen=True)
+class LogprobResult:
+    """Log-probabilities of the sequences of one rank."""
+
+    logprobs: list[FloatArray]
+    """(T,) each, in nats."""
+    entropy: list[FloatArray]
+    """(T,) each, in nats; empty if the entropy was not requested."""
 
 
 class ModelWorker(Actor):
-    """Methods are called by the controller on every rank of the group at once."""
+    """The controller calls each method on all ranks of the group at the same time."""
 
     def __init__(
         self,
@@ -46,37 +59,46 @@ class ModelWorker(Actor):
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
         self._listener: socket.socket | None = None
-        """Address of rank 0."""
+        """Listening socket of rank 0."""
 
-    @called()
+    @rpc()
     def address(self, local: bool) -> str:
-        """Address of this host, or loopback if all of Ray runs on it."""
+        """Return the address of this host, or loopback if the whole Ray cluster runs on it (`local`)."""
         return _own_address(local)
 
-    @called()
+    @rpc()
     def listen(self, local: bool) -> tuple[str, int]:
         """Start listening as rank 0 of the group, and return (address, port)."""
         self._listener = socket.create_server((_own_address(local), 0))
         address, port = self._listener.getsockname()
         return address, port
 
-    @called("start")
+    @rpc("start")
     def load(self, rank: int, world_size: int, address: str, port: int, device: str) -> bool:
-        """Join the group and load the models. Return whether all of them support packed rows."""
+        """Join the process group and load the models. Return whether all of them support packed rows.
+
+        Args:
+            rank: Of this process in its group.
+            world_size: Ranks of the group.
+            address: Where rank 0 listens (see `listen`).
+            port: Where rank 0 listens.
+            device: "cpu" or "cuda".
+        """
         import torch
 
-        # Ray shows each actor its own GPU only, as number 0.
+        # The local rank is 0 on all: Ray shows each actor its own GPU only.
         limits = self.participant.timeouts
         self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
         join(replace(self._rank, listener=self._listener))
         for role in self._roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
+        # An engine of DeepSpeed wraps the model in `module`; a frozen model may be bare.
         return all(getattr(model, "module", model).packs for model in self._models.values())
 
-    @called()
+    @rpc()
     def choose_layout(self, pack: bool) -> None:
-        """Set packed or padded rows before the first pass. All groups use the same layout."""
+        """Select packed or padded rows. All groups use the same layout, which is known after all have loaded."""
         ppo = self._config.ppo.model_copy(update={"pack": pack})
         self._config = self._config.model_copy(update={"ppo": ppo})
 
@@ -88,7 +110,8 @@ class ModelWorker(Actor):
 
         ppo = self._config.ppo
         group = Group(self._roles, self._rank.world_size)
-        if (adapted := group.adapted_from(role, ppo)) is not None:
+        adapted = group.adapted_from(role, ppo)
+        if adapted is not None:
             return WithoutAdapter(self._models[adapted])
         trained = role in ("policy", "critic")
         deepspeed = group.deepspeed(role, ppo)
@@ -115,50 +138,58 @@ class ModelWorker(Actor):
 
     # -- experience --
 
-    @called()
+    @rpc()
     def logprobs(
         self,
         role: Role,
         sequences: list[PromptAndResponse],
         micro_batches: list[list[int]],
+        *,
         with_entropy: bool,
     ) -> LogprobResult:
-        """Of each response token, in float32, at the sampling temperature."""
+        """Return the log-probability of each response token at the sampling temperature, in float32.
+
+        Args:
+            role: "policy" or "reference".
+            sequences: Of this rank.
+            micro_batches: Indices into `sequences`.
+            with_entropy: Also return the entropy at each token.
+        """
         from rlhf_core.models.scoring import sequence_logprobs
 
-        bad = failpoint(f"{role}.logprobs", "nan")
+        fault = failpoint(f"{role}.logprobs", "nan")
         logprobs, entropy = sequence_logprobs(
             self._models[role],
             self._batches(sequences, micro_batches),
             self._config.ppo.temperature,
             with_entropy,
         )
-        arrays = [values.numpy() for values in logprobs]
-        if bad == "nan":
-            arrays[0][-1] = np.nan
-        return LogprobResult(arrays, None if entropy is None else [values.numpy() for values in entropy])
+        result = LogprobResult([row.numpy() for row in logprobs], [row.numpy() for row in entropy or []])
+        if fault == "nan":
+            result.logprobs[0][-1] = np.nan
+        return result
 
-    @called()
+    @rpc()
     def values(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> list[FloatArray]:
-        """The critic's value before each response token, (T,) each."""
+        """Return the critic's value before each response token, (T,) for each sequence."""
         from rlhf_core.models.scoring import sequence_values
 
-        bad = failpoint("critic.values", "nan")
+        fault = failpoint("critic.values", "nan")
         values = sequence_values(self._models["critic"], self._batches(sequences, micro_batches))
-        if bad == "nan":
+        if fault == "nan":
             values[0][-1] = np.nan
-        return [tensor.numpy() for tensor in values]
+        return [row.numpy() for row in values]
 
-    @called()
+    @rpc()
     def scores(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> list[float]:
-        """The reward model's score of each response, normalised by its stored statistics."""
+        """Return the reward model's score of each response, normalized by its stored statistics."""
         from rlhf_core.models.scoring import sequence_scores
 
-        bad = failpoint("reward.scores", "nan")
+        fault = failpoint("reward.scores", "nan")
         model = self._models["reward"]
         statistics = getattr(model, "module", model).statistics
         scores = sequence_scores(model, statistics, self._batches(sequences, micro_batches))
-        return [np.nan] * len(scores) if bad == "nan" else scores
+        return [np.nan] * len(scores) if fault == "nan" else scores
 
     def _batches(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> Any:
         from rlhf_core.models.scoring import Batches
@@ -168,22 +199,27 @@ class ModelWorker(Actor):
 
     # -- update --
 
-    @called()
+    @rpc()
     def update_policy(
         self,
         samples: list[TrainSample],
         steps: list[OptimizerStep],
+        *,
         kl_coef: float,
         demonstrations: list[tuple[tuple[int, ...], tuple[int, ...]]],
     ) -> dict[str, float]:
-        """All optimizer steps of one PPO iteration; sums over this rank (see `training.ppo`).
-        `demonstrations`: (input ids, target mask) each, for the pretraining loss.
+        """Make all optimizer steps of one PPO step, and return sums over this rank (see `ppo.loss_step`).
+
+        Args:
+            samples: Of this rank.
+            steps: Optimizer steps, with indices into `samples` and `demonstrations`.
+            kl_coef: Coefficient of the KL to the reference, used with `kl.place: loss`.
+            demonstrations: (input ids, target mask) each, for the pretraining loss.
         """
         from rlhf_core.models.batching import TokenSequence
-        from rlhf_core.ppo.loss_step import update_policy
 
         failpoint("policy.update")
-        return update_policy(
+        return loss_step.update_policy(
             self._models["policy"],
             samples,
             steps,
@@ -193,55 +229,61 @@ class ModelWorker(Actor):
             demonstrations=[TokenSequence(*row) for row in demonstrations],
         )
 
-    @called()
+    @rpc()
     def update_critic(
-        self, samples: list[TrainSample], steps: list[OptimizerStep], clip_values: bool
+        self, samples: list[TrainSample], steps: list[OptimizerStep], *, clip_values: bool
     ) -> dict[str, float]:
         """Update the critic in the same way. `clip_values` is False during its warm-up."""
-        from rlhf_core.ppo.loss_step import update_critic
-
         failpoint("critic.update")
-        return update_critic(
+        return loss_step.update_critic(
             self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
         )
 
     # -- weights --
 
-    @called("start")
-    def connect_engines(self, backend: str, address: str, engines: list[Any], receivers: int) -> None:
-        """Prepare weight sync into `engines` (actor handles); a collective of the policy ranks."""
+    @rpc("start")
+    def connect_engines(
+        self, backend: str, address: str, engines: list[RemoteActor[EngineActor]], receivers: int
+    ) -> None:
+        """Prepare weight sync to `engines`. This is a collective operation of the policy ranks.
+
+        Args:
+            backend: "gloo", "nccl" or "ipc".
+            address: Of rank 0.
+            engines: All engines of the run.
+            receivers: Number of their workers.
+        """
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
-        from rlhf_core.ppo.engine_actor import RayEngineClient
-        from rlhf_core.weight_sync.sender import WeightSender
+        from rlhf_core.weight_sync.sender import TransportConfig, WeightSender
         from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
-        dtype = DTYPES[self._config.ppo.engine.dtype]
-        adapter = self._config.ppo.syncs_adapter
-        seconds = self.participant.timeouts.sync
-        client = RayEngineClient(engines, seconds) if self._rank.rank == 0 else None
+        ppo = self._config.ppo
+        adapter = ppo.syncs_adapter
+        timeout = self.participant.timeouts.sync
+        client = RayEngineClient(engines, timeout) if self._rank.rank == 0 else None
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
+        dtype = DTYPES[ppo.engine.dtype]
         self._sender = WeightSender(
             policy.adapter if adapter else policy.weights,
             [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)],
             client,
-            rank=self._rank.rank,
-            backend=backend,
-            address=address,
-            receivers=receivers,
-            bucket_bytes=self._config.ppo.weight_sync.bucket_mib << 20,
-            timeout=seconds,
+            self._rank.rank,
+            TransportConfig(backend, address, receivers, ppo.weight_sync.bucket_mib << 20, timeout),
         )
 
-    @called("sync")
-    def send_weights(self, version: int) -> Any:
-        """`SyncReport` on rank 0, None elsewhere; raises WeightSyncError unless all engines acknowledge."""
+    @rpc("sync")
+    def send_weights(self, version: int) -> SyncReport | None:
+        """Send the policy's weights to all engines as `version`. This is a collective operation.
+
+        Returns a report on rank 0 and None on the others. Raises WeightSyncError unless all engines acknowledge.
+        """
         return self._sender.send(version)
 
-    @called()
-    def save_model(self, role: Role, folder: str, average: bool) -> None:
+    @rpc()
+    def save_model(self, role: Role, folder: str, *, average: bool) -> None:
         """Save the model in Hugging Face layout. This is a collective operation.
 
         `average` saves the moving average of the weights. A model with an adapter is saved in float32,
@@ -253,36 +295,28 @@ class ModelWorker(Actor):
         dtype = None if engine.lora is None else torch.float32
         engine.save_model(Path(folder), engine.module.save, average=average, dtype=dtype)
 
-    @called()
+    @rpc()
     def save_adapter(self, role: Role, folder: str, base: str) -> None:
-        """As PEFT saves it; `base` names the model it belongs to. A collective."""
+        """Save the adapter in PEFT's layout. `base` names its model. This is a collective operation."""
         self._models[role].save_adapter(Path(folder), base)
 
-    @called()
-    def save_checkpoint(self, role: Role, folder: str) -> None:
-        """DeepSpeed state of every rank into one folder, which all ranks' hosts must share."""
-        self._models[role].save_checkpoint(Path(folder))
+    # -- checkpoints --
 
-    @called()
+    @rpc()
     def checkpoint_bytes(self, role: Role) -> int:
-        """About what `save_checkpoint` writes, over all ranks."""
+        """Return approximately how many bytes `save_checkpoint` writes on all ranks together."""
         size: int = self._models[role].checkpoint_bytes
         return size
 
-    @called()
+    @rpc()
+    def save_checkpoint(self, role: Role, folder: str) -> None:
+        """Save the DeepSpeed state of all ranks to one folder, which the hosts of all ranks must share."""
+        self._models[role].save_checkpoint(Path(folder))
+
+    @rpc()
     def load_checkpoint(self, role: Role, folder: str, scratch: str) -> None:
-        """`scratch`: a folder of its own for this role, which all ranks' hosts must share."""
+        """Load what `save_checkpoint` saved. The hosts of all ranks must share `scratch`, an unused path."""
         self._models[role].load_checkpoint(Path(folder), Path(scratch))
-
-    @called()
-    def usage(self) -> Usage:
-        return process_usage()
-
-
-def process_usage() -> Usage:
-    """CPU seconds and peak memory of this process."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(own.ru_utime + own.ru_stime, own.ru_maxrss * 1024)
 
 
 def _own_address(local: bool) -> str:

@@ -54,36 +54,50 @@ class SyncReport:
     seconds: float
 
 
+@dataclass(frozen=True)
+class TransportConfig:
+    """How weights get from the trainers to the engines."""
+
+    backend: str
+    """"gloo", "nccl" or "ipc"."""
+    address: str
+    """Of rank 0."""
+    receivers: int
+    """Workers of all engines."""
+    bucket_bytes: int
+    """Largest message."""
+    timeout: float
+    """Of each operation of the gloo transport, in seconds."""
+
+
 class WeightSender:
-    """Sends the policy's weights and proves that they arrived. `client` is None on ranks other than 0."""
+    """Sends the policy's weights and proves that they arrived.
+
+    Args:
+        weights: The weights of the policy.
+        specs: Names, shapes and dtypes of `weights` as they are sent.
+        client: Of the engines on rank 0; None on other ranks.
+        rank: Of this process among the policy's ranks.
+        transport: The same on all ranks.
+    """
 
     def __init__(
         self,
         weights: Weights,
         specs: list[TensorSpec],
         client: EngineClient | None,
-        *,
         rank: int,
-        backend: str,
-        address: str,
-        receivers: int,
-        bucket_bytes: int,
-        timeout: float,
+        transport: TransportConfig,
     ) -> None:
-        """`timeout`: seconds for each operation of the gloo transport."""
         self._weights = weights
         self._specs = specs
         self._client = client
         self._checksums: dict[str, str] = {}
         self._transport: _GlooTransport | _VllmTransport
-        if backend == "gloo":
-            self._transport = _GlooTransport(
-                self._stream, specs, client, address, receivers, bucket_bytes, timeout
-            )
+        if transport.backend == "gloo":
+            self._transport = _GlooTransport(self._stream, specs, client, transport)
         else:
-            self._transport = _VllmTransport(
-                self._stream, specs, client, rank, backend, address, receivers, bucket_bytes
-            )
+            self._transport = _VllmTransport(self._stream, specs, client, rank, transport)
 
     def send(self, version: int) -> SyncReport | None:
         """One whole sync; a collective. Raises WeightSyncError unless every engine acknowledges version and
@@ -122,30 +136,29 @@ class _GlooTransport:
         stream: Weights,
         specs: list[TensorSpec],
         client: EngineClient | None,
-        address: str,
-        receivers: int,
-        bucket_bytes: int,
-        timeout: float,
+        transport: TransportConfig,
     ) -> None:
         self._stream = stream
         self._specs = specs
         self._client = client
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = transport.bucket_bytes
         if client is None:
             return
+        address, size, timeout = transport.address, transport.receivers + 1, transport.timeout
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         info = {
             "address": address,
             "port": port,
             "rank_offset": 1,
-            "size": receivers + 1,
+            "size": size,
             "bucket_bytes": self._bucket_bytes,
             "timeout": timeout,
         }
+        # In a thread: the engines' call only returns after rank 0 has joined as well.
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = GlooGroup(address, port, 0, receivers + 1, timeout, listener)
+            self._group = GlooGroup(address, port, 0, size, timeout, listener)
             joined.result()
 
     def send(self, version: str) -> None:
@@ -215,10 +228,7 @@ class _VllmTransport:
         specs: list[TensorSpec],
         client: EngineClient | None,
         rank: int,
-        backend: str,
-        address: str,
-        receivers: int,
-        bucket_bytes: int,
+        transport: TransportConfig,
     ) -> None:
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
@@ -231,18 +241,18 @@ class _VllmTransport:
 
         self._client = _Versioned(client)
         self._engine: Any
-        if backend == "nccl":
+        if transport.backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import (
                 NCCLTrainerInitInfo,
                 NCCLTrainerWeightTransferEngine,
             )
 
             nccl = NCCLTrainerInitInfo(
-                master_address=address,
+                master_address=transport.address,
                 master_port=free_port(),
-                world_size=receivers + 1,
+                world_size=transport.receivers + 1,
                 rank=rank,
-                packed_buffer_size_bytes=bucket_bytes,
+                packed_buffer_size_bytes=transport.bucket_bytes,
             )
             # vLLM makes a stream of its own the current one; DeepSpeed counts on the default stream.
             with torch.cuda.stream(torch.cuda.current_stream()):
@@ -256,7 +266,7 @@ class _VllmTransport:
             )
 
             # Unlike the others, it takes no tensor that is larger than a bucket.
-            size = max(bucket_bytes, *(spec.bytes for spec in specs))
+            size = max(transport.bucket_bytes, *(spec.bytes for spec in specs))
             ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
             self._engine = IPCTrainerWeightTransferEngine.trainer_init(
                 ipc, client=self._client, source=Source()

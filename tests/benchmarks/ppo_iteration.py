@@ -25,7 +25,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.worker import process_usage
+from rlhf_core.ppo.rpc import process_usage
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
 from tests.support.small_ppo import ROLES, local_context

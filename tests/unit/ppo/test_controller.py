@@ -80,7 +80,7 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     logged: list[dict[str, float]] = []
     kept: list[tuple[Any, ...]] = []
     bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
-    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, sequences=[], kept=True)
+    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, sequences=[], from_cache=True)
     monkeypatch.setattr(controller, "collect", lambda: batch)
     monkeypatch.setattr(controller, "score", lambda batch: bad)
     monkeypatch.setattr(controller, "sync", lambda: 1)
@@ -92,7 +92,7 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     assert shown == [{}]
     assert logged[0]["ppo/skipped_steps"] == 1.0
     assert "objective/kl" not in logged[0]
-    assert controller.done == 1
+    assert controller.completed_steps == 1
     controller._log(controller.iterate())
     with pytest.raises(NonFiniteError):
         controller.iterate()
@@ -116,7 +116,7 @@ def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tm
         config = config_from_tree({"ppo": ppo}, "test")
         controller: Any = PPOController(config, FLEET, [], lambda ids: "", nothing, context)
         found = dict(GOOD) | {"rollout/logprob_gap_mean": 1e-5}
-        controller._guards.check(found, 1)
+        controller._checks.verify(found, 1)
         controller._log(found)
         written.append((folder / "metrics.jsonl").read_bytes())
     assert set(written) == {written[0]}
@@ -129,7 +129,8 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
         work = tmp_path / attempt
         work.mkdir()
         (work / "metrics.jsonl").touch()
-        group = SimpleNamespace(submit=lambda *_: [0])
+        rank = SimpleNamespace(call=lambda *_: 0)
+        group = SimpleNamespace(call=lambda *_: [0], workers=[rank])
         fleet: Any = SimpleNamespace(
             packs=True, groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls
         )
@@ -143,18 +144,18 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
 
     high, bad = _Experience(objective__kl=25.0), _Experience(policy__entropy=float("nan"))
     first = started("first")
-    for first.done in (4, 5):
-        first._guards.check(high.metrics, first.done)
-        first._guards.usable(bad.metrics, 4, first.done)
+    for first.completed_steps in (4, 5):
+        first._checks.verify(high.metrics, first.completed_steps)
+        first._checks.is_finite(bad.metrics, 4, first.completed_steps)
     first._checkpoint()
-    first._note_score({"objective/net_score": 0.5})
+    first._record_score({"objective/net_score": 0.5})
     second = started("second")
     second._restore()
-    assert second.done == 5
+    assert second.completed_steps == 5
     with pytest.raises(GateFailed, match=r"ppo step 6: KL 25\.0 .* for three steps"):
-        second._guards.check(high.metrics, 6)
+        second._checks.verify(high.metrics, 6)
     with pytest.raises(NonFiniteError, match="ppo steps 4 to 6 had to be skipped"):
-        second._guards.usable(bad.metrics, 4, 6)
+        second._checks.is_finite(bad.metrics, 4, 6)
 
 
 def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
@@ -166,21 +167,21 @@ def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
     of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
     known: dict[int, dict[int, float]] = {}
     controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
-    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, kept=True, sequences=[])
+    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, from_cache=True, sequences=[])
     monkeypatch.setattr(controller, "_restore", lambda: None)
-    monkeypatch.setattr(controller, "sync", lambda: controller.done)
+    monkeypatch.setattr(controller, "sync", lambda: controller.completed_steps)
     monkeypatch.setattr(controller, "_log", lambda metrics: None)
     monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
     monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
     monkeypatch.setattr(controller, "collect", lambda: batch)
     monkeypatch.setattr(
-        controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.done])
+        controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.completed_steps])
     )
-    controller._clocked["timing/sync"] = 0.0
+    controller._timings["timing/sync"] = 0.0
 
     def checkpoint() -> None:
-        known[controller.done] = dict(controller._scores)
-        controller._restorable = controller.done
+        known[controller.completed_steps] = dict(controller._scores)
+        controller._last_checkpoint_step = controller.completed_steps
 
     monkeypatch.setattr(controller, "_checkpoint", checkpoint)
     controller.run()
@@ -205,7 +206,7 @@ def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
     )  # fmt: skip
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
     batch = SimpleNamespace(rollouts=rollouts, replaced=0, scores_before=None)
-    metrics = controller._of_rewards(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
+    metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
     assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
 
 
@@ -219,7 +220,7 @@ def test_metrics_before_and_after_filtering_and_the_clipped_share_are_told(tmp_p
     )  # fmt: skip
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
     batch = SimpleNamespace(rollouts=rollouts, replaced=3, scores_before=0.165)
-    metrics = controller._of_rewards(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
+    metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
     assert metrics["objective/scores_before_filtering"] == 0.165
     assert metrics["objective/score_clipfrac"] == 0.5
     assert metrics["objective/net_score"] == pytest.approx((1 + 5) / 2)

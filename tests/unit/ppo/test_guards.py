@@ -19,7 +19,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
 from rlhf_core.ppo.guards import NAMES
-from rlhf_core.ppo.step_checks import StepGuards
+from rlhf_core.ppo.step_checks import StepChecks
 from tests.unit.ppo.test_step_checks import GOOD
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "guards.md"
@@ -41,14 +41,14 @@ FAILURES: list[tuple[str, Change, Change]] = [
 EACH = pytest.mark.parametrize(("name", "failure", "short"), FAILURES, ids=[f[0] for f in FAILURES])
 
 
-def guards_of(**options: Any) -> StepGuards:
+def checks_of(**options: Any) -> StepChecks:
     guards = {"blind_critic_steps": 3, **options}
-    return StepGuards(config_from_tree({"ppo": {"guards": guards}}, "test").ppo, lambda: "step-4")
+    return StepChecks(config_from_tree({"ppo": {"guards": guards}}, "test").ppo, lambda: "step-4")
 
 
-def look(guards: StepGuards, step: int, change: Change) -> dict[str, float]:
+def look(checks: StepChecks, step: int, change: Change) -> dict[str, float]:
     metrics = GOOD | change
-    guards.check(metrics, step)
+    checks.verify(metrics, step)
     return {name: value for name, value in metrics.items() if name.startswith("guards/")}
 
 
@@ -60,8 +60,8 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 def test_a_failure_three_steps_in_a_row_is_one_warning_with_its_name(
     name: str, failure: Change, short: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guards = guards_of()
-    seen = [look(guards, step, change) for step, change in enumerate([{}, *[failure] * 5, {}], start=1)]
+    checks = checks_of()
+    seen = [look(checks, step, change) for step, change in enumerate([{}, *[failure] * 5, {}], start=1)]
     assert [alarms[f"guards/{name}"] for alarms in seen] == [0, 0, 0, 1, 1, 1, 0]
     assert [alarm for alarms in seen for alarm, value in alarms.items() if value] == [f"guards/{name}"] * 3
     ((guard, message),) = said(caplog)
@@ -72,10 +72,10 @@ def test_a_failure_three_steps_in_a_row_is_one_warning_with_its_name(
 def test_what_ends_in_time_or_falls_short_is_no_alarm(
     name: str, failure: Change, short: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guards = guards_of(**dict.fromkeys(NAMES, "stop"))
+    checks = checks_of(**dict.fromkeys(NAMES, "stop"))
     with caplog.at_level(logging.WARNING):
         for step, change in enumerate([{}, failure, failure, {}, failure, failure, *[short] * 5], start=1):
-            assert not any(look(guards, step, change).values())
+            assert not any(look(checks, step, change).values())
     assert said(caplog) == []
 
 
@@ -83,26 +83,26 @@ def test_what_ends_in_time_or_falls_short_is_no_alarm(
 def test_with_stop_the_run_ends_and_names_guard_and_checkpoint(
     name: str, failure: Change, short: Change
 ) -> None:
-    guards = guards_of(**{name: "stop"})
+    checks = checks_of(**{name: "stop"})
     for step, change in enumerate([{}, failure, failure], start=1):
-        look(guards, step, change)
+        look(checks, step, change)
     with pytest.raises(
         GateFailed, match=f"^ppo step 4: guard {name}: .* ends the run; the best checkpoint.*step-4$"
     ):
-        look(guards, 4, failure)
+        look(checks, 4, failure)
 
 
 @EACH
 def test_with_off_it_is_not_looked_at(name: str, failure: Change, short: Change) -> None:
-    guards = guards_of(**{name: "off"})
-    assert all(f"guards/{name}" not in look(guards, step, failure) for step in range(1, 6))
+    checks = checks_of(**{name: "off"})
+    assert all(f"guards/{name}" not in look(checks, step, failure) for step in range(1, 6))
 
 
 @EACH
 def test_what_was_counted_and_seen_at_first_outlives_a_restart(
     name: str, failure: Change, short: Change
 ) -> None:
-    before, after = guards_of(), guards_of()
+    before, after = checks_of(), checks_of()
     for step, change in enumerate([{}, failure, failure], start=1):
         look(before, step, change)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -111,19 +111,19 @@ def test_what_was_counted_and_seen_at_first_outlives_a_restart(
 
 
 def test_a_policy_that_never_ended_its_responses_has_not_lost_it() -> None:
-    guards = guards_of()
+    checks = checks_of()
     for step in range(1, 6):
-        assert not any(look(guards, step, {"rollout/eos_rate": 0.0}).values())
+        assert not any(look(checks, step, {"rollout/eos_rate": 0.0}).values())
 
 
 @pytest.mark.parametrize("explained", [{}, {"value/explained_variance": -40.0}])
 def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
     """With lambda below 1 or a KL in the reward, the returns of equal scores vary a little."""
-    guards = guards_of(blind_critic="stop")
+    checks = checks_of(blind_critic="stop")
     usual = {name: value for name, value in GOOD.items() if name != "value/explained_variance"}
     for step in range(1, 6):
         metrics = usual | {"objective/scores_std": 0.0} | explained
-        guards.check(metrics, step)
+        checks.verify(metrics, step)
         assert metrics["guards/blind_critic"] == 0.0
 
 

@@ -23,8 +23,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
-from rlhf_core.ppo.loss_step import update_critic, update_policy
-from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
 
 VOCABULARY = 11
 TEMPERATURE = 0.7

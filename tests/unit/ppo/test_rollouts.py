@@ -1,20 +1,23 @@
-"""The rollouts of a step. Engines, reward ranks and rewards are scripted; `Fleet` shares out the prompts for
-real.
+"""Rollouts of a step. Engines, reward ranks and rewards are scripted.
 
-- rollouts stand in the order of prompts, the samples of a prompt side by side, however many engines there are
-  and whichever of them is lost on the way; one of another policy version is a WeightSyncError
-- dynamic filtering replaces the groups that score alike, as often as `max_rounds` allows, each in its place
-  and with all that belongs to it, and touches no other; what counts is the score with its penalties
-- prompts and seeds of every round follow from seed, step and round alone; no two rounds, steps or places
-  share a seed
-- rewards see each rollout beside its own prompt, and the reward model's scores come in the order of the
-  rollouts
+- the steps use every prompt once before any is repeated; prompts go to the engine with the fewest tokens
+- a share that is sampled again stays whole, and stays with its engine unless that was given up
+- rollouts are in the order of prompts, the samples of a prompt consecutive, for any number of engines and if one
+  of them is lost; a rollout of another policy version is a WeightSyncError
+- dynamic filtering replaces the groups with equal scores (penalties included), for at most `max_rounds` rounds,
+  with all that belongs to them, and changes no other group
+- prompts and seeds of each round follow from seed, step and round; no two rounds, steps or positions share a seed
+- rewards get each rollout with its own prompt, and the reward model's scores are in the order of the rollouts
+- the cache returns exactly the batch that was written; another step or a damaged file gives nothing
 """
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +26,16 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.ppo.dispatch import prompts_of_step
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
-from rlhf_core.ppo.rollouts import Collector
+from rlhf_core.ppo.rollouts import (
+    Collector,
+    RolloutBatch,
+    RolloutCache,
+    assign,
+    prompts_of_step,
+    reassign,
+)
+from rlhf_core.ppo.rpc import Pending, RemoteActor
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 
@@ -36,49 +46,62 @@ Asked = list[tuple[str, int]]
 """(prompt id, seed) of one round, in the order of the places."""
 
 
+@dataclass(frozen=True)
+class _Request:
+    """One call of `EngineActor.generate`."""
+
+    prompts: Sequence[PromptExample]
+    n: int
+    max_new_tokens: int
+    temperature: float
+    seeds: Sequence[int]
+
+
 class _Engines:
-    """Answer at once, with tokens that follow from the sample's number and the seed."""
+    """Answer at once, with tokens that follow from the index of the sample and the seed."""
 
     def __init__(self, serving: Sequence[int] = (0,)) -> None:
         self.serving = list(serving)
-        self.calls: list[Mapping[int, Any]] = []
-        """What was asked, by engine."""
+        self.calls: list[dict[int, _Request]] = []
+        """The requests of each round, by engine."""
         self.lost: set[int] = set()
-        """Do not answer the first time."""
+        """Engines that do not answer the next call."""
         self.stale: tuple[int, int] | None = None
-        """(call, engine) that holds the version before."""
+        """(call, engine) that holds the previous version."""
         self.cut: set[int] = set()
-        """Numbers of the samples that the length limit cuts."""
+        """Indices of the samples that the length limit cuts."""
 
-    def ask(self, method: str, arguments: Mapping[int, Any], _what: str) -> dict[int, list[Rollout]]:
-        assert method == "generate" and set(arguments) <= set(self.serving)
+    def actor(self, index: int) -> RemoteActor[Any]:
+        assert index in self.serving
+
+        def generate(prompts: Sequence[PromptExample], **options: Any) -> _Request:
+            return _Request(prompts, **options)
+
+        return RemoteActor(SimpleNamespace(generate=SimpleNamespace(remote=generate)))
+
+    def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, list[Rollout]]:
         lost, self.lost = self.lost, set()
-        self.calls.append(arguments)
+        self.calls.append({engine: call.reference for engine, call in pending.items()})
         return {
-            engine: self._answer(engine, *arguments[engine]) for engine in arguments if engine not in lost
+            engine: self._answer(engine, call.reference)
+            for engine, call in pending.items()
+            if engine not in lost
         }
 
-    def _answer(
-        self,
-        engine: int,
-        prompts: Sequence[PromptExample],
-        n: int,
-        limit: int,
-        temperature: float,
-        seeds: list[int],
-    ) -> list[Rollout]:
+    def _answer(self, engine: int, request: _Request) -> list[Rollout]:
         version = VERSION - (self.stale == (len(self.calls) - 1, engine))
         return [
             Rollout(p.prompt_id, k, p.input_ids, (k, seed % 9973), (-1.0, -1.0), k not in self.cut, version)
-            for p, seed in zip(prompts, seeds, strict=True)
-            for k in range(n)
+            for p, seed in zip(request.prompts, request.seeds, strict=True)
+            for k in range(request.n)
         ]
 
     @property
     def rounds(self) -> list[Asked]:
-        """Of a single engine, which is asked for all places in their order."""
+        """Prompts and seeds of a single engine, which gets all prompts in order."""
         return [
-            [(p.prompt_id, s) for p, s in zip(call[0][0], call[0][4], strict=True)] for call in self.calls
+            [(p.prompt_id, s) for p, s in zip(call[0].prompts, call[0].seeds, strict=True)]
+            for call in self.calls
         ]
 
 
@@ -135,17 +158,54 @@ def collector(
     return Collector(config.ppo, fleet, prompts, lambda ids: f"text {ids}", composer, seed)
 
 
+# -- which engine samples which prompt --
+
+
+def test_every_prompt_is_used_once_before_any_repeats() -> None:
+    # 6 prompts, 4 per step: three steps are two passes.
+    drawn = [i for step in (1, 2, 3) for i in prompts_of_step(6, 4, 0, step)]
+    assert sorted(drawn[:6]) == list(range(6))
+    assert sorted(drawn[6:]) == list(range(6))
+    assert drawn[:6] != drawn[6:]
+
+
+def test_prompts_depend_only_on_seed_and_step() -> None:
+    late = prompts_of_step(50, 8, 3, 9)
+    prompts_of_step(50, 8, 4, 1)
+    assert prompts_of_step(50, 8, 3, 9) == late
+    assert prompts_of_step(50, 8, 4, 9) != late
+
+
+def test_the_least_loaded_engine_gets_the_longest_prompt() -> None:
+    # 9 to engine 0, 5 to engine 1, 4 to engine 1 (5 < 9), 1 to engine 0 (9 = 9, the first).
+    assert assign([1, 9, 5, 4], 2) == [[0, 1], [2, 3]]
+
+
+def test_one_engine_gets_all_prompts_in_order() -> None:
+    assert assign([3, 1, 2], 1) == [[0, 1, 2]]
+
+
+def test_a_share_stays_with_its_restarted_engine() -> None:
+    assert reassign({1: [0, 2], 2: [1]}, serving=[0, 1, 2]) == {1: [0, 2], 2: [1]}
+
+
+def test_share_of_a_lost_engine_moves_as_a_whole() -> None:
+    # Engine 0 has answered and is free; then 2 has fewer prompts than 0.
+    assert reassign({1: [0, 2], 2: [1]}, serving=[0, 2]) == {0: [0, 2], 2: [1]}
+    assert reassign({1: [0, 2], 3: [3], 2: [1]}, serving=[0, 2]) == {0: [0, 2], 2: [1, 3]}
+
+
 # -- sampling --
 
 
 @pytest.mark.parametrize("serving", [(0,), (0, 1, 2), (1, 3), range(12)])
-def test_rollouts_stand_in_the_order_of_prompts_whatever_the_engines_shares_were(
+def test_rollouts_are_in_the_order_of_the_prompts(
     serving: Sequence[int],
 ) -> None:
     engines = _Engines(serving)
     batch = collector(engines, prompts_per_step=8).collect(2, VERSION)
     drawn = [PROMPTS[i] for i in prompts_of_step(len(PROMPTS), 8, SEED, 2)]
-    dealt = [p.prompt_id for asked in engines.calls[0].values() for p in asked[0]]
+    dealt = [p.prompt_id for asked in engines.calls[0].values() for p in asked.prompts]
     assert (dealt == [p.prompt_id for p in drawn]) == (len(serving) == 1), "several engines change the order"
     assert [(r.prompt_id, r.sample_index) for r in batch.rollouts] == [
         (p.prompt_id, k) for p in drawn for k in (0, 1)
@@ -158,7 +218,7 @@ def test_rollouts_stand_in_the_order_of_prompts_whatever_the_engines_shares_were
     assert batch.rewards is None and batch.replaced == 0
 
 
-def test_an_engine_that_is_lost_on_the_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_engine_does_not_change_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = _Engines((0, 1, 2))
     engines.lost = {1}
     made = collector(engines, prompts_per_step=8)
@@ -170,14 +230,15 @@ def test_an_engine_that_is_lost_on_the_way_changes_nothing(monkeypatch: pytest.M
     assert len(engines.calls) == 2 and engines.serving == [0, 2]
 
 
-def test_the_length_limit_and_the_temperature_of_the_configuration_sample() -> None:
+def test_sampling_uses_the_configured_length_and_temperature() -> None:
     engines = _Engines((0, 1))
     collector(engines, max_new_tokens=33, temperature=0.75).collect(1, VERSION)
-    assert [asked[1:4] for asked in engines.calls[0].values()] == [(SAMPLES, 33, 0.75)] * 2
+    options = [(r.n, r.max_new_tokens, r.temperature) for r in engines.calls[0].values()]
+    assert options == [(SAMPLES, 33, 0.75)] * 2
 
 
 @pytest.mark.parametrize(("call", "engine"), [(0, 1), (1, 0)])
-def test_a_rollout_of_another_policy_version_is_an_error_in_every_round(call: int, engine: int) -> None:
+def test_a_stale_rollout_is_an_error_in_each_round(call: int, engine: int) -> None:
     engines = _Engines((0, 1))
     engines.stale = (call, engine)
     with pytest.raises(WeightSyncError, match=r"step 3 was sampled from policy version \[4\], not 5"):
@@ -187,7 +248,7 @@ def test_a_rollout_of_another_policy_version_is_an_error_in_every_round(call: in
 # -- dynamic filtering --
 
 
-def test_groups_that_score_alike_are_replaced_in_their_places_with_all_that_belongs_to_them() -> None:
+def test_uniform_groups_are_replaced_with_prompts_and_rewards() -> None:
     engines = _Engines()
     # The first round leaves places 1 and 3; of their replacements the first, which is place 1, is replaced
     # again.
@@ -205,7 +266,7 @@ def test_groups_that_score_alike_are_replaced_in_their_places_with_all_that_belo
     assert batch.replaced == 3
 
 
-def test_groups_that_differ_are_what_they_are_without_filtering() -> None:
+def test_filtering_does_not_change_other_groups() -> None:
     plain = collector(_Engines()).collect(3, VERSION)
     batch = collector(_Engines(), _Rewards(alike(1)), rounds=3).collect(3, VERSION)
     kept = [0, 1, 4, 5, 6, 7]
@@ -214,7 +275,7 @@ def test_groups_that_differ_are_what_they_are_without_filtering() -> None:
     assert all(batch.rollouts[i] != plain.rollouts[i] for i in (2, 3))
 
 
-def test_nothing_is_sampled_again_where_all_groups_differ() -> None:
+def test_nothing_is_resampled_if_all_groups_differ() -> None:
     engines, rewards = _Engines(), _Rewards()
     batch = collector(engines, rewards, rounds=3).collect(3, VERSION)
     assert (len(engines.calls), len(rewards.batches), batch.replaced) == (1, 1, 0)
@@ -222,7 +283,7 @@ def test_nothing_is_sampled_again_where_all_groups_differ() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_rounds_are_bounded_and_groups_that_are_still_alike_then_stay(rounds: int) -> None:
+def test_groups_that_stay_uniform_are_kept_after_the_last_round(rounds: int) -> None:
     engines = _Engines()
     places = alike(*range(PLACES))
     batch = collector(engines, _Rewards(*[places] * 9), rounds=rounds).collect(3, VERSION)
@@ -238,7 +299,7 @@ def test_rounds_are_bounded_and_groups_that_are_still_alike_then_stay(rounds: in
     ("scores", "again"),
     [((0.5, 0.5), False), ((0.5, 1.5), True), ((float("nan"),) * 2, True), ((float("nan"), 0.5), True)],
 )
-def test_the_score_after_its_penalty_decides_and_one_that_is_missing_does_not_count(
+def test_filtering_uses_scores_with_penalties_and_ignores_missing_ones(
     scores: tuple[float, float], again: bool
 ) -> None:
     engines = _Engines()
@@ -259,27 +320,27 @@ def rounds_of(
     return engines.rounds
 
 
-def test_the_first_rounds_of_steps_use_every_prompt_once_before_any_comes_again() -> None:
+def test_first_rounds_use_every_prompt_before_any_repeats() -> None:
     rounds = [rounds_of(alike(0), step=step, prompts=PROMPTS[:8])[0] for step in (1, 2)]
     assert sorted(prompt for round_ in rounds for prompt, _ in round_) == sorted(
         p.prompt_id for p in PROMPTS[:8]
     )
 
 
-def test_a_round_does_not_depend_on_which_groups_it_replaces() -> None:
+def test_a_round_does_not_depend_on_the_replaced_groups() -> None:
     some, others = rounds_of(alike(0, 1), alike(0)), rounds_of(alike(1, 3), alike(1))
     assert some == others
     assert some[1] == rounds_of(alike(1, 2, 3), alike(2))[1][:2]
 
 
 @pytest.mark.parametrize("step", range(1, 8))
-def test_no_prompt_comes_twice_in_a_step(step: int) -> None:
+def test_no_prompt_occurs_twice_in_a_step(step: int) -> None:
     rounds = rounds_of(*[alike(*range(PLACES))] * 3, step=step, prompts=PROMPTS[: 4 * PLACES])
     asked = [prompt for round_ in rounds for prompt, _ in round_]
     assert len(asked) == len(set(asked)) == 4 * PLACES
 
 
-def test_groups_stay_where_no_prompt_is_left_to_replace_them() -> None:
+def test_groups_are_kept_if_no_unused_prompt_remains() -> None:
     engines = _Engines()
     script = _Rewards(*[alike(*range(PLACES))] * 3)
     batch = collector(engines, script, rounds=3, prompts=PROMPTS[: PLACES + 1]).collect(1, VERSION)
@@ -287,14 +348,14 @@ def test_groups_stay_where_no_prompt_is_left_to_replace_them() -> None:
     assert batch.replaced == 1 and len(batch.rollouts) == PLACES * SAMPLES
 
 
-def test_the_mean_score_before_filtering_is_that_of_the_first_round() -> None:
+def test_score_before_filtering_is_that_of_the_first_round() -> None:
     values = {0: (0.0, 0.0), 1: (1.0, 0.0), 2: (1.0, 1.0), 3: (float("nan"), 3.0)}
     batch = collector(_Engines(), _Rewards(values), rounds=1).collect(3, VERSION)
     assert batch.scores_before == pytest.approx(6.0 / 7)
     assert collector(_Engines()).collect(3, VERSION).scores_before is None
 
 
-def test_every_round_step_and_seed_has_prompts_and_seeds_of_its_own() -> None:
+def test_each_round_step_and_seed_has_its_own_seeds() -> None:
     every = [alike(*range(PLACES))] * 3
     rounds = [*rounds_of(*every), *rounds_of(*every, step=4), *rounds_of(*every, seed=SEED + 1)]
     seeds = [seed for round_ in rounds for _, seed in round_]
@@ -302,14 +363,14 @@ def test_every_round_step_and_seed_has_prompts_and_seeds_of_its_own() -> None:
     assert len({tuple(prompt for prompt, _ in round_) for round_ in rounds}) == len(rounds)
 
 
-def test_one_prompt_in_all_places_is_answered_anew_in_each() -> None:
+def test_repeated_prompts_get_different_seeds() -> None:
     every = [alike(*range(PLACES))] * 3
     rounds = [*rounds_of(*every, prompts=PROMPTS[:1]), *rounds_of(*every, prompts=PROMPTS[:1], step=4)]
     assert {prompt for round_ in rounds for prompt, _ in round_} == {"p0"}
     assert len({seed for round_ in rounds for _, seed in round_}) == 2 * PLACES
 
 
-def test_a_step_collected_twice_is_the_same_whatever_came_before_and_on_any_engines() -> None:
+def test_collecting_a_step_again_gives_the_same_batch() -> None:
     script = (alike(1, 3), alike(0))
     once = collector(_Engines(), _Rewards(*script), rounds=3).collect(3, VERSION)
     later = collector(_Engines((0, 2)), _Rewards({}, {}, *script), rounds=3)
@@ -321,7 +382,7 @@ def test_a_step_collected_twice_is_the_same_whatever_came_before_and_on_any_engi
 # -- rewards --
 
 
-def test_rewards_see_each_rollout_beside_its_own_prompt_in_every_round() -> None:
+def test_rewards_get_each_rollout_with_its_prompt() -> None:
     engines, rewards = _Engines(), _Rewards(alike(1, 3))
     engines.cut = {1}
     collector(engines, rewards, rounds=1).collect(3, VERSION)
@@ -349,15 +410,17 @@ class _RewardRank:
         return [mark(response) for _, response in sequences]
 
 
-def test_the_reward_models_scores_come_in_the_order_of_the_rollouts_and_are_asked_for_anew_after_a_loss(
+def test_model_scores_keep_order_and_are_requested_again_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards, ranks = _Rewards(), (_RewardRank(), _RewardRank())
     made = collector(_Engines(), rewards)
-    made._fleet.groups["reward"] = WorkerGroup(Group(("reward",), 2), ranks)
+    made._fleet.groups["reward"] = WorkerGroup(
+        Group(("reward",), 2), tuple(RemoteActor(rank) for rank in ranks)
+    )
 
-    monkeypatch.setattr(made._fleet, "wait", lambda references, what: references)
-    monkeypatch.setattr(made._fleet, "insist", lambda ask, what: [ask(), ask()][1])
+    monkeypatch.setattr(made._fleet, "wait", lambda pending, what: [call.reference for call in pending])
+    monkeypatch.setattr(made._fleet, "retry_after_restart", lambda call, what: [call(), call()][1])
     batch = made.collect(3, VERSION)
     made.rewards(batch)
     assert rewards.model_scores == [mark(r.response_ids) for r in batch.rollouts]
@@ -367,19 +430,70 @@ def test_the_reward_models_scores_come_in_the_order_of_the_rollouts_and_are_aske
     assert [rank.calls for rank in ranks] == [2, 2], "scores that are given are not asked for"
 
 
-def test_scores_that_are_normalised_over_the_batch_are_so_after_a_replacement() -> None:
+def test_scores_are_normalized_again_after_a_replacement() -> None:
     source = {"type": "token_share", "below": 50, "normalize": "batch"}
     rewards: Any = RewardComposer(config_from_tree({"ppo": {"rewards": [source]}}, "test").ppo.rewards)
     shares = [[0.0, 1.0, 0.5, 0.5, 0.2, 0.9, 0.1, 0.8], [0.50, 0.51]]
 
     class Engines(_Engines):
-        def _answer(self, *asked: Any) -> list[Rollout]:
+        def _answer(self, engine: int, request: _Request) -> list[Rollout]:
             wanted = shares[len(self.calls) - 1]
             return [
                 replace(r, response_ids=(10,) * round(100 * share) + (60,) * round(100 - 100 * share))
-                for r, share in zip(super()._answer(*asked), wanted, strict=True)
+                for r, share in zip(super()._answer(engine, request), wanted, strict=True)
             ]
 
     batch = collector(Engines(), rewards, rounds=1, max_new_tokens=100).collect(1, VERSION)
     assert batch.rewards.by_source["token_share"] == [0.0, 1.0, 0.50, 0.51, 0.2, 0.9, 0.1, 0.8]
     assert batch.rewards.total == normalize(batch.rewards.by_source["token_share"])
+
+
+# -- rollouts of an interrupted step --
+
+REPEATED = [
+    PromptExample(f"p{i // 2}", f"prompt {i // 2}", (1, 2 + i // 2), {"answer": str(i)}) for i in range(4)
+]
+"""Each prompt occurs twice, with different answers."""
+
+
+def cached_batch(rewards: RewardBatch | None = None) -> RolloutBatch:
+    noise = random.Random(0)
+    rollouts = [
+        Rollout(p.prompt_id, i, p.input_ids, (5, 6), (-noise.random(), -1e-17 * noise.random()), i == 0, 4)
+        for p in REPEATED
+        for i in range(2)
+    ]
+    return RolloutBatch(rollouts, [p for p in REPEATED for _ in range(2)], rewards, 1, 0.25)
+
+
+@pytest.mark.parametrize("rewards", [None, RewardBatch([0.1, float("nan")], {"length": [0.1, 0.3]})])
+def test_the_cache_returns_what_was_written(tmp_path: Path, rewards: RewardBatch | None) -> None:
+    cache, written = RolloutCache(tmp_path / "new", REPEATED), cached_batch(rewards)
+    cache.write(3, cached_batch())
+    cache.write(5, written)
+    read = RolloutCache(tmp_path / "new", REPEATED).read(5)
+    assert read is not None
+    assert (read.rollouts, read.prompts, read.replaced) == (written.rollouts, written.prompts, 1)
+    assert read.scores_before == 0.25
+    assert read.from_cache and not written.from_cache
+    assert repr(read.rewards) == repr(rewards)
+    assert cache.read(3) is None and cache.read(6) is None
+
+
+def test_without_a_file_the_cache_is_empty(tmp_path: Path) -> None:
+    assert RolloutCache(tmp_path, REPEATED).read(1) is None
+
+
+def test_the_cache_detects_every_damaged_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = RolloutCache(tmp_path, REPEATED)
+    cache.write(1, cached_batch())
+    file = tmp_path / "rollouts.json"
+    whole = file.read_bytes()
+    damaged = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(len(whole))]
+    damaged += [whole[:i] for i in range(0, len(whole), 7)]
+    with caplog.at_level(logging.ERROR):
+        for content in damaged:
+            file.write_bytes(content)
+            assert cache.read(1) is None
+    assert len(caplog.records) == len(damaged)
+    assert "is damaged; step 1 is sampled again" in caplog.text

@@ -17,7 +17,7 @@ import pytest
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError, StoreUnavailable, WeightSyncError
-from rlhf_core.ppo.step_checks import StepGuards
+from rlhf_core.ppo.step_checks import StepChecks
 
 GOOD = {
     "objective/kl": 1.0,
@@ -40,19 +40,19 @@ def metrics(**changed: float) -> dict[str, float]:
     return GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
 
 
-def guards_of(best: str | None = None, **ppo: Any) -> StepGuards:
-    return StepGuards(config_from_tree({"ppo": {"max_kl": 20.0, **ppo}}, "test").ppo, lambda: best)
+def checks_of(best: str | None = None, **ppo: Any) -> StepChecks:
+    return StepChecks(config_from_tree({"ppo": {"max_kl": 20.0, **ppo}}, "test").ppo, lambda: best)
 
 
 @pytest.fixture
-def guards() -> StepGuards:
-    return guards_of()
+def checks() -> StepChecks:
+    return checks_of()
 
 
-def test_engines_with_other_weights_stop_the_run(guards: StepGuards) -> None:
-    guards.check(metrics(), 1)
+def test_engines_with_other_weights_stop_the_run(checks: StepChecks) -> None:
+    checks.verify(metrics(), 1)
     with pytest.raises(WeightSyncError, match=r"ppo step 2: engines and trainer differ by 0\.3"):
-        guards.check(metrics(rollout__logprob_gap_mean=0.3), 2)
+        checks.verify(metrics(rollout__logprob_gap_mean=0.3), 2)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_engines_with_other_weights_stop_the_run(guards: StepGuards) -> None:
 def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
     caplog: pytest.LogCaptureFixture, dtype: str, limit: float | None, quiet: float, loud: float
 ) -> None:
-    guards = guards_of(policy_deepspeed={"dtype": dtype}, engine={"dtype": dtype}, logprob_gap_limit=limit)
+    checks = checks_of(policy_deepspeed={"dtype": dtype}, engine={"dtype": dtype}, logprob_gap_limit=limit)
     for step, (gap, alarm) in enumerate(((quiet, 0.0), (loud, 1.0)), start=1):
         found = metrics(rollout__logprob_gap_mean=gap)
-        guards.check(found, step)
+        checks.verify(found, step)
         assert found["rollout/logprob_gap_alarm"] == alarm
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"step 2: engine and trainer log-probabilities differ by {loud:.3g} on average"]
@@ -73,18 +73,18 @@ def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
 
 def test_without_the_canary_a_gap_to_the_engines_does_not_stop_the_run() -> None:
     found = metrics(rollout__logprob_gap_mean=0.3)
-    guards_of(weight_sync={"canary": False}).check(found, 1)
+    checks_of(weight_sync={"canary": False}).verify(found, 1)
     assert found["rollout/logprob_gap_alarm"] == 1.0
 
 
 def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row() -> None:
-    guards = guards_of("s3://bucket/step-00000004")
+    checks = checks_of("s3://bucket/step-00000004")
     for step, kl in enumerate((21.0, 30.0, 19.0, 21.0, 21.0), start=1):
-        guards.check(metrics(objective__kl=kl), step)
+        checks.verify(metrics(objective__kl=kl), step)
     with pytest.raises(
         GateFailed, match=r"ppo step 6: KL 25\.0 has been above ppo\.max_kl=20 for three steps"
     ) as caught:
-        guards.check(metrics(objective__kl=25.0), 6)
+        checks.verify(metrics(objective__kl=25.0), 6)
     assert caught.value.message.endswith(
         "by the reward of its own responses minus ppo.kl.coef x their KL, is kept: s3://bucket/step-00000004"
     )
@@ -94,31 +94,31 @@ def test_a_store_that_is_away_does_not_take_the_place_of_the_verdict() -> None:
     def away() -> None:
         raise StoreUnavailable("the bucket does not answer")
 
-    guards = StepGuards(config_from_tree({}, "test").ppo, away)
+    checks = StepChecks(config_from_tree({}, "test").ppo, away)
     with pytest.raises(GateFailed, match="the policy has collapsed"):
-        guards.check(metrics(rollout__empty_rate=1.0), 1)
+        checks.verify(metrics(rollout__empty_rate=1.0), 1)
 
 
 def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(
-    guards: StepGuards, caplog: pytest.LogCaptureFixture
+    checks: StepChecks, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        guards.check(metrics(rollout__empty_rate=0.19), 1)
+        checks.verify(metrics(rollout__empty_rate=0.19), 1)
         assert not caplog.records
-        guards.check(metrics(rollout__empty_rate=0.2), 2)
+        checks.verify(metrics(rollout__empty_rate=0.2), 2)
     assert "step 2: 20 % of the responses are empty" in caplog.text
     with pytest.raises(
         GateFailed, match="ppo step 3: 90% of the responses are empty; the policy has collapsed"
     ):
-        guards.check(metrics(rollout__empty_rate=0.9), 3)
+        checks.verify(metrics(rollout__empty_rate=0.9), 3)
 
 
 def test_scores_that_do_not_differ_are_warned_of(
-    guards: StepGuards, caplog: pytest.LogCaptureFixture
+    checks: StepChecks, caplog: pytest.LogCaptureFixture
 ) -> None:
     same = {"rollout__zero_variance_groups": 0.9}
     for step, changed in enumerate(({}, same, same, {}, {"objective__scores_std": 0.0})):
-        guards.check(metrics(**changed), step)
+        checks.verify(metrics(**changed), step)
     said = [record.getMessage().split(";")[0] for record in caplog.records]
     assert said == [
         (
@@ -143,17 +143,17 @@ BECOME_NAN = [
 
 @pytest.mark.parametrize("name", BECOME_NAN)
 def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends_the_stage(
-    guards: StepGuards, name: str
+    checks: StepChecks, name: str
 ) -> None:
     bad = metrics(**{name: float("nan")})
-    assert guards.usable(metrics(), 4, 1)
-    assert not guards.usable(bad, 4, 2) and not guards.usable(bad, 4, 3)
-    assert guards.usable(metrics(), 4, 4)
-    assert not guards.usable(bad, 4, 5) and not guards.usable(bad, 4, 6)
+    assert checks.is_finite(metrics(), 4, 1)
+    assert not checks.is_finite(bad, 4, 2) and not checks.is_finite(bad, 4, 3)
+    assert checks.is_finite(metrics(), 4, 4)
+    assert not checks.is_finite(bad, 4, 5) and not checks.is_finite(bad, 4, 6)
     with pytest.raises(NonFiniteError, match=r"ppo steps 5 to 7 had to be skipped: .* not finite"):
-        guards.usable(bad, 4, 7)
+        checks.is_finite(bad, 4, 7)
 
 
-def test_a_step_without_any_score_is_skipped(guards: StepGuards) -> None:
-    assert not guards.usable(metrics(rollout__unscored=4.0), 4, 1)
-    assert guards.usable(metrics(rollout__unscored=3.0), 4, 2)
+def test_a_step_without_any_score_is_skipped(checks: StepChecks) -> None:
+    assert not checks.is_finite(metrics(rollout__unscored=4.0), 4, 1)
+    assert checks.is_finite(metrics(rollout__unscored=3.0), 4, 2)

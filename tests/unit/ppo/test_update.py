@@ -26,7 +26,8 @@ from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.fleet import WorkerGroup
-from rlhf_core.ppo.samples import OptimizerStep, TrainSample
+from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample
+from rlhf_core.ppo.rpc import RemoteActor
 from rlhf_core.ppo.update import Updater, train_samples
 from rlhf_core.types import Rollout, SFTExample
 
@@ -69,21 +70,23 @@ def experience(unscored: Sequence[int] = ()) -> Experience:
 
 
 class _Rank:
-    """Of a policy or a critic: keeps what it was asked last, and answers with `sums`."""
+    """A rank of policy or critic that stores the last call and returns `sums`."""
 
     samples: list[TrainSample]
     steps: list[OptimizerStep]
-    rest: tuple[Any, ...]
-    """A policy's KL coefficient and rows of demonstrations; whether a critic's values are clipped."""
+    options: dict[str, Any]
+    """Keyword arguments of the last call."""
 
     def __init__(self, role: str) -> None:
         self.sums: dict[str, float] = {}
         self.asked = 0
         setattr(self, f"update_{role}", SimpleNamespace(remote=self._update))
 
-    def _update(self, samples: list[TrainSample], steps: list[OptimizerStep], *rest: Any) -> dict[str, float]:
-        self.samples, self.steps, self.rest = samples, steps, rest
-        self.rows: list[Any] = rest[1] if len(rest) > 1 else []
+    def _update(
+        self, samples: list[TrainSample], steps: list[OptimizerStep], **options: Any
+    ) -> dict[str, float]:
+        self.samples, self.steps, self.options = samples, steps, options
+        self.rows: list[Any] = options.get("demonstrations", [])
         self.asked += 1
         return self.sums
 
@@ -96,10 +99,12 @@ class _Made:
         self.policy, self.critic = ([_Rank(role) for _ in range(ranks)] for role in ("policy", "critic"))
         group: Any = None
         groups = {
-            "policy": WorkerGroup(group, tuple(self.policy)),
-            "critic": WorkerGroup(group, tuple(self.critic)),
+            "policy": WorkerGroup(group, tuple(RemoteActor(rank) for rank in self.policy)),
+            "critic": WorkerGroup(group, tuple(RemoteActor(rank) for rank in self.critic)),
         }
-        fleet: Any = SimpleNamespace(groups=groups, wait=lambda references, what: references)
+        fleet: Any = SimpleNamespace(
+            groups=groups, wait=lambda pending, what: [call.reference for call in pending]
+        )
         self._updater = Updater(config_from_tree({"ppo": tree}, "test").ppo, fleet, seed, DEMONSTRATIONS)
 
     def update(self, step: int = 1, unscored: Sequence[int] = ()) -> dict[str, float]:
@@ -215,7 +220,7 @@ def test_during_the_critics_warm_up_only_the_critic_is_asked() -> None:
         metrics = made.update(step)
         assert [rank.asked for rank in made.policy] == [asked] * 2
         assert [rank.asked for rank in made.critic] == [step] * 2
-        assert [rank.rest for rank in made.critic] == [(step > 2,)] * 2, "values move freely in the warm-up"
+        assert [rank.options for rank in made.critic] == [{"clip_values": step > 2}] * 2
         assert ("loss/policy" in metrics, "loss/value" in metrics) == (bool(asked), True)
 
 
@@ -223,7 +228,7 @@ def test_without_a_critic_only_the_policy_is_asked() -> None:
     made = _Made(2, algorithm="reinforce_pp")
     metrics = made.update()
     assert [rank.asked for rank in made.policy + made.critic] == [1, 1, 0, 0]
-    assert [rank.rest for rank in made.policy] == [(0.125, [])] * 2
+    assert [rank.options for rank in made.policy] == [{"kl_coef": 0.125, "demonstrations": []}] * 2
     assert "loss/value" not in metrics
 
 

@@ -42,8 +42,8 @@ class Group:
         self.worker.participant = SimpleNamespace(name="policy", timeouts=PipelineConfig().run.timeouts)  # type: ignore[assignment]
         self.worker._models = {"policy": Model()}
 
-    def submit(self, method: str, *given: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*given)]
+    def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return [method(self.worker, *args, **options)]
 
 
 class Fleet:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.sender import WeightSender
+from rlhf_core.weight_sync.sender import TransportConfig, WeightSender
 from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec
 
 BIG = 3 << 20
@@ -56,9 +56,8 @@ def _weights() -> Iterator[tuple[str, torch.Tensor]]:
 def test_an_engine_that_fails_is_named_at_once(leaves: bool) -> None:
     specs = [TensorSpec(name, torch.float32, (BIG,)) for name in "abcd"]
     sender = WeightSender(
-        _weights, specs, _Engine(leaves), rank=0, backend="gloo", address="127.0.0.1", receivers=1,
-        bucket_bytes=12 << 20, timeout=60.0,
-    )  # fmt: skip
+        _weights, specs, _Engine(leaves), 0, TransportConfig("gloo", "127.0.0.1", 1, 12 << 20, 60.0)
+    )
     started = time.monotonic()
     with pytest.raises((ValueError, WeightSyncError), match=r"cannot take this tensor|broke"):
         sender.send(1)
@@ -76,8 +75,11 @@ def test_weights_are_read_after_all_that_a_gpu_has_queued(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("queue done"))
     sender = WeightSender(
-        weights, [TensorSpec("a", torch.float32, (1,))], None, rank=1, backend="gloo", address="127.0.0.1",
-        receivers=1, bucket_bytes=1 << 20, timeout=1.0,
-    )  # fmt: skip
+        weights,
+        [TensorSpec("a", torch.float32, (1,))],
+        None,
+        1,
+        TransportConfig("gloo", "127.0.0.1", 1, 1 << 20, 1.0),
+    )
     assert sender.send(1) is None
     assert done == (["queue done", "read"] if gpu else ["read"])
