@@ -51,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tor
 
 
 @pytest.mark.parametrize("kind", ["sft", "policy", "value", "reward", "policy-lora", "value-lora", *BY_MODE])
-def test_neither_ranks_nor_zero_nor_micro_batches_nor_packing_change_a_step(
+def test_a_step_does_not_depend_on_how_it_is_split(
     results: dict[str, dict[str, torch.Tensor]], kind: str
 ) -> None:
     reference = results[reference_label(kind)]
@@ -78,7 +78,7 @@ def test_where_parameters_and_optimizer_lie_changes_no_bit(
 
 
 @pytest.mark.parametrize("kind", ["policy-lora", "value-lora"])
-def test_adapters_leave_all_else_alone_and_continue_from_a_checkpoint_with_the_same_bits(
+def test_adapters_continue_from_a_checkpoint_bit_identically(
     results: dict[str, dict[str, torch.Tensor]], kind: str
 ) -> None:
     start = dict(model(kind.removesuffix("-lora")).lm.named_parameters())
@@ -96,7 +96,7 @@ def test_adapters_leave_all_else_alone_and_continue_from_a_checkpoint_with_the_s
         assert all(torch.equal(results[name][key], tensor) for key, tensor in weights.items()), name
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_leaves_no_trace(
+def test_a_nonfinite_gradient_changes_no_parameter(
     results: dict[str, dict[str, torch.Tensor]],
 ) -> None:
     reference = results[label(1, "policy", 0, 60, True)]

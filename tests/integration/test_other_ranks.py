@@ -112,7 +112,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 
 
 @pytest.mark.parametrize("direction", ["1 to 2", "2 to 1"])
-def test_a_training_goes_on_where_it_was_on_another_number_of_ranks(
+def test_training_continues_on_another_number_of_ranks(
     differences: dict[str, dict[str, Any]], direction: str
 ) -> None:
     found = differences[direction]

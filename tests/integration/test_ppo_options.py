@@ -40,7 +40,7 @@ def prompts(count: int, length: int) -> list[PromptExample]:
     ]
 
 
-def test_filtering_overlong_penalty_and_dual_clip_give_the_numbers_worked_out_by_hand(
+def test_filtering_overlong_penalty_and_dual_clip_match_hand_computed_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
 ) -> None:
     model = save_small_model(tmp_path / "model")
@@ -133,7 +133,7 @@ def test_rows_of_2048_tokens(
     )
 
 
-def test_an_engine_of_two_tensor_parallel_processes_follows_the_policy(
+def test_a_tensor_parallel_engine_gets_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary_lines: list[str]
 ) -> None:
     model = save_small_model(tmp_path / "model")

@@ -48,7 +48,7 @@ def answers(engine: Engine, prompts: list[PromptExample], seeds: list[int]) -> l
     return engine.generate(prompts, n=1, max_new_tokens=14, temperature=1.0, seeds=seeds, policy_version=0)
 
 
-def test_a_batch_beyond_one_scheduler_step_and_the_kv_cache_has_the_same_bits_twice(
+def test_a_large_batch_is_bit_identical_when_repeated(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler

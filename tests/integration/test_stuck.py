@@ -105,7 +105,7 @@ def test_suspended_ranks_are_named_and_none_is_left(golden: tuple[str, str]) -> 
         assert re.search(rf"{who} \(process \d+\) has been suspended \(SIGSTOP\) for \d+ s", golden[1])
 
 
-def test_lost_engines_and_frozen_models_are_replaced_with_the_same_bits_until_an_engine_has_no_restart_left(
+def test_lost_engines_and_frozen_models_are_replaced_bit_identically(
     golden: tuple[str, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One engine in the rollout of step 1; one in the sync after it, its third with the sync that confirms the

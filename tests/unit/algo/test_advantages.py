@@ -65,7 +65,7 @@ def test_the_score_is_clipped_before_the_kl_joins_it() -> None:
 
 @LAW
 @given(seed=st.integers(0, 10_000))
-def test_token_rewards_of_a_row_sum_to_score_minus_weighted_kl(seed: int) -> None:
+def test_token_rewards_sum_to_score_minus_kl(seed: int) -> None:
     kl, scores, mask = random_rows(seed)
     rewards = token_rewards(scores[:, 0].nan_to_num(), kl, mask, kl_coef=0.1)
     for row, k, score, m in zip(rewards, kl, scores[:, 0].nan_to_num(), mask, strict=True):
@@ -90,7 +90,7 @@ def test_gae_matches_numbers_worked_out_by_hand() -> None:
 
 @LAW
 @given(seed=st.integers(0, 10_000), gamma=st.floats(0, 1), lam=st.floats(0, 1))
-def test_garbage_in_a_gap_gives_what_the_gap_collapsed_row_gives(seed: int, gamma: float, lam: float) -> None:
+def test_a_gap_in_a_row_is_ignored(seed: int, gamma: float, lam: float) -> None:
     rewards, values, mask = random_rows(seed)
     advantages, returns = gae(rewards, values, mask, gamma, lam)
     for b in range(len(mask)):
@@ -106,7 +106,7 @@ def test_garbage_in_a_gap_gives_what_the_gap_collapsed_row_gives(seed: int, gamm
 
 @LAW
 @given(seed=st.integers(0, 10_000), gamma=st.floats(0, 1))
-def test_lambda_one_gives_monte_carlo_returns_and_lambda_zero_td_errors(seed: int, gamma: float) -> None:
+def test_lambda_one_is_monte_carlo_and_zero_is_td(seed: int, gamma: float) -> None:
     rewards, values, mask = random_rows(seed)
     monte_carlo = gae(rewards, values, mask, gamma, 1.0)[1]
     errors = gae(rewards, values, mask, gamma, 0.0)[0]
@@ -120,7 +120,7 @@ def test_lambda_one_gives_monte_carlo_returns_and_lambda_zero_td_errors(seed: in
         assert errors[b, mask[b]].tolist() == pytest.approx(one_step, abs=1e-12)
 
 
-def test_returns_to_go_match_numbers_worked_out_by_hand_over_a_gap() -> None:
+def test_returns_to_go_match_hand_computed_numbers() -> None:
     # 4; 2 + 0.5*4 = 4; 1 + 0.5*4 = 3: the gap at t = 1 is not discounted
     rewards = torch.tensor([[1.0, 99.0, 2.0, 4.0, 99.0]])
     returns = returns_to_go(rewards, torch.tensor([[1, 0, 1, 1, 0]]), 0.5)
@@ -167,7 +167,7 @@ def test_each_kind_matches_numbers_worked_out_by_hand(kind: str, expected: list[
 
 @LAW
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS))
-def test_each_kind_matches_its_definition_on_random_groups_with_nan_scores(seed: int, kind: str) -> None:
+def test_each_kind_matches_its_definition_with_nan_scores(seed: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(20, generator=generator, dtype=torch.float64)
     scores[torch.rand(20, generator=generator) < 0.2] = math.nan
@@ -197,7 +197,7 @@ def test_equal_scores_give_exactly_zero(kind: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_nan_score_gets_zero_and_leaves_its_group_as_it_was(kind: str) -> None:
+def test_a_nan_score_gets_zero_advantage(kind: str) -> None:
     one_group = torch.zeros(4, dtype=torch.long)
     with_nan = group_advantages(torch.tensor([1.0, math.nan, 4.0, 2.0]), one_group, kind)
     without = group_advantages(torch.tensor([1.0, 4.0, 2.0]), one_group[:3], kind)
@@ -208,7 +208,7 @@ def test_a_nan_score_gets_zero_and_leaves_its_group_as_it_was(kind: str) -> None
 
 @LAW
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), shift=st.floats(-100, 100))
-def test_order_ids_and_a_common_shift_do_not_matter_and_groups_sum_to_zero(
+def test_group_advantages_ignore_order_ids_and_shift(
     seed: int,
     kind: str,
     shift: float,
@@ -244,7 +244,7 @@ def test_wrong_kinds_and_shapes_are_refused() -> None:
 # --- overlong_penalty
 
 
-def test_the_penalty_matches_numbers_worked_out_by_hand() -> None:
+def test_overlong_penalty_matches_hand_computed_numbers() -> None:
     # free up to 100 - 20 = 80; 85: 5/20 of 0.5 = 0.125; 90: 10/20 of 0.5 = 0.25; all of it at 100 and beyond
     lengths = torch.tensor([0, 79, 80, 85, 90, 100, 101, 500])
     penalty = overlong_penalty(lengths, max_length=100, buffer=20, factor=0.5)
@@ -252,18 +252,18 @@ def test_the_penalty_matches_numbers_worked_out_by_hand() -> None:
     assert penalty.dtype == torch.float32
 
 
-def test_a_longer_response_is_never_punished_less() -> None:
+def test_overlong_penalty_is_monotonic() -> None:
     penalty = overlong_penalty(torch.arange(200, dtype=torch.float64), max_length=150, buffer=37, factor=2.0)
     assert torch.all(penalty.diff() <= 0)
     assert penalty.diff().abs().max().item() == pytest.approx(2.0 / 37, rel=1e-12)
     assert penalty.dtype == torch.float64
 
 
-def test_without_a_buffer_the_penalty_is_a_step_above_the_limit() -> None:
+def test_without_a_buffer_the_penalty_is_a_step() -> None:
     assert overlong_penalty(torch.tensor([9, 10, 11]), 10, 0, 1.0).tolist() == [0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("buffer", [-1, 11])
-def test_a_buffer_that_does_not_fit_is_refused(buffer: int) -> None:
+def test_an_invalid_overlong_buffer_is_an_error(buffer: int) -> None:
     with pytest.raises(ValueError, match="buffer must be between 0 and max_length"):
         overlong_penalty(torch.tensor([1]), 10, buffer, 1.0)

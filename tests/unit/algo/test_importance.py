@@ -29,12 +29,12 @@ OLD_BT = torch.where(MASK_BT, ROLLOUT_BT + W_BT.log(), math.nan)
         ("sequence-mask", [[0.25, 1, 4, 0], [0, 0, 0, 0], [0] * 4]),
     ],
 )
-def test_each_kind_is_its_definition_with_bounds_one_half_and_two(kind: str, rows: list[list[float]]) -> None:
+def test_each_kind_matches_its_definition(kind: str, rows: list[list[float]]) -> None:
     weights = importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, kind, low=0.5, high=2.0)
     assert torch.allclose(weights, torch.tensor(rows, dtype=torch.float64), atol=1e-12)
 
 
-def test_the_default_bounds_truncate_at_two_and_keep_small_weights() -> None:
+def test_the_default_bounds_truncate_at_two() -> None:
     weights = importance_weights(OLD_BT, ROLLOUT_BT, MASK_BT, "truncate")
     assert weights[0].tolist() == pytest.approx([0.25, 1.0, 2.0, 0.0])
 
@@ -70,7 +70,7 @@ def test_a_nan_of_a_valid_token_is_not_hidden(kind: str) -> None:
     assert importance_weights(ROLLOUT_BT, rollout, MASK_BT, kind)[0, 1].isnan()
 
 
-def test_weights_make_the_mean_over_the_engines_samples_the_mean_over_the_policys() -> None:
+def test_importance_weights_correct_the_expectation() -> None:
     # sum_x rollout(x) w(x) f(x) = sum_x old(x) f(x): what the correction is for
     generator = torch.Generator().manual_seed(1)
     old, rollout = torch.log_softmax(torch.randn(2, 1, 9, generator=generator, dtype=torch.float64), dim=-1)

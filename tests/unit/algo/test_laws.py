@@ -189,7 +189,7 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(
 
 
 @pytest.mark.parametrize(("loss", "mode"), [x for x in TOKEN_LOSSES if not x[1].startswith("seq")])
-def test_packed_tokens_give_the_loss_and_gradient_of_padded_ones(loss: Loss, mode: Aggregation) -> None:
+def test_packing_does_not_change_loss_or_gradient(loss: Loss, mode: Aggregation) -> None:
     padded = make_batch(4, 5, 7)
     a = loss_and_gradient(lambda p: [loss(p, padded, mode, None)])
     b = loss_and_gradient(lambda p: [loss(p, padded.packed(), mode, None)])
@@ -199,7 +199,7 @@ def test_packed_tokens_give_the_loss_and_gradient_of_padded_ones(loss: Loss, mod
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 @LAW
 @given(seed=st.integers(0, 10_000), pairs=st.integers(2, 9), parts=st.sampled_from([2, 4]))
-def test_splitting_a_step_of_pairs_changes_neither_loss_nor_gradient(
+def test_splitting_pairs_does_not_change_the_gradient(
     kind: str,
     seed: int,
     pairs: int,
@@ -222,7 +222,7 @@ def test_splitting_a_step_of_pairs_changes_neither_loss_nor_gradient(
 
 @pytest.mark.parametrize(("loss", "mode"), TOKEN_LOSSES, ids=IDS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
-def test_garbage_under_the_mask_changes_no_bit_and_padding_only_rounding(
+def test_masked_values_do_not_change_the_loss(
     loss: Loss,
     mode: Aggregation,
     garbage: float,
@@ -238,7 +238,7 @@ def test_garbage_under_the_mask_changes_no_bit_and_padding_only_rounding(
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_under_the_mask_changes_no_bit_of_rewards_advantages_and_weights(garbage: float) -> None:
+def test_masked_values_do_not_change_the_advantages(garbage: float) -> None:
     b = make_batch(6, 5, 7)
 
     def everything(junk: float) -> list[Tensor]:
@@ -261,7 +261,7 @@ def test_garbage_under_the_mask_changes_no_bit_of_rewards_advantages_and_weights
 
 @LAW
 @given(seed=st.integers(0, 10_000))
-def test_the_first_minibatch_on_policy_has_ratio_one_and_loss_minus_the_mean_advantage(seed: int) -> None:
+def test_the_first_minibatch_has_ratio_one(seed: int) -> None:
     b = make_batch(seed, 4, 6)
     logps = torch.where(b.mask, b.old, math.nan).requires_grad_()
     result = losses.policy_loss(logps, logps.detach().clone(), b.advantages, b.mask)
@@ -274,7 +274,7 @@ def test_the_first_minibatch_on_policy_has_ratio_one_and_loss_minus_the_mean_adv
     assert torch.allclose(logps.grad, torch.where(b.mask, -b.advantages / b.tokens(), 0.0), atol=1e-14)
 
 
-def test_the_same_temperature_on_both_sides_leaves_the_ratio_at_one_and_another_does_not() -> None:
+def test_the_ratio_is_one_only_for_equal_temperatures() -> None:
     b = make_batch(8, 4, 6)
     logits = b.features[..., 0]
     rollout = token_logprobs(logits, b.labels, 0.6)

@@ -48,7 +48,7 @@ def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
     return kept
 
 
-def test_log_probability_and_entropy_match_numbers_worked_out_by_hand() -> None:
+def test_logprobs_and_entropy_match_hand_computed_numbers() -> None:
     # logits 0 and ln 3 -> p = 1/4, 3/4; at temperature 1/2 the odds are squared: p = 1/10, 9/10
     logits = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
     label = torch.tensor([1])
@@ -103,7 +103,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
             assert torch.equal(a, b)
 
 
-def test_only_the_logits_themselves_are_kept_for_the_backward_pass() -> None:
+def test_only_the_logits_are_saved_for_backward() -> None:
     logits, labels = random_case()
     logits.requires_grad_()
     for make in (
@@ -115,7 +115,7 @@ def test_only_the_logits_themselves_are_kept_for_the_backward_pass() -> None:
         assert [x.untyped_storage().data_ptr() for x in large] == [logits.untyped_storage().data_ptr()]
 
 
-def test_bf16_logits_are_raised_to_float32_and_their_gradient_stays_bf16() -> None:
+def test_bf16_logits_are_computed_in_float32() -> None:
     logits, labels = random_case(torch.bfloat16)
     labels[0] = logits[0].argmax(dim=-1)  # p near 1, where 1 - p rounded in bf16 would be lost
     logits.requires_grad_()
@@ -139,7 +139,7 @@ def test_large_logits_keep_their_precision_in_float32() -> None:
     assert torch.equal(token_entropy(logits + 10_000), token_entropy(logits))
 
 
-def test_a_negative_label_is_no_label_and_one_beyond_the_vocabulary_is_an_error() -> None:
+def test_negative_labels_are_ignored_and_large_ones_are_errors() -> None:
     logits, labels = random_case()
     logits.requires_grad_()
     labels[0, 0], labels[1, 2] = -100, -1
@@ -154,7 +154,7 @@ def test_a_negative_label_is_no_label_and_one_beyond_the_vocabulary_is_an_error(
         token_logprobs(logits, labels)
 
 
-def test_a_word_that_cannot_be_sampled_adds_nothing_to_entropy_or_gradient() -> None:
+def test_a_logit_of_minus_infinity_adds_no_entropy() -> None:
     logits = torch.tensor([[0.0, 1.0, -math.inf]], dtype=torch.float64, requires_grad=True)
     (token_entropy(logits) + token_logprobs(logits, torch.tensor([1]))).sum().backward()
     assert torch.equal(token_entropy(logits), token_entropy(logits[:, :2].contiguous()))
@@ -164,7 +164,7 @@ def test_a_word_that_cannot_be_sampled_adds_nothing_to_entropy_or_gradient() -> 
     assert token_logprobs(logits, torch.tensor([2])).item() == -math.inf
 
 
-def test_nan_logits_of_an_unused_token_give_it_a_gradient_of_zero() -> None:
+def test_nan_logits_of_masked_tokens_have_zero_gradient() -> None:
     logits, labels = random_case()
     logits[1] = math.nan
     logits.requires_grad_()
@@ -182,7 +182,7 @@ def test_the_same_call_twice_gives_the_same_bits() -> None:
     assert torch.equal(token_entropy(logits, 0.7), token_entropy(logits, 0.7))
 
 
-def test_probabilities_of_all_labels_sum_to_one_and_give_the_entropy() -> None:
+def test_probabilities_sum_to_one_and_give_the_entropy() -> None:
     logits, _ = random_case()
     every_label = torch.arange(V).expand(B, T, V)
     logps = token_logprobs(logits.unsqueeze(2).expand(B, T, V, V), every_label, 0.7)

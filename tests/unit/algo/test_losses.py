@@ -87,7 +87,7 @@ def test_a_denominator_replaces_the_count_in_every_mode(mode: Aggregation, expec
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_denominator_of_a_single_batch_is_its_own_count(mode: Aggregation) -> None:
+def test_the_default_denominator_is_the_own_count(mode: Aggregation) -> None:
     denominator = step_denominator(mode, tokens=4, sequences=2)
     assert aggregate(X_BT, MASK_BT, mode, denominator).item() == aggregate(X_BT, MASK_BT, mode).item()
 
@@ -172,7 +172,7 @@ def test_loss_and_metrics_match_a_reference_in_plain_python(
     assert result.approx_kl.item() == pytest.approx(math.fsum(k3) / n, rel=1e-12)
 
 
-def test_the_gradient_of_a_token_is_that_of_its_formula_and_zero_where_the_clip_holds() -> None:
+def test_the_policy_gradient_matches_its_formula() -> None:
     # d/dlogp of -r A is -r A; 4 tokens in the mean. Held: 1.5 with A > 0, 0.5 with A < 0, and 9 with A < 0 by
     # the dual clip.
     new = log_ratios(1.1, 1.5, 0.5, 9.0).requires_grad_()
@@ -182,7 +182,7 @@ def test_the_gradient_of_a_token_is_that_of_its_formula_and_zero_where_the_clip_
     assert new.grad[0].tolist() == pytest.approx([-1.1 * 2.0 / 4, 0.0, 0.0, 0.0], abs=1e-15)
 
 
-def test_the_log_ratio_is_clamped_so_that_no_ratio_overflows() -> None:
+def test_the_log_ratio_is_clamped() -> None:
     new = torch.tensor([[1e4, -1e4]], dtype=torch.float32, requires_grad=True)
     result = policy_loss(new, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2))
     # (e^20 - e^-20) / 2
@@ -192,7 +192,7 @@ def test_the_log_ratio_is_clamped_so_that_no_ratio_overflows() -> None:
     assert torch.isfinite(new.grad).all()
 
 
-def test_old_numbers_are_constants_even_when_they_share_the_graph() -> None:
+def test_old_values_get_no_gradient() -> None:
     # An attached `old` would cancel the gradient to nothing.
     new = one_row(-1.0, -2.0).requires_grad_()
     advantages = one_row(3.0, -1.0).requires_grad_()
@@ -256,7 +256,7 @@ def test_the_value_loss_matches_a_reference_in_plain_python(seed: int, clip: flo
     assert result.clip_fraction.item() == pytest.approx(sum(held for _, held in per_token) / n, abs=1e-15)
 
 
-def test_the_gradient_of_the_value_loss_is_the_error_and_zero_where_the_clip_holds() -> None:
+def test_the_value_gradient_matches_its_formula() -> None:
     values = one_row(0.1, 1.0).requires_grad_()
     returns = one_row(1.0, 1.0).requires_grad_()
     value_loss(values, torch.zeros(1, 2), returns, torch.ones(1, 2)).loss.backward()
@@ -268,7 +268,7 @@ def test_the_gradient_of_the_value_loss_is_the_error_and_zero_where_the_clip_hol
 # --- entropy, KL, SFT
 
 
-def test_bonus_and_kl_loss_are_aggregates_with_the_denominator_given() -> None:
+def test_entropy_bonus_and_kl_loss_use_the_denominator() -> None:
     entropy = entropy_bonus(X_BT, MASK_BT, aggregation="seq-mean-token-sum", denominator=4)
     assert entropy.item() == 14 / 4
     # k2 by default: (1 + 4 + 36 + 25) / 2 / 4 tokens = 8.25, over a denominator of 11 tokens: 3
@@ -277,7 +277,7 @@ def test_bonus_and_kl_loss_are_aggregates_with_the_denominator_given() -> None:
     assert kl_loss(X_BT, torch.zeros_like(X_BT), MASK_BT, "k1", aggregation="token-sum").item() == 14.0
 
 
-def test_the_kl_loss_trains_the_policy_and_never_the_reference() -> None:
+def test_the_kl_loss_trains_only_the_policy() -> None:
     new, ref = one_row(1.0, 3.0).requires_grad_(), one_row(0.0, 1.0).requires_grad_()
     kl_loss(new, ref, torch.ones(1, 2)).backward()
     assert new.grad is not None
@@ -285,7 +285,7 @@ def test_the_kl_loss_trains_the_policy_and_never_the_reference() -> None:
     assert ref.grad is None
 
 
-def test_the_sft_loss_is_the_negative_log_likelihood_per_trained_token() -> None:
+def test_the_sft_loss_is_the_mean_negative_log_likelihood() -> None:
     logps = one_row(math.log(0.5), math.log(0.25), math.nan)
     mask = torch.tensor([[True, True, False]])
     assert sft_loss(logps, mask).item() == pytest.approx(1.5 * math.log(2), abs=1e-15)
@@ -295,7 +295,7 @@ def test_the_sft_loss_is_the_negative_log_likelihood_per_trained_token() -> None
 # --- pairs
 
 
-def test_the_reward_model_loss_matches_numbers_worked_out_by_hand() -> None:
+def test_the_reward_model_loss_matches_hand_computed_numbers() -> None:
     # gaps ln 3 and -ln 3: -ln(3/4) and -ln(1/4), mean (2 ln 4 - ln 3) / 2
     chosen = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64)
     rejected = torch.tensor([0.0, math.log(3.0)], dtype=torch.float64)
@@ -311,7 +311,7 @@ def test_the_reward_model_loss_matches_numbers_worked_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_reward_model_loss_and_its_gradient_are_finite_for_huge_gaps(dtype: torch.dtype) -> None:
+def test_the_reward_model_loss_is_finite_for_large_gaps(dtype: torch.dtype) -> None:
     chosen = torch.tensor([1e4, -1e4, 0.0], dtype=dtype, requires_grad=True)
     loss = reward_model_loss(chosen, -chosen.detach(), center=0.01)
     loss.backward()
@@ -331,7 +331,7 @@ def test_the_dpo_loss_matches_numbers_worked_out_by_hand() -> None:
     assert dpo_loss(*pair, beta=0.5, denominator=2).item() == pytest.approx(won / 2, abs=1e-15)
 
 
-def test_dpo_starts_at_ln_two_with_a_gradient_that_widens_the_gap_of_the_policy_only() -> None:
+def test_dpo_starts_at_ln_two_and_widens_the_gap() -> None:
     chosen, rejected = (torch.tensor([-3.0, -9.0], dtype=torch.float64, requires_grad=True) for _ in range(2))
     ref = torch.tensor([-3.0, -9.0], dtype=torch.float64, requires_grad=True)
     loss = dpo_loss(chosen, rejected, ref, ref, beta=0.2)

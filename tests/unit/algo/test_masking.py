@@ -26,7 +26,7 @@ def random_case(seed: int) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     return torch.where(mask, x, math.nan), mask, x[mask].tolist()
 
 
-def test_sum_mean_and_variance_match_numbers_worked_out_by_hand() -> None:
+def test_masked_statistics_match_hand_computed_numbers() -> None:
     # valid 1, 2, 5: sum 8, mean 8/3, squares (25 + 4 + 49)/9 = 78/9, over n - 1 = 2: 39/9, over n = 3: 26/9
     assert masked_sum(X_BT, MASK_BT).item() == 8.0
     assert masked_mean(X_BT, MASK_BT).item() == pytest.approx(8 / 3, abs=1e-15)
@@ -43,7 +43,7 @@ def test_the_statistics_are_those_of_the_valid_tokens_alone(seed: int) -> None:
     assert masked_var(x, mask, unbiased=False).item() == pytest.approx(statistics.pvariance(valid), rel=1e-12)
 
 
-def test_the_count_is_exact_so_the_mean_of_one_token_is_that_token() -> None:
+def test_the_count_has_no_epsilon() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([[1e-7, math.nan]], dtype=dtype)
         assert masked_mean(x, torch.tensor([[True, False]])).item() == x[0, 0].item()
@@ -90,7 +90,7 @@ def test_equal_float32_values_whiten_to_exactly_zero(value: float, count: int) -
     assert torch.all(masked_whiten(x, torch.ones_like(x)) == 0.0)
 
 
-def test_neither_value_nor_gradient_sees_what_lies_under_the_mask() -> None:
+def test_masked_values_do_not_change_value_or_gradient() -> None:
     x = X_BT.clone().requires_grad_()
     (masked_mean(x, MASK_BT) + masked_var(x, MASK_BT) + masked_whiten(x, MASK_BT).square().sum()).backward()
     assert x.grad is not None
@@ -98,7 +98,7 @@ def test_neither_value_nor_gradient_sees_what_lies_under_the_mask() -> None:
     assert torch.all(x.grad[MASK_BT == 0] == 0.0)
 
 
-def test_the_mask_is_never_broadcast_and_values_only_along_axes_of_one() -> None:
+def test_the_mask_is_never_broadcast() -> None:
     assert select(torch.ones(2, 1), MASK_BT).tolist() == MASK_BT.tolist()
     for wrong in (torch.ones(3), torch.ones(2, 3, 1), torch.ones(2, 4)):
         with pytest.raises(ValueError, match="mask must have the shape"):

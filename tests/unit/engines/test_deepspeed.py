@@ -57,7 +57,7 @@ def engine_of(lm: nn.Module, *, ranks: int = 1, gas: int = 1, average: WeightAve
     return engine
 
 
-def test_parts_of_a_loss_on_averaging_ranks_give_the_gradient_of_the_whole() -> None:
+def test_partial_losses_add_up_to_the_whole_gradient() -> None:
     lm = nn.Linear(1, 1, bias=False)
     nn.init.ones_(lm.weight)
     for micro_batches in ([[1.0, 2.0], [3.0]], [[4.0], [5.0], [6.0, 7.0]]):  # of two ranks
@@ -67,7 +67,7 @@ def test_parts_of_a_loss_on_averaging_ranks_give_the_gradient_of_the_whole() -> 
     assert lm.weight.grad is not None and lm.weight.grad.item() == pytest.approx(4.0)
 
 
-def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     groups = _decay_groups(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), 0.3)
     found = sorted(
         (parameter.ndim, group["weight_decay"]) for group in groups for parameter in group["params"]
@@ -76,7 +76,7 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
 
 
 @pytest.mark.parametrize(("average", "expected"), [(False, 2.0), (True, 1.1)])
-def test_the_model_that_is_saved_has_the_weights_or_their_average(
+def test_save_model_saves_weights_or_average(
     average: bool, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingEngine, "_gathered", lambda self, parameters: nullcontext())

@@ -14,13 +14,13 @@ from rlhf_core.engines.deepspeed import learning_rate
 from rlhf_core.seeds import epoch_batches
 
 
-def test_the_rate_rises_linearly_over_the_warm_up_to_the_peak() -> None:
+def test_the_warm_up_is_linear() -> None:
     config = OptimizerConfig(learning_rate=1.0, warmup_ratio=0.1, schedule="cosine", min_lr_ratio=0.0)
     assert [learning_rate(config, step, 40) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_rate_is_halfway_down_in_the_middle_and_ends_at_the_floor(schedule: str) -> None:
+def test_the_decay_is_halfway_in_the_middle(schedule: str) -> None:
     config = OptimizerConfig.model_validate(
         {"learning_rate": 1.0, "warmup_ratio": 0.0, "schedule": schedule, "min_lr_ratio": 0.2}
     )
@@ -30,7 +30,7 @@ def test_the_rate_is_halfway_down_in_the_middle_and_ends_at_the_floor(schedule: 
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_after_the_warm_up_the_rate_falls_from_the_peak(schedule: str) -> None:
+def test_the_decay_starts_after_the_warm_up(schedule: str) -> None:
     config = OptimizerConfig.model_validate(
         {"learning_rate": 1.0, "warmup_ratio": 0.1, "schedule": schedule, "min_lr_ratio": 0.0}
     )

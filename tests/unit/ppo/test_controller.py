@@ -51,7 +51,7 @@ def controller(tmp_path: Path) -> Any:
     )
 
 
-def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
+def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> None:
     nothing: Any = None
     kl = {"coef": 0.1, "target": 6.0, "horizon": 400}
     config = config_from_tree({"ppo": {"critic_warmup_steps": 2, "kl": kl}}, "test")
@@ -73,7 +73,7 @@ def test_the_kl_coefficient_stays_while_the_policy_does(tmp_path: Path) -> None:
     assert coefs == pytest.approx([0.1, 0.1, 0.098, 0.09604])
 
 
-def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
+def test_a_skipped_step_is_logged_and_the_run_continues(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[dict[str, float]] = []
@@ -99,7 +99,7 @@ def test_a_step_that_is_skipped_is_logged_like_any_other_and_the_run_goes_on(
     assert [entry for entry in kept if entry[0] == "skipped"] == [("skipped", step, 40) for step in (1, 2, 3)]
 
 
-def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tmp_path: Path) -> None:
+def test_guard_settings_do_not_change_the_artifact(tmp_path: Path) -> None:
     logged: list[dict[str, float]] = []
     written = []
     settings: list[dict[str, Any]] = [
@@ -124,7 +124,7 @@ def test_settings_of_the_guards_change_no_byte_of_the_artifact_and_are_logged(tm
     assert all("guards/empty" in found for found in logged)
 
 
-def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_restart(tmp_path: Path) -> None:
+def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
     def started(attempt: str) -> Any:
         work = tmp_path / attempt
         work.mkdir()
@@ -158,7 +158,7 @@ def test_the_third_step_in_a_row_ends_the_stage_also_where_it_comes_after_a_rest
         second._checks.is_finite(bad.metrics, 4, 6)
 
 
-def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
+def test_a_checkpoint_has_the_score_of_its_own_policy(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken
@@ -191,9 +191,7 @@ def test_a_checkpoint_is_kept_by_the_responses_of_the_policy_it_holds(
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
 @pytest.mark.parametrize("normalize", ["none", "batch"])
-def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
-    tmp_path: Path, place: str, normalize: str
-) -> None:
+def test_the_checkpoint_score_always_includes_the_kl(tmp_path: Path, place: str, normalize: str) -> None:
     nothing: Any = None
     fleet: Any = SimpleNamespace(packs=True)
     ppo = {
@@ -210,7 +208,7 @@ def test_what_checkpoints_are_kept_by_has_the_kl_wherever_it_is_paid(
     assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
 
 
-def test_metrics_before_and_after_filtering_and_the_clipped_share_are_told(tmp_path: Path) -> None:
+def test_filtering_and_clipping_are_logged(tmp_path: Path) -> None:
     nothing: Any = None
     fleet: Any = SimpleNamespace(packs=True)
     ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}

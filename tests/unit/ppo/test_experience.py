@@ -61,7 +61,7 @@ def _make(
     )
 
 
-def test_returns_are_the_score_minus_the_priced_kl_still_to_come() -> None:
+def test_returns_are_the_score_minus_the_future_kl_penalty() -> None:
     made = _make([_rollout((-1.0, -2.0))], [[-1.0, -2.0]], [[-2.0, -2.5]], [[0.25, 0.5]], [3.0])
     # k1 = 1.0, 0.5; rewards -0.1, 3 - 0.05; with lambda 1 the returns are 2.85 and 2.95, advantages less the
     # values.
@@ -76,9 +76,7 @@ def test_returns_are_the_score_minus_the_priced_kl_still_to_come() -> None:
     # One token at log p - log ref = -1: -1, |-1|, 1/2 and e - 1 - 1 nats, at 0.1 a nat.
     [(None, 0.1), ("k1", 0.1), ("abs", -0.1), ("k2", -0.05), ("k3", -0.1 * (math.e - 2))],
 )
-def test_the_kl_in_the_reward_is_priced_by_the_estimator_asked_for(
-    estimator: str | None, expected: float
-) -> None:
+def test_the_kl_penalty_uses_the_configured_estimator(estimator: str | None, expected: float) -> None:
     made = _make([_rollout((-2.0,))], [[-2.0]], [[-1.0]], [[0.0]], [0.0], kl={"estimator": estimator})
     assert made.returns_BT.item() == pytest.approx(expected)
     assert made.metrics["objective/kl"] == -1.0
@@ -124,7 +122,7 @@ def test_a_response_cut_by_the_limit_pays_the_penalty() -> None:
     assert ended.metrics["objective/kl"] == 0.0
 
 
-def test_the_gap_to_the_engine_is_measured_on_response_tokens_alone() -> None:
+def test_the_engine_gap_counts_only_response_tokens() -> None:
     made = _make(
         [_rollout((-1.0, -2.0, -3.0)), _rollout((-1.5,))],
         [[-1.0, -2.0, -3.0], [-1.1]],
@@ -165,7 +163,7 @@ def test_the_weights_are_trainer_over_engine_within_their_bounds(
 
 
 @pytest.mark.parametrize("place", ["rollout", "old", "ref", "values"])
-def test_one_number_that_is_not_finite_shows_in_what_is_watched(place: str) -> None:
+def test_one_nonfinite_number_makes_the_checked_metrics_nonfinite(place: str) -> None:
     numbers = {name: [[-1.0, -1.0], [-1.0]] for name in ("rollout", "old", "ref", "values")}
     numbers[place][1][0] = math.nan
     rollouts = [_rollout(tuple(row)) for row in numbers["rollout"]]
@@ -178,7 +176,7 @@ TEXT = tuple(range(100, 140))
 
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 7, 16, 40, 64])
 @pytest.mark.parametrize("before", [(), TEXT])
-def test_a_loop_of_any_period_is_found_wherever_it_begins(period: int, before: tuple[int, ...]) -> None:
+def test_a_loop_is_found_for_any_period_and_position(period: int, before: tuple[int, ...]) -> None:
     piece = tuple(range(period))
     assert repeats((*before, *piece * (3 + 40 // period)))
     assert repeats((*piece * (3 + 40 // period), *before))
@@ -195,7 +193,7 @@ def test_a_loop_of_any_period_is_found_wherever_it_begins(period: int, before: t
         tuple((i * i) % 17 + (i * 7) % 5 for i in range(60)),
     ],
 )
-def test_what_is_said_twice_or_is_a_small_part_is_no_loop(ids: tuple[int, ...]) -> None:
+def test_two_repetitions_or_a_short_loop_do_not_count(ids: tuple[int, ...]) -> None:
     assert not repeats(ids)
 
 
@@ -234,7 +232,7 @@ def _with_a_loop(chance: random.Random) -> list[int]:
     return ids
 
 
-def test_loops_are_those_that_a_look_at_all_periods_finds() -> None:
+def test_loops_agree_with_a_search_over_all_periods() -> None:
     chance = random.Random(0)
     found = []
     for _ in range(800):
@@ -286,7 +284,7 @@ def test_responses_that_repeat_themselves_are_counted() -> None:
     assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/repeating_rate"] == 0.75
 
 
-def test_a_response_is_empty_if_it_is_its_end_alone() -> None:
+def test_a_response_of_only_eos_is_empty() -> None:
     rollouts = [
         _rollout((-1.0,)),
         _rollout((-1.0,), finished=False),
@@ -297,7 +295,7 @@ def test_a_response_is_empty_if_it_is_its_end_alone() -> None:
     assert _make(rollouts, numbers, numbers, numbers, [0.0] * 4).metrics["rollout/empty_rate"] == 0.25
 
 
-def test_the_spread_of_scores_and_what_the_critic_explains_are_those_of_statistics() -> None:
+def test_score_deviation_and_explained_variance_match_the_statistics_module() -> None:
     logprobs = [[-1.0]] * 3
     made = _make([_rollout((-1.0,))] * 3, logprobs, logprobs, [[1.0], [2.0], [4.5]], [1.0, 3.0, 5.0])
     # Deviations -2, 0, 2 of the scores, which are the returns; they are 0, 1 and 0.5 above the values: -0.5,
@@ -307,7 +305,7 @@ def test_the_spread_of_scores_and_what_the_critic_explains_are_those_of_statisti
 
 
 @pytest.mark.parametrize("count", [1, 64])
-def test_where_nothing_varies_the_spread_is_0_and_nothing_is_said_of_the_critic(count: int) -> None:
+def test_constant_scores_have_deviation_0_and_no_explained_variance(count: int) -> None:
     numbers = [[-1.0, -1.0]] * count
     values = [[0.7, 0.5 + 0.01 * i] for i in range(count)]
     metrics = _make([_rollout((-1.0, -1.0))] * count, numbers, numbers, values, [0.7] * count).metrics
@@ -315,7 +313,7 @@ def test_where_nothing_varies_the_spread_is_0_and_nothing_is_said_of_the_critic(
     assert "value/explained_variance" not in metrics
 
 
-def test_whitened_advantages_have_mean_0_and_variance_1_while_returns_stay() -> None:
+def test_whitening_changes_advantages_and_not_returns() -> None:
     rollouts = [_rollout((-1.0, -1.0)), _rollout((-1.0, -1.0, -1.0))]
     logprobs, values = [[-1.0] * 2, [-1.0] * 3], [[0.1] * 2, [0.3] * 3]
     plain = _make(rollouts, logprobs, logprobs, values, [1.0, -2.0])
@@ -346,9 +344,7 @@ def _group(algorithm: str, scores: list[float], **ppo: Any) -> Any:
         ("grpo", [-(0.5**0.5), 0.5**0.5, 0.0, 0.0]),
     ],
 )
-def test_by_group_a_response_is_compared_with_its_siblings_on_every_token(
-    algorithm: str, expected: list[float]
-) -> None:
+def test_group_advantages_are_equal_on_all_tokens(algorithm: str, expected: list[float]) -> None:
     made = _group(algorithm, [1.0, 3.0, 5.0, 5.0], kl={"place": "loss"})
     wanted = torch.tensor(expected).unsqueeze(1).expand(4, 2)
     torch.testing.assert_close(made.advantages_BT, wanted, rtol=1e-5, atol=1e-6)
@@ -356,7 +352,7 @@ def test_by_group_a_response_is_compared_with_its_siblings_on_every_token(
 
 
 @pytest.mark.parametrize(("gamma", "first"), [(1.0, 0.02), (0.5, 0.015)])
-def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage(gamma: float, first: float) -> None:
+def test_group_advantages_include_the_future_kl_penalty(gamma: float, first: float) -> None:
     made = _group("rloo", [1.0, 3.0, 5.0, 5.0], gamma=gamma)
     # 0.1 nats per token at coefficient 0.1: 0.01 to be paid at the second token, at the first 0.01 + gamma *
     # 0.01.
@@ -364,7 +360,7 @@ def test_the_kl_still_to_be_paid_is_taken_from_a_groups_advantage(gamma: float, 
     torch.testing.assert_close(made.advantages_BT[2], torch.tensor([-first, -0.01]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_kl_that_the_loss_pays_is_not_taken_from_the_reward() -> None:
+def test_a_kl_in_the_loss_is_not_in_the_reward() -> None:
     arguments = ([_rollout((-1.0, -2.0))], [[-1.0, -2.0]], [[-2.0, -2.5]], [[0.0, 0.0]], [3.0])
     made = _make(*arguments, kl={"place": "loss"})
     assert made.metrics["objective/rlhf_reward"] == 3.0
@@ -384,7 +380,7 @@ def test_reinforce_pp_uses_discounted_returns_whitened_by_default() -> None:
     assert white.advantages_BT[white.mask_BT].mean().item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_response_without_a_score_takes_no_part_and_is_counted() -> None:
+def test_a_response_without_a_score_is_masked_and_counted() -> None:
     nan = float("nan")
     made = _group("rloo", [1.0, 3.0, 2.0, nan], kl={"place": "loss"})
     assert made.mask_BT.any(1).tolist() == [True, True, True, False]
@@ -395,7 +391,7 @@ def test_a_response_without_a_score_takes_no_part_and_is_counted() -> None:
     assert torch.isfinite(made.advantages_BT).all()
 
 
-def test_the_overlong_penalty_grows_over_the_buffer_and_is_full_at_the_limit() -> None:
+def test_the_overlong_penalty_grows_over_the_buffer() -> None:
     rollouts = [_rollout((-1.0,) * n) for n in (5, 8, 10)]
     numbers = [[-1.0] * n for n in (5, 8, 10)]
     options = {"max_new_tokens": 10, "overlong": {"buffer": 4, "factor": 2.0}}
@@ -404,7 +400,7 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_is_full_at_the_limit() -
     assert made.scores_B.tolist() == [1.0, 0.0, -1.0]
 
 
-def test_groups_that_score_alike_are_found_whatever_float_they_hold() -> None:
+def test_uniform_groups_are_found_for_any_float() -> None:
     scores = torch.tensor([0.7, 0.7, 0.7, 0.1, 0.1, 0.2, float("nan"), 0.3, 0.3])
     by_three = PPOConfig.model_validate({"samples_per_prompt": 3, "score_clip": None})
     assert uniform_groups(scores, by_three) == [0, 2]

@@ -57,7 +57,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 
 
 @EACH
-def test_a_failure_three_steps_in_a_row_is_one_warning_with_its_name(
+def test_three_failing_steps_give_one_warning(
     name: str, failure: Change, short: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = checks_of()
@@ -69,7 +69,7 @@ def test_a_failure_three_steps_in_a_row_is_one_warning_with_its_name(
 
 
 @EACH
-def test_what_ends_in_time_or_falls_short_is_no_alarm(
+def test_short_or_weak_deviations_give_no_alarm(
     name: str, failure: Change, short: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = checks_of(**dict.fromkeys(NAMES, "stop"))
@@ -80,9 +80,7 @@ def test_what_ends_in_time_or_falls_short_is_no_alarm(
 
 
 @EACH
-def test_with_stop_the_run_ends_and_names_guard_and_checkpoint(
-    name: str, failure: Change, short: Change
-) -> None:
+def test_stop_ends_the_run_and_names_the_checkpoint(name: str, failure: Change, short: Change) -> None:
     checks = checks_of(**{name: "stop"})
     for step, change in enumerate([{}, failure, failure], start=1):
         look(checks, step, change)
@@ -99,9 +97,7 @@ def test_with_off_it_is_not_looked_at(name: str, failure: Change, short: Change)
 
 
 @EACH
-def test_what_was_counted_and_seen_at_first_outlives_a_restart(
-    name: str, failure: Change, short: Change
-) -> None:
+def test_counters_and_initial_values_survive_a_restart(name: str, failure: Change, short: Change) -> None:
     before, after = checks_of(), checks_of()
     for step, change in enumerate([{}, failure, failure], start=1):
         look(before, step, change)
@@ -110,7 +106,7 @@ def test_what_was_counted_and_seen_at_first_outlives_a_restart(
     assert look(after, 4, failure)[f"guards/{name}"] == 1.0
 
 
-def test_a_policy_that_never_ended_its_responses_has_not_lost_it() -> None:
+def test_missing_eos_from_the_start_is_no_alarm() -> None:
     checks = checks_of()
     for step in range(1, 6):
         assert not any(look(checks, step, {"rollout/eos_rate": 0.0}).values())
@@ -127,7 +123,7 @@ def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
         assert metrics["guards/blind_critic"] == 0.0
 
 
-def test_every_guard_is_in_the_configuration_and_on_the_page() -> None:
+def test_every_guard_is_configured_and_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
     actions = [
         name

@@ -165,7 +165,7 @@ def test_the_critics_loss_is_the_one_written_out_here(
     assert (held > 0) == (clip is not None)
 
 
-def test_the_critics_schedule_has_the_steps_of_its_warm_up_too() -> None:
+def test_the_critic_schedule_includes_its_warm_up() -> None:
     ppo = config(steps=5, critic_warmup_steps=2, epochs=3, minibatches=4)
     steps = [OptimizerStep([[0, 1, 2]], SEQUENCES)]
     policy, critic = Tables(), Tables()

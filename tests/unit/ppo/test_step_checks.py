@@ -59,7 +59,7 @@ def test_engines_with_other_weights_stop_the_run(checks: StepChecks) -> None:
     ("dtype", "limit", "quiet", "loud"),
     [("float32", None, 4e-4, 6e-4), ("bfloat16", None, 0.024, 0.026), ("bfloat16", 0.01, 0.009, 0.011)],
 )
-def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
+def test_an_engine_gap_warns_before_it_stops_the_run(
     caplog: pytest.LogCaptureFixture, dtype: str, limit: float | None, quiet: float, loud: float
 ) -> None:
     checks = checks_of(policy_deepspeed={"dtype": dtype}, engine={"dtype": dtype}, logprob_gap_limit=limit)
@@ -71,13 +71,13 @@ def test_a_gap_to_the_engines_is_an_alarm_before_it_stops_the_run(
     assert said == [f"step 2: engine and trainer log-probabilities differ by {loud:.3g} on average"]
 
 
-def test_without_the_canary_a_gap_to_the_engines_does_not_stop_the_run() -> None:
+def test_without_the_canary_a_gap_only_warns() -> None:
     found = metrics(rollout__logprob_gap_mean=0.3)
     checks_of(weight_sync={"canary": False}).verify(found, 1)
     assert found["rollout/logprob_gap_alarm"] == 1.0
 
 
-def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row() -> None:
+def test_a_high_kl_stops_the_run_after_three_steps() -> None:
     checks = checks_of("s3://bucket/step-00000004")
     for step, kl in enumerate((21.0, 30.0, 19.0, 21.0, 21.0), start=1):
         checks.verify(metrics(objective__kl=kl), step)
@@ -90,7 +90,7 @@ def test_a_high_kl_stops_the_run_in_the_third_step_in_a_row() -> None:
     )
 
 
-def test_a_store_that_is_away_does_not_take_the_place_of_the_verdict() -> None:
+def test_an_unavailable_store_does_not_hide_the_error() -> None:
     def away() -> None:
         raise StoreUnavailable("the bucket does not answer")
 
@@ -99,7 +99,7 @@ def test_a_store_that_is_away_does_not_take_the_place_of_the_verdict() -> None:
         checks.verify(metrics(rollout__empty_rate=1.0), 1)
 
 
-def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(
+def test_many_empty_responses_warn_and_then_stop_the_run(
     checks: StepChecks, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -113,9 +113,7 @@ def test_empty_responses_are_warned_of_and_stop_the_run_when_nearly_all_are(
         checks.verify(metrics(rollout__empty_rate=0.9), 3)
 
 
-def test_scores_that_do_not_differ_are_warned_of(
-    checks: StepChecks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_equal_scores_are_warned_of_once(checks: StepChecks, caplog: pytest.LogCaptureFixture) -> None:
     same = {"rollout__zero_variance_groups": 0.9}
     for step, changed in enumerate(({}, same, same, {}, {"objective__scores_std": 0.0})):
         checks.verify(metrics(**changed), step)
@@ -142,9 +140,7 @@ BECOME_NAN = [
 
 
 @pytest.mark.parametrize("name", BECOME_NAN)
-def test_a_step_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends_the_stage(
-    checks: StepChecks, name: str
-) -> None:
+def test_three_nonfinite_steps_in_a_row_end_the_stage(checks: StepChecks, name: str) -> None:
     bad = metrics(**{name: float("nan")})
     assert checks.is_finite(metrics(), 4, 1)
     assert not checks.is_finite(bad, 4, 2) and not checks.is_finite(bad, 4, 3)

@@ -126,9 +126,7 @@ def minibatches(ranks: Sequence[_Rank]) -> list[list[int]]:
 
 
 @WAYS
-def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(
-    ranks: int, cut: dict[str, Any]
-) -> None:
+def test_every_scored_response_is_used_once_per_epoch(ranks: int, cut: dict[str, Any]) -> None:
     made, whole = _Made(ranks, **cut), _Made(1)
     whole.update()
     made.update(unscored=UNSCORED)
@@ -140,9 +138,7 @@ def test_every_scored_response_is_trained_on_once_per_epoch_over_all_ranks(
 
 
 @WAYS
-def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(
-    ranks: int, cut: dict[str, Any]
-) -> None:
+def test_all_ranks_have_the_same_number_of_micro_batches(ranks: int, cut: dict[str, Any]) -> None:
     made = _Made(ranks, **cut)
     made.update(unscored=UNSCORED)
     for group in (made.policy, made.critic):
@@ -166,7 +162,7 @@ def test_all_ranks_have_equally_many_micro_batches_of_samples_of_their_own(
         ("token-sum", 1, 1),
     ],
 )
-def test_the_denominator_counts_what_is_scored_in_the_whole_step(
+def test_the_denominator_counts_scored_responses_of_all_ranks(
     aggregation: Any, whole: int, scored: int
 ) -> None:
     made = _Made(2, aggregation=aggregation, minibatches=1, epochs=1, **PACKED)
@@ -183,7 +179,7 @@ def test_the_denominator_counts_what_is_scored_in_the_whole_step(
 
 
 @pytest.mark.parametrize("ptx", [None, {"coef": 1.0, "batch_size": 4}])
-def test_a_minibatch_without_any_score_is_no_optimizer_step(ptx: dict[str, Any] | None) -> None:
+def test_a_minibatch_without_scores_makes_no_optimizer_step(ptx: dict[str, Any] | None) -> None:
     made = _Made(2, epochs=1, ptx=ptx)
     made.update()
     whole = minibatches(made.policy)
@@ -194,13 +190,13 @@ def test_a_minibatch_without_any_score_is_no_optimizer_step(ptx: dict[str, Any] 
 
 
 @pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (1, 4), (3, 2)])
-def test_epochs_times_minibatches_are_the_optimizer_steps(epochs: int, parts: int) -> None:
+def test_optimizer_steps_are_epochs_times_minibatches(epochs: int, parts: int) -> None:
     made = _Made(2, epochs=epochs, minibatches=parts, **PACKED)
     made.update(unscored=UNSCORED)
     assert [len(rank.steps) for rank in made.policy + made.critic] == [epochs * parts] * 4
 
 
-def test_the_order_follows_from_seed_and_step_and_no_epoch_repeats_another() -> None:
+def test_the_order_depends_on_seed_step_and_epoch() -> None:
     def order(made: _Made, step: int) -> list[list[int]]:
         made.update(step)
         assert minibatches(made.policy) == minibatches(made.critic)
@@ -214,7 +210,7 @@ def test_the_order_follows_from_seed_and_step_and_no_epoch_repeats_another() -> 
     assert len(set(epochs)) == len(epochs) == 6
 
 
-def test_during_the_critics_warm_up_only_the_critic_is_asked() -> None:
+def test_only_the_critic_trains_during_its_warm_up() -> None:
     made = _Made(2, critic_warmup_steps=2)
     for step, asked in ((1, 0), (2, 0), (3, 1)):
         metrics = made.update(step)
@@ -224,7 +220,7 @@ def test_during_the_critics_warm_up_only_the_critic_is_asked() -> None:
         assert ("loss/policy" in metrics, "loss/value" in metrics) == (bool(asked), True)
 
 
-def test_without_a_critic_only_the_policy_is_asked() -> None:
+def test_without_a_critic_only_the_policy_trains() -> None:
     made = _Made(2, algorithm="reinforce_pp")
     metrics = made.update()
     assert [rank.asked for rank in made.policy + made.critic] == [1, 1, 0, 0]
@@ -246,7 +242,7 @@ def drawn(made: _Made, step: int) -> list[list[int]]:
 
 @WAYS
 @pytest.mark.parametrize(("size", "each", "per_pass"), [(7, 7, 2), (3, 3, 4), (50, 14, 1)])
-def test_each_pass_over_the_demonstrations_uses_each_once_as_far_as_they_fill_batches(
+def test_each_pass_uses_every_demonstration_once(
     ranks: int, cut: dict[str, Any], size: int, each: int, per_pass: int
 ) -> None:
     made, alone = (
@@ -263,7 +259,7 @@ def test_each_pass_over_the_demonstrations_uses_each_once_as_far_as_they_fill_ba
 
 
 @WAYS
-def test_the_demonstrations_of_a_step_join_its_samples(ranks: int, cut: dict[str, Any]) -> None:
+def test_demonstrations_are_added_to_the_optimizer_steps(ranks: int, cut: dict[str, Any]) -> None:
     made, plain = _Made(ranks, ptx={"coef": 1.0, "batch_size": 4}, **cut), _Made(ranks, **cut)
     batches = drawn(made, 3)
     plain.update(3)
@@ -280,7 +276,7 @@ def test_the_demonstrations_of_a_step_join_its_samples(ranks: int, cut: dict[str
         assert set(rank.rows) <= {(d.input_ids, d.loss_mask) for d in DEMONSTRATIONS}
 
 
-def test_the_demonstrations_follow_from_seed_and_step_and_are_none_without_a_pretraining_loss() -> None:
+def test_demonstrations_depend_on_seed_and_step() -> None:
     ptx = {"coef": 1.0, "batch_size": 4}
     used = _Made(ptx=ptx)
     first, later = drawn(used, 1), drawn(used, 2)
@@ -294,7 +290,7 @@ def test_the_demonstrations_follow_from_seed_and_step_and_are_none_without_a_pre
 # -- metrics and rows --
 
 
-def test_metrics_are_the_sums_over_the_ranks_per_optimizer_step_or_token() -> None:
+def test_metrics_are_means_over_all_ranks() -> None:
     # 2 epochs of 2 minibatches: 4 optimizer steps, of which one is skipped, and 2 x 39 = 78 tokens with a
     # score.
     made = _Made(2, minibatches=2)
@@ -327,7 +323,7 @@ def test_metrics_are_the_sums_over_the_ranks_per_optimizer_step_or_token() -> No
     )
 
 
-def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_grad_nonfinite() -> None:
+def test_nonfinite_steps_are_counted_per_model() -> None:
     for stumbling, calm in (("policy", "value"), ("value", "policy")):
         made = _Made(2)
         for rank in made.policy if stumbling == "policy" else made.critic:
@@ -339,7 +335,7 @@ def test_steps_that_no_loss_scale_explains_are_told_only_of_the_model_that_grad_
         assert f"{calm}/non_finite_steps" not in metrics
 
 
-def test_each_row_of_a_sample_ends_with_its_response() -> None:
+def test_sample_rows_have_the_length_of_the_response() -> None:
     samples = train_samples(ROLLOUTS, experience(UNSCORED))
     assert [(s.prompt_ids, s.response_ids) for s in samples] == [
         (r.prompt_ids, r.response_ids) for r in ROLLOUTS
@@ -350,7 +346,7 @@ def test_each_row_of_a_sample_ends_with_its_response() -> None:
             assert getattr(sample, name).tolist() == row(number, i, LENGTHS[i]), name
 
 
-def test_the_loss_of_a_skipped_step_is_none() -> None:
+def test_a_skipped_step_has_no_loss() -> None:
     made = _Made(2)
     for rank in made.policy:
         rank.sums = {"loss": math.nan, "skipped": 1.0, "grad_nonfinite": 1.0, "grad_norm": 5.0}

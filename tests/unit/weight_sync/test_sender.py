@@ -53,7 +53,7 @@ def _weights() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_an_engine_that_fails_is_named_at_once(leaves: bool) -> None:
+def test_a_failing_engine_is_reported_immediately(leaves: bool) -> None:
     specs = [TensorSpec(name, torch.float32, (BIG,)) for name in "abcd"]
     sender = WeightSender(
         _weights, specs, _Engine(leaves), 0, TransportConfig("gloo", "127.0.0.1", 1, 12 << 20, 60.0)
@@ -65,7 +65,7 @@ def test_an_engine_that_fails_is_named_at_once(leaves: bool) -> None:
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_weights_are_read_after_all_that_a_gpu_has_queued(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+def test_weights_are_read_after_gpu_synchronization(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
     done: list[str] = []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:

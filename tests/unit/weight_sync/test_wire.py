@@ -59,7 +59,7 @@ def test_equal_version_and_checksums_pass() -> None:
         (Acknowledgement(1, 3, {**SENT, "c": "3"}), "1 of 2 tensors differ (c)"),
     ],
 )
-def test_any_difference_stops_the_run_and_names_engine_and_tensor(
+def test_any_difference_is_an_error_that_names_the_tensor(
     acknowledgement: Acknowledgement, words: str
 ) -> None:
     with pytest.raises(WeightSyncError) as caught:
@@ -67,14 +67,14 @@ def test_any_difference_stops_the_run_and_names_engine_and_tensor(
     assert words in str(caught.value)
 
 
-def test_buckets_keep_order_and_limit_and_a_large_tensor_is_alone() -> None:
+def test_buckets_keep_order_and_limit() -> None:
     specs = [
         TensorSpec(name, torch.float32, (size,)) for name, size in [("a", 2), ("b", 2), ("c", 9), ("d", 1)]
     ]
     assert [[s.name for s in bucket] for bucket in cut(specs, 16)] == [["a", "b"], ["c"], ["d"]]
 
 
-def test_what_is_packed_comes_out_as_it_went_in() -> None:
+def test_unpack_inverts_pack() -> None:
     tensors = [torch.randn(3, 2), torch.randn(5).bfloat16(), torch.randn(2, 2).t()]
     specs = [TensorSpec(str(i), t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
     for before, after in zip(tensors, unpack(pack(tensors), specs), strict=True):
