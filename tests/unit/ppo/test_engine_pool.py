@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.ppo import EngineConfig
+from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo import engine_pool as module
 from rlhf_core.ppo.engine_actor import EngineActor
