@@ -35,7 +35,9 @@ def retrain(
     settings = load_config(config, overrides)
     key = pipeline_key(settings, external_digests(settings))
     finished = finished_run(Home.of(settings.run.home), key)
-    if finished and not open_tracking(settings).forgot(settings.registered_model, finished["weights_sha256"]):
+    if finished and not open_tracking(settings).is_missing(
+        settings.registered_model, finished["weights_sha256"]
+    ):
         return Completed(name="Unchanged", message=f"nothing has changed since {finished['run']}")
     return rlhf(config=config, overrides=overrides)
 

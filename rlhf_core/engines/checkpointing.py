@@ -116,14 +116,16 @@ def after_step(
         total: Steps of the whole loop. The last step needs no checkpoint.
     """
     # Only rank 0 gets the signal; the sum tells all ranks.
-    asked = torch.tensor(float(context is not None and context.stop.asked), device=engine.rank.torch_device)
+    asked = torch.tensor(
+        float(context is not None and context.stop.requested), device=engine.rank.torch_device
+    )
     dist.all_reduce(asked)
     stop = bool(asked.item())
     if (step % every == 0 or stop) and step < total:
         save(engine, context, work, step, state, score)
     if stop and step < total:
         log.info("asked to stop: leaving after step %d", step)
-        (context.stop if context is not None else StopRequest()).leave()
+        (context.stop if context is not None else StopRequest()).exit()
 
 
 def defer_stop(context: StageContext | None) -> AbstractContextManager[None]:

@@ -117,11 +117,11 @@ class PPOController:
                 self._log(metrics)
                 if self.completed_steps == self._ppo.steps:
                     break
-                if self.completed_steps % self._ppo.checkpoint_every == 0 or stop.asked:
+                if self.completed_steps % self._ppo.checkpoint_every == 0 or stop.requested:
                     self._checkpoint()
-                if stop.asked:
+                if stop.requested:
                     log.info("asked to stop: leaving after step %d", self.completed_steps)
-                    stop.leave()
+                    stop.exit()
 
     def iterate(self) -> Metrics:
         """Make one PPO step and return its metrics."""

@@ -1,6 +1,6 @@
 """Reward sources and their composition into one score per response.
 
-`compose.RewardComposer` is what PPO and evaluation use; `rules` are the rule rewards, `python_function` runs
-a function of the user's in a process of its own, `remote` asks a service, and `failures` says what is done
-when these two fail. `server` is such a service: a trained reward model (`scorer`) over HTTP.
+PPO and evaluation use `compose.RewardComposer`. `rules` are the rule rewards, `python_function` runs a user's function
+in a separate process, `remote` calls a service, and `failures` handles failures of these two. `server` is such a
+service: it serves a trained reward model (`scorer`) over HTTP.
 """

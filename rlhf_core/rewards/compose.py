@@ -29,7 +29,7 @@ from rlhf_core.config.rewards import (
     RemoteReward,
 )
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.failures import settle
+from rlhf_core.rewards.failures import resolve_failures
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import check_pattern, evaluate_rule
@@ -74,7 +74,7 @@ class RewardBatch:
     """
 
     def metrics(self) -> dict[str, float]:
-        """`{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures left out."""
+        """Return `{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures left out."""
         metrics: dict[str, float] = {}
         for name, values in self.by_source.items():
             known = [value for value in values if not math.isnan(value)]
@@ -122,23 +122,21 @@ class RewardComposer:
             raise
 
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
-        """`model_scores`: (n,) reward-model scores, already normalised by its stored statistics; None without
-        one.
+        """Return the scores of a batch.
 
-        A score of the reward model that is not finite is masked (NaN), and said. Raises `RewardError` for
-        missing model scores, what `on_error` does not mask, or a rule's value that is not finite.
+        `model_scores` are the (n,) scores of the reward model, normalised by its stored statistics; None without
+        one. A score of it that is not finite is masked (NaN), with a warning. Raises `RewardError` for missing
+        model scores, failures that `on_error` does not mask, and a rule's value that is not finite.
         """
         by_source = {source_name(source): self._raw(source, batch, model_scores) for source in self._sources}
         return RewardBatch(self.total(by_source, len(batch)), by_source)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
-        """(n,) weighted sum of raw values, each source normalised over these `count` responses where it says
-        so.
-        """
+        """Return the (n,) weighted sum of raw values; sources with `normalize` over these `count` responses."""
         return weighted_sum(self._sources, by_source, count, self._score_clip)
 
     def close(self) -> None:
-        """Ends processes and connections; a second call does nothing."""
+        """End processes and connections; a second call does nothing."""
         for external in self._external.values():
             external.close()
 
@@ -153,8 +151,8 @@ class RewardComposer:
     ) -> list[float]:
         name = source_name(source)
         if isinstance(source, ExternalReward):
-            on_error = source.on_error if source.weight else "mask"  # what is only watched ends no run
-            return settle(name, on_error, self._external[name](batch), batch)
+            on_error = source.on_error if source.weight else "mask"  # a source of weight 0 is only measured
+            return resolve_failures(name, on_error, self._external[name](batch), batch)
         if not isinstance(source, ModelReward):
             values = [evaluate_rule(source, sample) for sample in batch]
         elif model_scores is None:
@@ -222,12 +220,12 @@ def clipped_share(
 
 
 def source_name(source: AnyReward) -> str:
-    """The name of a source in metrics and tables."""
+    """Return the name of a source in metrics and tables."""
     return source.name or source.type
 
 
 def normalize(values: Sequence[float]) -> list[float]:
-    """(n,) values with mean 0 and population std 1; zeros if all are equal. NaN stays and counts for nothing."""
+    """Return the (n,) values with mean 0 and population std 1; zeros if all are equal. NaN stays and is ignored."""
     known = [value for value in values if not math.isnan(value)]
     # Equality is tested on the values: a mean of equal floats can differ from them in the last bit.
     if not known or min(known) == max(known):
@@ -238,17 +236,17 @@ def normalize(values: Sequence[float]) -> list[float]:
 
 
 def _masked(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> list[float]:
-    """`values` with NaN for whatever is not finite: a model that overflows on one response has said nothing
-    of it.
-    """
-    odd = [sample.prompt_id for value, sample in zip(values, batch, strict=True) if not math.isfinite(value)]
-    if odd:
+    """Return `values` with NaN in place of each that is not finite, such as an overflow in half precision."""
+    not_finite = [
+        sample.prompt_id for value, sample in zip(values, batch, strict=True) if not math.isfinite(value)
+    ]
+    if not_finite:
         log.warning(
             "reward %s: %d of %d scores are not finite and masked, first for prompt %s",
             name,
-            len(odd),
+            len(not_finite),
             len(batch),
-            odd[0],
+            not_finite[0],
         )
     return [value if math.isfinite(value) else math.nan for value in values]
 

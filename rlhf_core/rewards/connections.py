@@ -39,7 +39,7 @@ class GuardedProtocol(H11Protocol):
                 other for other in self.connections if isinstance(other, GuardedProtocol) and other.waits
             ]
             if waiting:
-                min(waiting, key=lambda other: other._waiting_since or 0.0)._give_up()
+                min(waiting, key=lambda other: other._waiting_since or 0.0)._abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -67,7 +67,7 @@ class GuardedProtocol(H11Protocol):
     def _wait(self) -> None:
         self._served()
         self._waiting_since = time.monotonic()
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._abort)
 
     def _served(self) -> None:
         self._waiting_since = None
@@ -75,6 +75,6 @@ class GuardedProtocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._served()
         self.transport.abort()  # not `close`, because a client that does not read would keep the place

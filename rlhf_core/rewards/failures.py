@@ -1,11 +1,10 @@
-"""What is done when code that is not ours fails on a batch: try again, find the samples at fault, then mask
-or abort.
+"""Failures of external reward sources: retry a batch, find the samples that cause the failure, then mask or abort.
 
 the whole batch, 1 + retries times
-  | raises                                        | answers, some values not finite
-halves of it, down to single samples: culprits    |
-the others once more, as one batch                |
-  +-------------------> Outcome <-----------------+
+  | raises                                         | answers, some values not finite
+halves of it, down to single samples: bad samples  |
+the others once more, as one batch                 |
+  +--------------------> Outcome <-----------------+
                            |
          on_error: abort -> RewardError      mask -> NaN, which the update leaves out
 """
@@ -18,21 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, retry_if_result, stop_after_attempt
+
 from rlhf_core.errors import RewardError
 from rlhf_core.types import RewardInput
 
 logger = logging.getLogger(__name__)
 
-_CULPRITS = 3
-"""So many single samples at fault are found in one batch; with more, those not yet told apart all count as
-failed.
+_MAX_BAD_SAMPLES = 3
+"""Approximate number of bad samples that the search finds in one batch. If there are more, all samples of the parts
+that were not searched to the end count as failed.
 """
 
 
 class Failure(Exception):
-    """A batch got no values. `searchable`: one of its samples may be why, so that parts of it are worth a
-    try.
-    """
+    """A batch got no values. `searchable` means that single samples may be the cause, so smaller parts may work."""
 
     def __init__(self, message: str, *, searchable: bool = True) -> None:
         super().__init__(message)
@@ -40,33 +39,31 @@ class Failure(Exception):
 
 
 class Refused(Failure):
-    """The batch was understood and turned down: the same again cannot help, a part of it may."""
+    """The batch was understood and refused. A retry cannot help, but a part of the batch may work."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one batch of n samples."""
+    """Values of one batch of n samples."""
 
     values: list[float]
-    """(n,) NaN where there is none."""
+    """(n,) NaN for a missing value."""
     reasons: dict[int, str] = field(default_factory=dict)
-    """Why, by index, for each value that is missing."""
+    """Reason of each missing value, by index."""
 
     @staticmethod
     def of(values: Sequence[float]) -> Outcome:
-        """What came back: a value that is not finite is none."""
-        reasons = {
-            index: f"it returned {value}, but rewards must be finite"
-            for index, value in enumerate(values)
-            if not math.isfinite(value)
-        }
-        return Outcome(
-            [math.nan if index in reasons else value for index, value in enumerate(values)], reasons
-        )
+        """Return the outcome of n returned values. A value that is not finite counts as missing."""
+        finite, reasons = list(values), {}
+        for index, value in enumerate(values):
+            if not math.isfinite(value):
+                finite[index] = math.nan
+                reasons[index] = f"it returned {value}, but rewards must be finite"
+        return Outcome(finite, reasons)
 
     @staticmethod
     def failed(count: int, reason: str) -> Outcome:
-        """No value for any of `count` samples."""
+        """Return the outcome without any value for `count` samples."""
         return Outcome([math.nan] * count, dict.fromkeys(range(count), reason))
 
 
@@ -74,36 +71,60 @@ Call = Callable[[Sequence[RewardInput]], Outcome]
 """Scores a batch; raises `Failure`."""
 
 
-def attempt(name: str, call: Call, samples: Sequence[RewardInput], tries: int) -> Outcome:
-    """The whole batch until every value is finite, `tries` times at most; then the search for the samples at
-    fault.
+def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], attempts: int) -> Outcome:
+    """Call with the whole batch until every value is finite, then search for bad samples.
+
+    Args:
+        name: name of the source, for the log.
+        call: scores a batch.
+        samples: the batch.
+        attempts: maximum number of calls with the whole batch.
     """
-    last: Outcome | Failure = Failure("it was never tried")
-    for number in range(1, tries + 1):
-        try:
-            last = outcome = call(samples)
-        except Failure as failure:
-            logger.warning("reward %s: try %d of %d failed: %s", name, number, tries, failure)
-            last = failure
-        else:
-            if not outcome.reasons:
-                break
-    return isolate(call, samples, last) if isinstance(last, Failure) else last
+    retrying = Retrying(
+        retry=retry_if_exception_type(Failure) | retry_if_result(has_missing_values),
+        stop=stop_after_attempt(attempts),
+        after=lambda state: log_failure(name, state, attempts),
+        retry_error_callback=last_outcome,
+    )
+    try:
+        return retrying(call, samples)
+    except Failure as failure:
+        return isolate(call, samples, failure)
+
+
+def has_missing_values(outcome: Outcome) -> bool:
+    """Return whether a value is missing."""
+    return bool(outcome.reasons)
+
+
+def log_failure(name: str, state: RetryCallState, attempts: int) -> None:
+    """Log an attempt that raised."""
+    assert state.outcome is not None
+    if state.outcome.failed:
+        error = state.outcome.exception()
+        logger.warning("reward %s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
+
+
+def last_outcome(state: RetryCallState) -> Outcome:
+    """Return the outcome of the last attempt, or raise its error."""
+    assert state.outcome is not None
+    outcome: Outcome = state.outcome.result()
+    return outcome
 
 
 def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Outcome:
-    """The samples because of which `call` fails on the whole, and the values of the others.
+    """Find the samples because of which `call` fails on the whole batch, and score the others.
 
-    Halves are tried once each, down to single samples, until about 3 log2(n) tries have failed. The others
-    are then called once more together, because a function may compare the samples of its batch.
+    Halves are tried once each, down to single samples, until about 3 log2(n) calls have failed. The remaining
+    samples are then scored in one call, because a function may compare the samples of its batch.
     """
-    budget = _CULPRITS * math.ceil(math.log2(max(2, len(samples))))
-    blamed: dict[int, str] = {}
+    budget = _MAX_BAD_SAMPLES * math.ceil(math.log2(max(2, len(samples))))
+    reasons: dict[int, str] = {}
 
-    def search(part: Sequence[int], why: Failure) -> None:
+    def search(part: Sequence[int], error: Failure) -> None:
         nonlocal budget
-        if len(part) == 1 or budget <= 0 or not why.searchable:
-            blamed.update(dict.fromkeys(part, str(why)))
+        if len(part) == 1 or budget <= 0 or not error.searchable:
+            reasons.update(dict.fromkeys(part, str(error)))
             return
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):
             try:
@@ -113,23 +134,26 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
                 search(half, failed)
 
     search(range(len(samples)), failure)
-    rest = [i for i in range(len(samples)) if i not in blamed]
-    outcome = Outcome([])
+    rest = [i for i in range(len(samples)) if i not in reasons]
+    values = [math.nan] * len(samples)
     if rest:
         try:
             outcome = call([samples[i] for i in rest])
         except Failure as failed:
             outcome = Outcome.failed(len(rest), str(failed))
-    values = dict(zip(rest, outcome.values, strict=True))
-    reasons = blamed | {rest[place]: reason for place, reason in outcome.reasons.items()}
-    return Outcome([values.get(i, math.nan) for i in range(len(samples))], dict(sorted(reasons.items())))
+        for index, value in zip(rest, outcome.values, strict=True):
+            values[index] = value
+        for position, reason in outcome.reasons.items():
+            reasons[rest[position]] = reason
+    return Outcome(values, dict(sorted(reasons.items())))
 
 
-def settle(
+def resolve_failures(
     name: str, on_error: Literal["abort", "mask"], outcome: Outcome, samples: Sequence[RewardInput]
 ) -> list[float]:
-    """(n,) values, NaN where the source masks what failed. Raises `RewardError` that names the first if it
-    aborts.
+    """Return the (n,) values, NaN for those that the source masks.
+
+    Raises `RewardError`, which names the first missing value, if the source aborts.
     """
     if not outcome.reasons:
         return outcome.values

@@ -31,12 +31,12 @@ from typing import Any, Self
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import module_file
-from rlhf_core.rewards.failures import Failure, Outcome, attempt
+from rlhf_core.rewards.failures import Failure, Outcome, score_with_retries
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import RewardInput
 
 START_SECONDS = 120.0
-"""Importing the user's module, which may load a model, may take so long (or `timeout`, if that is more)."""
+"""Time limit for the import of the user's module, which may load a model (or `timeout`, if that is more)."""
 _STOP_SECONDS = 2.0
 
 
@@ -75,10 +75,14 @@ class PythonFunction:
         return self._source.name or self._source.type
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        return attempt(self.name, self._once, samples, self._source.retries + 1) if samples else Outcome([])
+        return (
+            score_with_retries(self.name, self._once, samples, self._source.retries + 1)
+            if samples
+            else Outcome([])
+        )
 
     def close(self) -> None:
-        """Ends the process; a second call does nothing."""
+        """End the process; a second call does nothing."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -150,10 +154,10 @@ class PythonFunction:
                 self._buffer += part
         except TimeoutError:
             self._kill()
-            # The search for the sample that hangs waits out the limit several times: worth it to save the
-            # others only.
-            late = f"it gave no answer within {seconds:g} s"
-            raise Failure(late, searchable=self._source.on_error == "mask") from None
+            # The search for the sample that hangs waits for the time limit several times. That is useful only if
+            # the other samples are used.
+            message = f"it gave no answer within {seconds:g} s"
+            raise Failure(message, searchable=self._source.on_error == "mask") from None
         except OSError as error:
             status = self._exit_status()
             self._kill()
@@ -182,8 +186,7 @@ class PythonFunction:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            # The session is the worker's own: this reaches what the user's function started, and nothing
-            # else.
+            # The worker has a session of its own, so this ends it and the processes of the user's function only.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -191,7 +194,7 @@ class PythonFunction:
 
 
 def _plain(value: Any) -> Any:
-    """Numpy scalars and arrays in `meta`, as JSON."""
+    """Convert NumPy scalars and arrays in `meta` for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"RewardInput.meta holds a {type(value).__name__}, which is not JSON")

@@ -1,9 +1,11 @@
 """The process that runs a user's reward function. `python_function.PythonFunction` starts it and never
 imports it.
 
-    parent --{"id": "...", "code": "..." or null}\\n--> worker --{"id": "...", "ready": true} or {...,
-    "refused": "..."}\\n--> parent parent --{"id": "...", "samples": [...]}\\n--> worker --{"id": "...",
-    "values": [...]} or {..., "error": "..."}\\n--> parent
+    parent                                      worker
+    {"id": "...", "code": "..." or null}   ->   load the function
+                                           <-   {"id": "...", "ready": true} or {..., "refused": "..."}
+    {"id": "...", "samples": [...]}        ->   call it
+                                           <-   {"id": "...", "values": [...]} or {..., "error": "..."}
 
 Messages are JSON objects, one per line, over an inherited socket. Output of the function goes to the log and
 cannot interfere with replies. A reply contains the random `id` of its request. `code` is the source of the
@@ -30,7 +32,7 @@ from typing import Any
 from rlhf_core.types import RewardInput
 
 _PARENT_CHECK = 1.0
-"""Seconds between looks whether the parent still lives."""
+"""Seconds between checks that the parent is alive."""
 
 
 def load_function(
@@ -65,9 +67,7 @@ def load_function(
 
 
 def as_floats(result: Any, count: int) -> list[float]:
-    """`result` as `count` floats. Raises `ValueError` naming what came back instead; finiteness is the
-    caller's.
-    """
+    """Return `result` as `count` floats, which need not be finite. Raises `ValueError` for anything else."""
     if isinstance(result, str | bytes | dict | set) or not hasattr(result, "__len__"):
         raise ValueError(f"it returned {_short(result)}, but a list of {count} floats is needed")
     values = result.tolist() if hasattr(result, "tolist") else list(result)
@@ -81,7 +81,7 @@ def as_floats(result: Any, count: int) -> list[float]:
 
 
 def serve(channel: socket.socket, function: str, file: str | None) -> None:
-    """Answers batches until the parent closes `channel`."""
+    """Answer batches until the parent closes `channel`."""
     lines = channel.makefile("r", encoding="utf-8", newline="\n")
     start = json.loads(lines.readline())
     code = None if start["code"] is None else base64.b64decode(start["code"])
@@ -119,18 +119,19 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:80]}"
 
 
-def _leave_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK)
     os._exit(1)
 
 
 def main(argv: list[str]) -> None:
-    """Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or
-    empty.
+    """Run the worker.
+
+    Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or empty.
     """
     descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)
     os.set_inheritable(descriptor, False)  # processes that the function starts must not inherit the socket
     with socket.socket(fileno=descriptor) as channel:

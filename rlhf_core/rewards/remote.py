@@ -6,24 +6,29 @@ variable is set in the environment:
     {"items": [{"prompt": "...", "response": "...", "prompt_id": "...", "meta": {...}, "finished": true},
     ...]}
 
-`prompt` and `response` are plain text without special tokens; `meta` is what the prompt's row had besides;
-`finished` is false where the length limit cut the response. With `send_tokens` each item also has
-`prompt_ids` and `response_ids`, the tokens as the policy saw and wrote them. The answer is status 200 and one
-score per item, in order:
+`prompt` and `response` are plain text without special tokens; `meta` has the other fields of the prompt's row;
+`finished` is false if the length limit cut the response. With `send_tokens` each item also has `prompt_ids` and
+`response_ids`, the tokens that the policy read and generated. The answer is status 200 and one score per item, in
+order:
 
     {"scores": [0.25, null, ...], "errors": {"1": "why item 1 has no score"}}
 
-null (or a number that is not finite) is an item without a score; `errors` may be left out. Any other status
-is a failure of the whole request. 400, 413 and 422 are the fault of an item, which is searched for by asking
-for parts; 3xx, 401, 403, 404, 405 and 415 end the step (redirects are not followed); all others are tried
-again.
+null (or a number that is not finite) is an item without a score; `errors` is optional. Any other status is a failure
+of the whole request. 400, 413 and 422 are caused by an item, which is searched for with smaller requests; 3xx, 401,
+403, 404, 405 and 415 end the step (redirects are not followed); all others are retried.
 
     samples -> requests of `items_per_request` -> least busy replica -> scores
                  ^                                    | failure
                  +------- backoff with jitter --------+
 
-A request takes `timeout` seconds at most, all in all. The host's addresses are looked up and checked against
-`allowed_hosts` for each request, and exactly those are connected to; proxies of the environment are not used.
+    circuit breaker of each replica:
+    closed --`breaker_failures` in a row--> open --`breaker_seconds` pass--> half-open: one request is sent
+      ^                                      ^                                 |
+      |                                      +---------- it fails -------------+
+      +--------------------------- it succeeds --------------------------------+
+
+The total time of a request is limited to `timeout` seconds. The addresses of the host are resolved and checked
+against `allowed_hosts` for each request, and only those are connected to. Proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -32,20 +37,31 @@ import asyncio
 import json
 import logging
 import math
-import random
 import socket
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from tenacity import AsyncRetrying, retry_if_exception, retry_if_result, stop_after_attempt
 
 from rlhf_core.config.hosts import forbidden, host_of, is_public
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.failures import Failure, Outcome, Refused, isolate
-from rlhf_core.rewards.replicas import Breaker, Replica, Replicas
+from rlhf_core.rewards.failures import (
+    Failure,
+    Outcome,
+    Refused,
+    has_missing_values,
+    isolate,
+    last_outcome,
+    log_failure,
+)
 from rlhf_core.rewards.token import TOKEN_VARIABLE, reward_token
+from rlhf_core.system.retries import backoff
 from rlhf_core.types import RewardInput
 
 logger = logging.getLogger(__name__)
@@ -61,13 +77,109 @@ _FIXES = {
     415: "it must take application/json",
 }
 _FINAL = {*range(300, 400), *_FIXES}
+_POLL_SECONDS = 0.02
+
+
+class Breaker:
+    """A circuit breaker. Check `allows`, then call `began`, and then `succeeded` or `failed`."""
+
+    def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._seconds, self._clock = failures, seconds, clock
+        self._in_row = 0
+        self._opened: float | None = None
+        self._probing = False
+
+    @property
+    def allows(self) -> bool:
+        """Whether a request may be sent now."""
+        if self._opened is None:
+            return True
+        return not self._probing and self._clock() >= self._opened + self._seconds
+
+    def began(self) -> None:
+        """Record the start of a request."""
+        self._probing = self._opened is not None
+
+    def succeeded(self) -> None:
+        """Record a success: the breaker closes."""
+        self._in_row, self._opened, self._probing = 0, None, False
+
+    def failed(self) -> None:
+        """Record a failure, which may open the breaker."""
+        self._in_row += 1
+        if self._probing or self._in_row >= self._limit:
+            self._opened = self._clock()
+        self._probing = False
+
+
+@dataclass
+class Replica:
+    """One address of the service."""
+
+    url: str
+    breaker: Breaker
+    active: int = 0
+    """Number of requests that have no answer yet."""
+    requests: int = 0
+    """Number of requests so far."""
+
+
+class ReplicaPool:
+    """Selects the least busy replica, with at most `concurrency` requests at a time each; for one event loop."""
+
+    def __init__(self, replicas: Sequence[Replica], concurrency: int, timeout: float) -> None:
+        """`timeout`: seconds that `acquire` waits while the breakers of all replicas are open."""
+        self._replicas = replicas
+        self._concurrency = concurrency
+        self._timeout = timeout
+
+    async def acquire(self) -> Replica:
+        """Return the replica with the fewest active requests, then the fewest so far; `use` it afterwards.
+
+        Raises `Failure` if the breakers of all stay open.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            allowed = [replica for replica in self._replicas if replica.breaker.allows]
+            free = [replica for replica in allowed if replica.active < self._concurrency]
+            if free:
+                chosen = min(free, key=lambda replica: (replica.active, replica.requests))
+                chosen.active += 1
+                chosen.requests += 1
+                chosen.breaker.began()
+                return chosen
+            if allowed:
+                # Busy, but not broken: their requests end within their own time limit.
+                deadline = time.monotonic() + self._timeout
+            elif time.monotonic() >= deadline:
+                raise Failure(f"none of its {len(self._replicas)} replicas answers", searchable=False)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    @contextmanager
+    def use(self, replica: Replica, *, searching: bool = False) -> Iterator[None]:
+        """Wrap one request to an acquired replica, and record its result.
+
+        `Refused` counts as a success of the replica. So does, during the search for bad samples (`searching`), any
+        failure that a sample may have caused.
+        """
+        try:
+            yield
+        except Failure as failure:
+            if isinstance(failure, Refused) or (searching and failure.searchable):
+                replica.breaker.succeeded()
+            else:
+                replica.breaker.failed()
+            raise
+        finally:
+            replica.active -= 1
+        replica.breaker.succeeded()
 
 
 class RemoteService:
-    """Callable `Sequence[RewardInput] -> Outcome`; belongs to one thread. `close` it.
+    """Callable `Sequence[RewardInput] -> Outcome`, for one thread. Call `close` at the end.
 
-    A batch is bounded: each request has `1 + retries` tries, each of which waits at most `timeout` +
-    `breaker_seconds` for a replica that may be asked, and `timeout` for its answer.
+    The time of a batch is limited: each request has `1 + retries` attempts, each of which waits at most `timeout` +
+    `breaker_seconds` for a replica, and `timeout` for its answer.
     """
 
     def __init__(self, source: RemoteReward) -> None:
@@ -85,37 +197,37 @@ class RemoteService:
         replicas = [
             Replica(url, Breaker(source.breaker_failures, source.breaker_seconds)) for url in source.urls
         ]
-        self._replicas = Replicas(replicas, source.concurrency, source.timeout + source.breaker_seconds)
+        self._replicas = ReplicaPool(replicas, source.concurrency, source.timeout + source.breaker_seconds)
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
-            timeout=None,  # `_once` bounds the whole request
+            timeout=None,  # `_once` limits the whole request
             limits=httpx.Limits(max_connections=None),
             verify=ssl.create_default_context(),
             trust_env=False,
         )
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        """Raises `RewardError` where no try can help: a refused address, a wrong token or path."""
+        """Score samples. Raises `RewardError` if no retry can help: a forbidden address, a wrong token or path."""
         size = self._source.items_per_request
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         values: list[float] = []
         reasons: dict[int, str] = {}
-        hopeless = False
+        all_fail = False
         for part, answer in zip(parts, self._runner.run(self._all(parts)), strict=True):
             if not isinstance(answer, Failure):
                 outcome = answer
-            elif hopeless:
+            elif all_fail:
                 outcome = Outcome.failed(len(part), str(answer))
             else:
-                outcome = isolate(self._again, part, answer)
-                # Where nothing of a request works it is not its samples: the other requests need no search.
-                hopeless = 1 < len(part) == len(outcome.reasons)
+                outcome = isolate(self._score_part, part, answer)
+                # If all samples of a request fail, the cause is not in the samples: no further search.
+                all_fail = 1 < len(part) == len(outcome.reasons)
             reasons |= {len(values) + index: reason for index, reason in outcome.reasons.items()}
             values += outcome.values
         return Outcome(values, reasons)
 
     def close(self) -> None:
-        """Ends the connections; a second call does nothing."""
+        """Close the connections; a second call does nothing."""
         if not self._client.is_closed:
             self._runner.run(self._client.aclose())
             self._runner.close()
@@ -129,40 +241,36 @@ class RemoteService:
         return [task.result() for task in tasks]
 
     async def _with_retries(self, samples: Sequence[RewardInput]) -> Outcome | Failure:
-        tries = self._source.retries + 1
-        last: Outcome | Failure = Failure("it was never tried")
-        for number in range(tries):
-            if number:
-                await asyncio.sleep(self._source.backoff * 2 ** (number - 1) * random.uniform(0.5, 1.5))
-            try:
-                last = outcome = await self._once(samples)
-            except Failure as failure:
-                logger.warning("reward %s: try %d of %d failed: %s", self._name, number + 1, tries, failure)
-                last = failure
-                if isinstance(failure, Refused):
-                    break
-            else:
-                if not outcome.reasons:
-                    break
-        return last
+        attempts = self._source.retries + 1
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_may_pass) | retry_if_result(has_missing_values),
+            wait=backoff(self._source.backoff, jitter=(0.5, 1.5)),
+            stop=stop_after_attempt(attempts),
+            after=lambda state: log_failure(self._name, state, attempts),
+            retry_error_callback=last_outcome,
+        )
+        try:
+            return await retrying(self._once, samples)
+        except Failure as failure:
+            return failure
 
-    def _again(self, samples: Sequence[RewardInput]) -> Outcome:
+    def _score_part(self, samples: Sequence[RewardInput]) -> Outcome:
         return self._runner.run(self._once(samples, searching=True))
 
     async def _once(self, samples: Sequence[RewardInput], *, searching: bool = False) -> Outcome:
-        replica = await self._replicas.take()
+        replica = await self._replicas.acquire()
         with self._replicas.use(replica, searching=searching):
-            place = httpx.URL(replica.url).netloc.decode()
+            address = httpx.URL(replica.url).netloc.decode()
             body = json.dumps({"items": [self._item(sample) for sample in samples]}).encode()
             try:
                 async with asyncio.timeout(self._source.timeout):
                     status, answer = await self._post(replica.url, body)
             except TimeoutError:
-                late = f"{place} gave no answer within {self._source.timeout:g} s"
-                raise Failure(late, searchable=False) from None
+                message = f"{address} gave no answer within {self._source.timeout:g} s"
+                raise Failure(message, searchable=False) from None
             except (httpx.HTTPError, OSError) as error:
                 cause = str(error) or type(error).__name__
-                raise Failure(f"{place} cannot be asked: {cause}", searchable=False) from error
+                raise Failure(f"{address} cannot be reached: {cause}", searchable=False) from error
             if status in _FINAL:
                 raise RewardError(
                     f"reward {self._name}: {replica.url} answers with status {status}, which no further try"
@@ -170,9 +278,9 @@ class RemoteService:
                 )
             if status != 200:
                 kind = Refused if status in _REFUSED else Failure
-                told = f"{place} answers with status {status}: {answer[:200]!r}"
-                raise kind(told, searchable=status in _REFUSED | {500})
-            return read_answer(answer, len(samples), place)
+                message = f"{address} answers with status {status}: {answer[:200]!r}"
+                raise kind(message, searchable=status in _REFUSED | {500})
+            return read_answer(answer, len(samples), address)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
         addresses = await self._addresses(url)
@@ -184,10 +292,10 @@ class RemoteService:
         return await self._post_to(addresses[-1], url, body)
 
     async def _addresses(self, url: str) -> list[str]:
-        """Of the url's host. Raises `RewardError` if one of them may not be connected to."""
+        """Return the addresses of the url's host. Raises `RewardError` if one of them is forbidden."""
         host, whole = host_of(url), httpx.URL(url)
-        found = await asyncio.get_running_loop().getaddrinfo(host, whole.port, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        resolved = await asyncio.get_running_loop().getaddrinfo(host, whole.port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in resolved))
         if address := forbidden(host, addresses, self._source.allowed_hosts):
             raise RewardError(
                 f"reward {self._name}: {host} leads to {address}, which is a private address; if that is"
@@ -201,7 +309,7 @@ class RemoteService:
         return addresses
 
     async def _post_to(self, address: str, url: str, body: bytes) -> tuple[int, bytes]:
-        """(status, body) from exactly this address; the certificate is checked against the url's own host."""
+        """Return (status, body) from this address; the certificate is checked against the url's host."""
         whole = httpx.URL(url)
         headers = {
             "Host": whole.netloc.decode(),
@@ -241,26 +349,28 @@ class RemoteService:
         return item
 
 
-def read_answer(body: bytes, count: int, place: str) -> Outcome:
-    """The scores in an answer for `count` items. Raises `Failure` for anything that the protocol does not
-    allow.
-    """
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Failure) and not isinstance(error, Refused)
+
+
+def read_answer(body: bytes, count: int, address: str) -> Outcome:
+    """Return the scores in an answer for `count` items. Raises `Failure` for an answer that the protocol forbids."""
     try:
         answer = json.loads(body)
         scores, errors = answer["scores"], answer.get("errors", {})
         values = [math.nan if score is None else _number(score) for score in scores]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise Failure(
-            f'{place} must answer {{"scores": [...]}} with numbers; got {body[:80]!r} ({error})'
+            f'{address} must answer {{"scores": [...]}} with numbers; got {body[:80]!r} ({error})'
         ) from error
     if len(values) != count:
-        raise Failure(f"{place} gave {len(values)} scores for {count} items")
+        raise Failure(f"{address} gave {len(values)} scores for {count} items")
     outcome = Outcome.of(values)
-    told = errors if isinstance(errors, dict) else {}
-    reasons = {
-        index: f"{place} says: {str(told[str(index)])[:200]!r}" if str(index) in told else reason
-        for index, reason in outcome.reasons.items()
-    }
+    given = errors if isinstance(errors, dict) else {}
+    reasons = dict(outcome.reasons)
+    for index in reasons:
+        if str(index) in given:
+            reasons[index] = f"{address} says: {str(given[str(index)])[:200]!r}"
     return Outcome(outcome.values, reasons)
 
 

@@ -32,9 +32,14 @@ class Scorer:
         device: str = "cpu",
         micro_batch_tokens: int = 16384,
     ) -> None:
-        """`folder`: model, tokenizer and statistics, as stage `reward` leaves them in `model/`. `template`:
-        how prompts are rendered; None: as chat where the tokenizer has a template. Raises `ModelError` for
-        what is no reward model.
+        """Load the model. Raises `ModelError` if the folder has no reward model.
+
+        Args:
+            folder: model, tokenizer and statistics, as in `model/` of the `reward` artifact.
+            template: how prompts are rendered; None for chat if the tokenizer has a template, else plain.
+            dtype: data type of the weights.
+            device: `cpu` or `cuda`.
+            micro_batch_tokens: maximum number of tokens of one forward pass.
         """
         if not (folder / "config.json").is_file():
             raise ModelError(
@@ -52,14 +57,13 @@ class Scorer:
         facts = self._model.lm.config
         self._vocabulary, self._positions = int(facts.vocab_size), int(facts.max_position_embeddings)
         self.micro_batch_tokens = micro_batch_tokens
-        """Tokens of one forward pass."""
+        """Maximum number of tokens of one forward pass."""
 
     def encode(self, item: Any) -> PromptAndResponse:
-        """((P,), (T,)) tokens of prompt and response: the item's own, or those of its texts. Raises
-        `ItemError`.
+        """Return the ((P,), (T,)) tokens of prompt and response: the item's own, or those of its texts.
 
-        A response that is finished ends with EOS, as in the pairs the model was trained on and in the
-        policy's rollouts.
+        A finished response ends with EOS, as in the pairs that the model was trained on and in the policy's
+        rollouts. Raises `ItemError`.
         """
         if not isinstance(item, Mapping):
             raise ItemError(f"an item must be an object; got {type(item).__name__}")
@@ -77,7 +81,7 @@ class Scorer:
         return pair
 
     def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]:
-        """(n,) normalised by the stored statistics."""
+        """Return the (n,) scores, normalised by the stored statistics."""
         batches = whole_list(self._model, pairs, self.micro_batch_tokens, self._pad_id)
         scores = sequence_scores(self._model, self._model.statistics, batches)
         return [score if math.isfinite(score) else math.nan for score in scores]

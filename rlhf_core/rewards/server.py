@@ -1,7 +1,7 @@
 """`rlhf serve-reward`: serves a reward model over HTTP with the protocol in `remote`.
 
-    POST /score --> size, token --> encode --> waiting requests --> one forward pass for several requests -->
-    answers GET /health
+    POST /score --> size, token --> encode --> queue --> one forward pass for several requests --> answers
+    GET /health
 
 A request waits for the forward pass that contains it. Encoding and scoring never run at the same time,
 because the memory of the whole process is limited while a chat template is rendered. Without a token, the
@@ -50,7 +50,7 @@ _CONNECTIONS = 256
 
 
 class Scores(Protocol):
-    """What is served; see `Scorer`."""
+    """The model that is served; see `Scorer`."""
 
     micro_batch_tokens: int
 
@@ -60,31 +60,29 @@ class Scores(Protocol):
 
 
 class MicroBatches:
-    """Joins waiting requests into forward passes of at most `micro_batch_tokens` tokens, in the order they
-    came.
-    """
+    """Joins queued requests into forward passes of at most `micro_batch_tokens` tokens, in order of arrival."""
 
-    def __init__(self, scorer: Scores, turns: asyncio.Lock | None = None) -> None:
-        """`turns` is held during each forward pass."""
+    def __init__(self, scorer: Scores, model_lock: asyncio.Lock | None = None) -> None:
+        """`model_lock` is held during each forward pass."""
         self._scorer = scorer
-        self._turns = turns or asyncio.Lock()
+        self._model_lock = model_lock or asyncio.Lock()
         self._waiting: deque[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = deque()
         self._arrived = asyncio.Event()
 
     async def score(self, pairs: list[PromptAndResponse]) -> list[float]:
-        """(n,) scores; HTTPException 500 if the model fails."""
+        """Return the (n,) scores. Raises HTTPException 500 if the model fails."""
         result: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._waiting.append((pairs, result))
         self._arrived.set()
         return await asyncio.shield(result)
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Process the queue until cancelled."""
         with ThreadPoolExecutor(1) as thread:
             while True:
                 await self._arrived.wait()
                 try:
-                    async with self._turns:
+                    async with self._model_lock:
                         requests = self._next()
                         pairs = [pair for own, _ in requests for pair in own]
                         scores = await asyncio.get_running_loop().run_in_executor(
@@ -98,11 +96,11 @@ class MicroBatches:
                         )
                     continue
                 for own, result in requests:
-                    mine, scores = scores[: len(own)], scores[len(own) :]
-                    result.set_result(mine)
+                    result.set_result(scores[: len(own)])
+                    scores = scores[len(own) :]
 
     def _next(self) -> list[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]]:
-        """The first request, and those behind it while their tokens fit."""
+        """Remove and return the first request, and those after it while their tokens fit."""
         chosen: list[tuple[list[PromptAndResponse], asyncio.Future[list[float]]]] = []
         tokens = 0
         while self._waiting:
@@ -116,14 +114,14 @@ class MicroBatches:
 
 
 def make_app(scorer: Scores, token: str | None) -> Starlette:
-    """The application. `token`: what clients must send; None: nothing."""
-    turns = asyncio.Lock()
-    batches = MicroBatches(scorer, turns)
+    """Return the application. Clients must send `token`, unless it is None."""
+    model_lock = asyncio.Lock()
+    batches = MicroBatches(scorer, model_lock)
 
     async def score(request: Request) -> Response:
         _check_token(request, token)
         items = await _items(request)
-        async with turns:
+        async with model_lock:
             encoded = await asyncio.to_thread(_encode, scorer, items)
         known = {index: pair for index, pair in enumerate(encoded) if not isinstance(pair, str)}
         found = dict(zip(known, await batches.score(list(known.values())), strict=True)) if known else {}
@@ -157,13 +155,12 @@ def make_app(scorer: Scores, token: str | None) -> Starlette:
 
 
 def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
-    """Run it with the sockets of `listen`."""
+    """Return the server; run it with the sockets of `listen`."""
     app = make_app(scorer, token)
     return uvicorn.Server(
         uvicorn.Config(
-            (
-                OwnAddressOnly(app) if token is None else app
-            ),  # with a token, web pages cannot send valid requests
+            # With a token, web pages cannot send valid requests.
+            OwnAddressOnly(app) if token is None else app,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -175,8 +172,9 @@ def make_server(scorer: Scores, token: str | None) -> uvicorn.Server:
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
-    """A bound socket, and the token that clients must send. Raises `ConfigError` for an address that cannot
-    be used, or one beyond loopback without a token.
+    """Return a bound socket, and the token that clients must send.
+
+    Raises `ConfigError` for an unusable address, and without a token for an address other than loopback.
     """
     token = reward_token(guards=True)
     if not 0 <= port < 2**16:
@@ -209,7 +207,7 @@ def _check_token(request: Request, token: str | None) -> None:
 
 
 async def _items(request: Request) -> list[Any]:
-    # Any web page may post text to loopback, but JSON only after this server's consent, which it never gives.
+    # Any web page can post text to loopback. JSON needs this server's consent (CORS), which it never gives.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the request must be application/json")
     body = bytearray()
@@ -237,7 +235,7 @@ async def _items(request: Request) -> list[Any]:
 
 
 def _encode(scorer: Scores, items: Sequence[Any]) -> list[PromptAndResponse | str]:
-    """Tokens of each item, or why it has none."""
+    """Return the tokens of each item, or the reason why it has none."""
     encoded: list[PromptAndResponse | str] = []
     for item in items:
         try:

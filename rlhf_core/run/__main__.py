@@ -23,7 +23,7 @@ from rlhf_core.errors import RLHFError
 from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, Events, Warnings
 from rlhf_core.run.guard import go_on_under_guard
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
-from rlhf_core.tracking.mlflow_client import hurry
+from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -38,7 +38,7 @@ def main() -> int:
     stop = StopRequest()
 
     def on_signal(signum: int, frame: object) -> None:
-        hurry()  # a tracker that does not answer must not take the time that a checkpoint needs
+        shorten_timeouts()  # a tracker that does not answer must not take the time that a checkpoint needs
         stop.on_signal(signum, frame)
 
     signal.signal(signal.SIGTERM, on_signal)

@@ -133,7 +133,7 @@ class PipelineRun:
         found = self.artifacts.find(spec.stage, spec.key)
         if found is not None and spec.stage == "register":
             model = self.config.registered_model
-            if self.tracking.forgot(model, found.attributes["weights_sha256"]):
+            if self.tracking.is_missing(model, found.attributes["weights_sha256"]):
                 self.artifacts.invalidate(
                     found, f"The policy was registered once, but MLflow has no such version of {model}."
                 )

@@ -69,7 +69,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         config.registered_model,
         candidate,
         gate=Gate(config.register_.min_win_rate, config.register_.min_prompts, config.register_.alpha),
-        play=lambda tags: _play(config, context, tags),
+        run_match=lambda tags: _play(config, context, tags),
     )
     log.info(
         "%s version %s: champion=%s (%s)",

@@ -1,15 +1,15 @@
-"""One attempt at a time holds a stage key.
+"""Fencing: only one attempt at a time may commit for a stage key.
 
-Attempts are numbered by create-only objects, `{store}/checkpoints/{stage key}/attempts/%06d.json`. A
-checkpoint or an artifact is committed only by the highest attempt, so a run wrongly thought dead cannot
-overwrite its successor.
+Attempts are numbered by objects that are created only if absent, `{store}/checkpoints/{stage
+key}/attempts/%06d.json`. Only the attempt with the highest number commits checkpoints and artifacts, so a process
+that was believed dead cannot overwrite its successor.
 
-On one machine the second of two runs waits for the first, and is then refused (`await_holder`); a holder on
-another machine cannot be asked whether it lives, and is overtaken.
+On one machine, the second of two runs waits for the first and then fails (`await_holder`). Whether a holder on
+another machine is alive is not known, so it is superseded.
 
-Between the last look at the attempts and the manifest lies one request: who is overtaken just there may still
-add a whole bundle that nobody else has committed. It changes nothing that is there, because manifests are
-created only once, and it was made for the same stage key: the same configuration, inputs and code.
+One request separates the last check of the attempts from the manifest. An attempt that is superseded in between can
+still add a complete bundle that no other attempt has committed. It cannot change an existing one, because manifests
+are created only if absent, and it belongs to the same stage key: the same configuration, inputs and code.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from rlhf_core.system.processes import ProcessId, is_alive
 log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0
-"""A stage whose flow was killed may take 20 s to stop, and its guard some more."""
-_TRIES = 1000
-_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""A stage whose flow was killed may take 20 s to stop, and its guard a little longer."""
+_MAX_CLAIMS = 1000
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Exceptions raised when a record that was not written by `claim` is read."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """The right of one attempt to commit for a stage key, until a later attempt claims it."""
+    """The right of an attempt to commit for a stage key, until a later attempt claims the key."""
 
     store: Store
     stage_key: str
@@ -50,7 +50,7 @@ class Fence:
     """1, 2, ..."""
 
     def check(self) -> None:
-        """Raises Superseded if a later attempt has claimed the stage key."""
+        """Raise Superseded if a later attempt has claimed the stage key."""
         latest = _latest(self.store, self.stage_key)
         if latest > self.attempt:
             raise Superseded(
@@ -60,45 +60,49 @@ class Fence:
 
 
 def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> bool:
-    """Wait while a process of this machine holds the key of stage `name`, and say whether there was one: it
-    may have made what is wanted. Raises StageHeld if it does not end within `seconds`.
+    """Wait while a process of this machine holds the key of stage `name`, and return whether one did.
+
+    That process may have published the artifact. Raises StageHeld if it does not end within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    said = False
-    while (holder := _living_holder(store, stage_key)) is not None:
-        where = (
+    waited = False
+    while True:
+        holder = _living_holder(store, stage_key)
+        if holder is None:
+            return waited
+        described = (
             f"process {holder.pid} of this machine, running since"
             f" {datetime.fromtimestamp(holder.started):%d %b %H:%M}"
         )
         if time.monotonic() > deadline:
             raise StageHeld(
-                f"stage {name} of this configuration is being made by {where}; wait until it is done, or end "
+                f"stage {name} of this configuration is being made by {described}; wait until it is done, or end "
                 f"its run{_how_to_end(holder)} and type the command again"
             )
-        if not said:
-            log.warning("stage %s is held by %s; waiting for it for up to %g s", name, where, seconds)
-            said = True
+        if not waited:
+            log.warning("stage %s is held by %s; waiting for it for up to %g s", name, described, seconds)
+            waited = True
         time.sleep(0.5)
-    return said
 
 
 def claim(store: Store, stage_key: str) -> Fence:
-    """Become the newest attempt at `stage_key`; all earlier ones can no longer commit."""
+    """Become the newest attempt at `stage_key`: earlier attempts can no longer commit."""
+    own = ProcessId.of(os.getpid())
     content = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "started": own.started if (own := ProcessId.of(os.getpid())) else 0.0,
+        "started": own.started if own is not None else 0.0,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        # Two claims must never look alike: that is how a store tells which of them won.
+        # Two claims must never be equal: a store without conditional puts compares them to see which one won.
         "token": uuid.uuid4().hex,
     }
     attempt = _latest(store, stage_key)
-    for _ in range(_TRIES):
+    for _ in range(_MAX_CLAIMS):
         attempt += 1
         if store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode()):
             return Fence(store, stage_key, attempt)
     raise StoreError(
-        f"Stage {stage_key} could not be claimed after {_TRIES} tries: too many processes race for it."
+        f"Stage {stage_key} could not be claimed after {_MAX_CLAIMS} tries: too many processes race for it."
     )
 
 
@@ -120,7 +124,7 @@ def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
     try:
         content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
         holder = ProcessId(int(content["pid"]), float(content["started"]))
-    except _DAMAGED:
+    except _UNREADABLE:
         return None
     other = holder.pid != os.getpid()
     return holder if other and is_alive(holder.pid, holder.started, content.get("host", "")) else None
@@ -133,7 +137,7 @@ def _how_to_end(holder: ProcessId) -> str:
 
 
 def _run_of(holder: ProcessId) -> int:
-    """The process that started the stage, and would start it again: stage, its guard, then the flow."""
+    """Return the process that started the stage and would restart it: stage, its guard, then the flow."""
     with contextlib.suppress(psutil.Error):
         guard = psutil.Process(holder.pid).parent()
         if guard is not None and "rlhf_core.run" in guard.cmdline() and (flow := guard.parent()) is not None:
@@ -145,5 +149,5 @@ def _holder(store: Store, stage_key: str, attempt: int) -> str:
     try:
         content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
         return f"process {content['pid']} on {content['host']}, since {content['time']}"
-    except _DAMAGED:
+    except _UNREADABLE:
         return "by an unknown process"

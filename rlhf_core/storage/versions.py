@@ -1,4 +1,4 @@
-"""What software made an artifact."""
+"""The software that made an artifact."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ _PACKAGES = (
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Python, the packages that decide about results, a digest of this code, and its commit if it runs from a
-    checkout.
+    """Return the versions of Python and of the packages that affect results, a digest of this code, and its commit.
+
+    The commit is known only if the code runs from a git checkout.
     """
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found["code"] = _code_digest()
-    if sha := _git_sha():
-        found["git"] = sha
-    return found
+    result["code"] = _code_digest()
+    sha = _git_sha()
+    if sha:
+        result["git"] = sha
+    return result
 
 
 def _code_digest() -> str:
-    """12 hex digits over the sources of `rlhf_core`: a commit says nothing of what was edited since."""
+    """Return 12 hex digits over the sources of `rlhf_core`. A commit does not cover later edits."""
     root = Path(__file__).resolve().parents[1]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        found.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _git_sha() -> str:

@@ -1,14 +1,14 @@
-"""Places where tests make something break. No-ops unless the environment says otherwise.
+"""Fault injection for tests. Failpoints do nothing unless these environment variables are set.
 
-    RLHF_FAIL="ppo.after_rollout:3:kill"        the third time this process comes by: SIGKILL itself
-    RLHF_FAIL="weight_sync.send:1:alter,..."    several, by commas
+    RLHF_FAIL="ppo.after_rollout:3:kill"        SIGKILL at the third pass of this process
+    RLHF_FAIL="weight_sync.send:1:alter,..."    several faults, separated by commas
     RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process, point), and
-                                                each entry of RLHF_FAIL acts once over all processes
+                                                each entry of RLHF_FAIL acts once in all processes together
 
 Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` and
 `drop` (a tensor on its way to the engines) and `nan` (a loss, a score, a value, a log-probability) are
-returned for the caller to act on. Any other word, and one that nobody acts on at that point, is an error: a
-fault that nobody makes would count as survived.
+returned, and the caller applies them. Any other word, and an action that the caller does not support, is an error:
+a fault that is not injected would count as survived.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_well_formed(faults: str) -> bool:
 
 
 def failpoint(name: str, *acts: str) -> str | None:
-    """The action to take here and now, or None. `acts`: those that the caller can take itself."""
+    """Return the action of this pass, or None. `acts` are the actions that the caller applies itself."""
     wanted, trace = os.environ.get("RLHF_FAIL", ""), os.environ.get("RLHF_FAIL_TRACE")
     if not wanted and trace is None:
         return None

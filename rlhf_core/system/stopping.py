@@ -1,10 +1,9 @@
-"""The wish that a stage should stop: a cancellation, Ctrl-C, or a machine that is about to go.
+"""Graceful stop requests: SIGTERM and SIGINT, from a cancellation, Ctrl-C, or a machine that shuts down.
 
-    outside `deferred`    the stage ends at once (SystemExit), as it stands; its last checkpoint is where it continues
-    inside `deferred`     a training loop looks at `asked` after each step, writes a checkpoint, and calls `leave`
+    outside `deferred`    the stage ends at once (SystemExit) and continues from its last checkpoint
+    inside `deferred`     a training loop checks `requested` after each step, writes a checkpoint, and calls `exit`
 
-Whoever asks waits some 20 s (`stages.guard`) before it kills: a step that takes longer is lost, as with a
-kill.
+The process that sends the signal waits for about 20 s (`run.guard`) before it kills: a longer step is lost.
 """
 
 from __future__ import annotations
@@ -18,30 +17,31 @@ EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """One for a process; `on_signal` is its handler of SIGTERM and SIGINT."""
+    """The stop request of a process; `on_signal` is its handler of SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._deferred = False
 
     def on_signal(self, _signum: int, _frame: Any) -> None:
-        """Note it; leave, unless a loop has promised to. Further signals change nothing: cleaning up is not
-        interrupted.
+        """Record the request and exit, unless that is deferred.
+
+        Further signals are ignored, because they would interrupt the clean-up.
         """
-        if not self.asked:
-            self.asked = True
+        if not self.requested:
+            self.requested = True
             if not self._deferred:
-                self.leave()
+                self.exit()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """The body looks at `asked` itself, and must `leave` soon after it is true."""
+        """Do not exit on a signal; the body checks `requested`, and must call `exit` soon after it is true."""
         self._deferred = True
         try:
             yield
         finally:
             self._deferred = False
 
-    def leave(self) -> NoReturn:
-        """End the process tidily."""
+    def exit(self) -> NoReturn:
+        """End the process with clean-up."""
         raise SystemExit(EXIT_STOPPED)

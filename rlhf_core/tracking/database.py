@@ -1,8 +1,8 @@
-"""MLflow's SQLite file, whole or not at all.
+"""Creates MLflow's SQLite file atomically.
 
-MLflow makes its tables in about fifty migrations. A kill in the middle, or two processes at it at once, would
-leave a file that no later MLflow can use. So it is made under another name, by one process at a time, and
-then renamed.
+MLflow creates its tables in about fifty migrations. A kill in between, or two processes at once, would leave a file
+that MLflow cannot use any more. The file is therefore created under another name, by one process at a time, and then
+renamed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ LOCK_SECONDS = 120.0
 
 
 def ensure_database(file: Path) -> None:
-    """Make the absolute `file` unless it is there; takes seconds then. Raises InfrastructureError where
-    another process is at it and does not end, and what MLflow and the disk raise.
+    """Create the absolute `file` unless it exists, which takes seconds.
+
+    Raises InfrastructureError if another process creates it for too long, and the errors of MLflow and the disk.
     """
     if file.exists():
         return
@@ -39,16 +40,17 @@ def ensure_database(file: Path) -> None:
 
 
 def _make(file: Path) -> None:
-    part = file.with_name(f"{TEMPORARY}{file.name}")
-    for left in part.parent.glob(f"{part.name}*"):
-        left.unlink()
-    _create(part, artifacts_of(file))
+    # A fixed name, so that a new attempt deletes what a killed one left, with SQLite's own journal files.
+    temporary = file.with_name(f"{TEMPORARY}{file.name}")
+    for leftover in temporary.parent.glob(f"{temporary.name}*"):
+        leftover.unlink()
+    _create(temporary, artifacts_of(file))
     failpoint("mlflow.created")
-    part.replace(file)
+    temporary.replace(file)
 
 
 def artifacts_of(file: Path) -> str:
-    """Where a tracker whose database is `file` keeps artifacts."""
+    """Return the address of the artifacts of a tracker whose database is `file`."""
     return (file.parent / "mlartifacts").as_uri()
 
 

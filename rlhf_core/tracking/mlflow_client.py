@@ -1,8 +1,7 @@
-"""The only file that imports MLflow's client: the few calls that tracking and the registry need, with plain
-values.
+"""The calls of MLflow's client that tracking and the registry need, with plain values. No other file imports it.
 
-Every method may raise whatever MLflow, requests or SQLAlchemy raise. `Tracking` turns that into "not now";
-the registry, whose whole purpose it is, into an error.
+Every method can raise any exception of MLflow, requests or SQLAlchemy. `Tracking` logs a warning and goes on; for
+the registry it is an error.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
-from rlhf_core.tracking.troubles import UnusableAnswer
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -89,8 +88,12 @@ class ModelVersion:
     tags: Mapping[str, str]
 
 
-def hurry() -> None:
-    """From here on each request is tried once, for a few seconds: this process has been asked to end."""
+class UnusableAnswer(Exception):
+    """The response has a success status but does not contain the requested data."""
+
+
+def shorten_timeouts() -> None:
+    """Try each request once and for a few seconds only, because this process has been asked to end."""
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_LAST_SECONDS)
 
@@ -106,7 +109,7 @@ class Mlflow:
     def _client(self) -> Any:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # Its warnings repeat for every retry what is said once here.
+        # It logs a warning for every retry; `Tracking` logs one for the whole call.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         from mlflow.tracking import MlflowClient
         from mlflow.utils import request_utils
@@ -120,13 +123,13 @@ class Mlflow:
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     def ping(self) -> bool:
-        """True if it answers; raises if not."""
+        """Return True if it answers; raises if not."""
         self._client.search_experiments(max_results=1)
         return True
 
     @functools.cached_property
     def experiment_id(self) -> str:
-        """Found by name, or created."""
+        """Id of the experiment, which is found by name or created."""
         from mlflow.exceptions import MlflowException
 
         if (found := self._client.get_experiment_by_name(self._experiment)) is not None:
@@ -134,7 +137,7 @@ class Mlflow:
         database = sqlite_path(self.uri)
         location = artifacts_of(database) if database else None
         try:
-            # Without the tag MLflow's pages open in their view for prompts and traces.
+            # Without the tag, MLflow's pages open in the view for prompts and traces.
             tags = {
                 "mlflow.experimentKind": "custom_model_development",
                 "mlflow.note.content": (
@@ -152,14 +155,14 @@ class Mlflow:
     # Runs
 
     def find_run(self, tags: Mapping[str, str]) -> RunState | None:
-        """The oldest run with all these tags."""
+        """Return the oldest run with all these tags, or None."""
         text = " and ".join(f"tags.`{name}` = '{_quoted(value)}'" for name, value in tags.items())
         order = ["attributes.start_time ASC"]
         runs = self._client.search_runs([self.experiment_id], text, max_results=1, order_by=order)
         return _state(runs[0]) if runs else None
 
     def has_run(self, run_id: str) -> bool:
-        """Whether this tracker knows the run."""
+        """Return whether this tracker has the run."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -170,7 +173,7 @@ class Mlflow:
             raise
 
     def create_run(self, name: str, tags: Mapping[str, str]) -> RunState:
-        """A new run, in state RUNNING."""
+        """Create a run in state RUNNING."""
         return _state(self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags)))
 
     def reopen(self, run_id: str) -> None:
@@ -204,7 +207,7 @@ class Mlflow:
                 self._client.delete_tag(run_id, name)
 
     def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
-        """Parameters that the run does not have yet: MLflow refuses to change one."""
+        """Log parameters that the run does not have yet: MLflow refuses to change one."""
         from mlflow.entities import Param
 
         items = [Param(clean_name(name), _short(str(value), 5000)) for name, value in params.items()]
@@ -212,7 +215,7 @@ class Mlflow:
             self._client.log_batch(run_id, params=items[start : start + _PARAMS_PER_CALL])
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
-        """Metrics. A point that is there already, bit by bit, is not added again."""
+        """Log metrics. A point that the run has already, bit by bit, is not added again."""
         from mlflow.entities import Metric
 
         metrics = [Metric(point.key, point.value, point.timestamp, point.step) for point in points]
@@ -220,14 +223,15 @@ class Mlflow:
             self._client.log_batch(run_id, metrics=metrics[start : start + _POINTS_PER_CALL])
 
     def log_file(self, run_id: str, path: Path, folder: str) -> None:
-        """A local file as an artifact; one of that name is replaced."""
+        """Log a local file as an artifact, replacing one of the same name."""
         self._client.log_artifact(run_id, str(path), folder or None)
 
-    def announce_tables(self, run_id: str, tables: Iterable[str]) -> None:
-        """Tell the UI which artifacts are tables."""
+    def tag_tables(self, run_id: str, tables: Iterable[str]) -> None:
+        """Mark artifacts as tables for MLflow's pages."""
         tag = "mlflow.loggedArtifacts"
         known = json.loads(self._client.get_run(run_id).data.tags.get(tag, "[]"))
-        new = [entry for path in tables if (entry := {"path": path, "type": "table"}) not in known]
+        entries = [{"path": path, "type": "table"} for path in tables]
+        new = [entry for entry in entries if entry not in known]
         if new:
             self.set_tags(run_id, {tag: json.dumps([*known, *new])})
 
@@ -313,7 +317,7 @@ class Mlflow:
             self._client.set_logged_model_tags(model_id, {_VERSIONS: json.dumps([*known, entry])})
 
     def system_metrics(self, run_id: str) -> Any:
-        """MLflow's sampler of CPU, memory and GPU, started; `finish()` ends it."""
+        """Start MLflow's sampler of CPU, memory and GPU, and return it; `finish()` ends it."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
         monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=self.uri)
@@ -323,7 +327,7 @@ class Mlflow:
     # Registry
 
     def ensure_model(self, name: str, description: str) -> None:
-        """The registered model exists afterwards."""
+        """Create the registered model unless it exists."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -334,7 +338,7 @@ class Mlflow:
             self._client.create_registered_model(name, description=description)
 
     def versions(self, name: str) -> list[ModelVersion]:
-        """All versions of a registered model."""
+        """Return all versions of a registered model."""
         found, token = [], None
         while True:
             page = self._client.search_model_versions(
@@ -348,7 +352,7 @@ class Mlflow:
     def create_version(
         self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str
     ) -> ModelVersion:
-        """A new version that points to `source`; nothing is copied."""
+        """Create a version that points to `source`; nothing is copied."""
         entry = self._client.create_model_version(
             name, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=0
         )
@@ -360,7 +364,7 @@ class Mlflow:
             self._client.set_model_version_tag(name, version, key, value)
 
     def by_alias(self, name: str, alias: str) -> ModelVersion | None:
-        """The version that has the alias."""
+        """Return the version that has the alias, or None."""
         version = self._client.get_registered_model(name).aliases.get(alias)
         if version is None:
             return None
@@ -373,21 +377,40 @@ class Mlflow:
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The file of an SQLite address, None for any other address."""
+    """Return the file of an SQLite address; None for any other address."""
     if not uri.startswith("sqlite:///"):
         return None
     return Path(urlsplit(uri).path.removeprefix("/") or ".").absolute()
 
 
 def clean_name(name: str) -> str:
-    """A metric or parameter name that MLflow takes."""
+    """Return the name with characters that MLflow does not accept replaced, at most 250 long."""
     return _NAME.sub("_", name)[:250].strip() or "_"
 
 
-def _identity(value: Any, what: str) -> str:
-    """Return `value` as text. Raises UnusableAnswer if it is empty, because the server is then not an MLflow
-    server.
+def short_reason(error: BaseException) -> str:
+    """Return the reason of an error in one short line without credentials."""
+    text = printable(" ".join(scrubbed(str(error)).split()))[:160]
+    return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return a description of MLflow's problem and a fix if the user can apply one.
+
+    It follows "MLflow at ADDRESS" in a message.
     """
+    status = getattr(error, "get_http_status_code", lambda: 0)()
+    code = getattr(error, "error_code", "")
+    if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
+        fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        return f"refuses these credentials ({short_reason(error)}); {fix}"
+    if 400 <= status < 500 or isinstance(error, UnusableAnswer):
+        return f"does not take this ({short_reason(error)})"
+    return f"does not answer ({short_reason(error)})"
+
+
+def _identity(value: Any, what: str) -> str:
+    """Return `value` as text. Raises UnusableAnswer if it is empty: then the server is not an MLflow server."""
     if not value:
         raise UnusableAnswer(f"the answer names no {what}; check the address")
     return str(value)
@@ -401,6 +424,7 @@ def _state(run: Any) -> RunState:
 
 
 def _quoted(value: str) -> str:
+    # MLflow's search language has no escape for these characters.
     if "'" in value or "\\" in value:
         raise ValueError(f"cannot search MLflow for {value!r}")
     return value

@@ -19,8 +19,7 @@ from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, decide
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
-from rlhf_core.tracking.troubles import reason, trouble
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure, short_reason
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class Candidate:
     source: str
     """Address of the folder with the model, in Hugging Face layout."""
     policy_digest: str
-    """Digest of the artifact it lies in."""
+    """Digest of the artifact that contains it."""
     run_id: str | None
     """MLflow run that trained it."""
     tags: Mapping[str, str]
@@ -55,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` did."""
+    """Result of `register`."""
 
     model: str
     version: str
@@ -73,14 +72,19 @@ def register(
     candidate: Candidate,
     *,
     gate: Gate,
-    play: Callable[[Mapping[str, str]], Match | None] = lambda tags: None,
+    run_match: Callable[[Mapping[str, str]], Match | None] = lambda tags: None,
 ) -> Registration:
-    """Make `candidate` a version of `model`, move the aliases. Raises RLHFError if MLflow does not take it.
+    """Make `candidate` a version of `model` and move the aliases. Raises RLHFError if MLflow does not accept it.
 
-    `play`: has the candidate play against the version with these tags; None where it cannot. If another
-    becomes champion meanwhile, that one is played next.
+    Args:
+        mlflow: the tracker.
+        model: name of the registered model.
+        candidate: the policy.
+        gate: requirements for a champion.
+        run_match: runs a match against the version with these tags; returns None if that is not possible. If
+            another version becomes champion in the meantime, the next match is against that one.
     """
-    with _asked(mlflow, model):
+    with _registry_errors(mlflow, model):
         mlflow.ensure_model(
             model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated."
         )
@@ -90,23 +94,24 @@ def register(
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
     while champion is None or champion.version != version.version:
-        match = _played(candidate, champion, gate, play)
-        with _asked(mlflow, model):
+        match = _match(candidate, champion, gate, run_match)
+        with _registry_errors(mlflow, model):
             # The match can take long, and other versions may have been tested in the meantime.
-            known = {each.version: each.tags for each in mlflow.versions(model)}
-        met, evidence = champion.version if champion else None, _evidence(candidate, match)
-        tests = _tests(known.get(version.version, {}))
-        number = _number(tests, known.values(), met, evidence)
-        decision = _judge(candidate, champion, match, gate, number)
+            tags_by_version = {each.version: each.tags for each in mlflow.versions(model)}
+        opponent = champion.version if champion else None
+        evidence = _evidence(candidate, match)
+        tests = _tests(tags_by_version.get(version.version, {}))
+        number = _number(tests, tags_by_version.values(), opponent, evidence)
+        decision = _decide(candidate, champion, match, gate, number)
         if decision.tested:
-            tests.setdefault(_key(met), {})[evidence] = number
-        outcome = _Outcome(decision, met, match)
-        with _asked(mlflow, model):
+            tests.setdefault(_key(opponent), {})[evidence] = number
+        outcome = _Outcome(decision, opponent, match)
+        with _registry_errors(mlflow, model):
             now = mlflow.by_alias(model, CHAMPION)
-            if (now and now.version) != outcome.met:
+            if (now and now.version) != outcome.opponent:
                 champion = now
                 continue
-            # Before the alias: whoever is killed in between finds it.
+            # Before the alias, so that a retry after a kill in between makes the same decision.
             mlflow.tag_version(model, version.version, outcome.tags(tests))
             failpoint("register.decided")
             if decision.champion:
@@ -117,8 +122,8 @@ def register(
 
 
 def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
-    """Whether these weights are a version of `model`."""
-    return any(known.tags.get(WEIGHTS) == weights_sha256 for known in mlflow.versions(model))
+    """Return whether these weights are a version of `model`."""
+    return any(version.tags.get(WEIGHTS) == weights_sha256 for version in mlflow.versions(model))
 
 
 _Tests = dict[str, dict[str, int]]
@@ -126,11 +131,11 @@ _Tests = dict[str, dict[str, int]]
 
 
 class _Outcome(NamedTuple):
-    """What the gate said, as a version's tags keep it."""
+    """A decision of the gate, as stored in the tags of a version."""
 
     decision: Decision
-    met: str | None
-    """Version that was champion then."""
+    opponent: str | None
+    """Version that was champion at that time."""
     match: Match | None
 
     def tags(self, tests: _Tests) -> dict[str, str]:
@@ -140,7 +145,7 @@ class _Outcome(NamedTuple):
             _OUTCOME: json.dumps(
                 {
                     "champion": self.decision.champion,
-                    "met": self.met,
+                    "met": self.opponent,
                     "match": asdict(self.match) if self.match else None,
                     "tested": self.decision.tested,
                     "tests": tests,
@@ -150,7 +155,7 @@ class _Outcome(NamedTuple):
 
     @classmethod
     def of(cls, tags: Mapping[str, str]) -> _Outcome:
-        """Of the champion: how it became so, or that nobody knows."""
+        """Read how the champion with these tags became champion; the reason can be unknown."""
         kept = _outcome(tags)
         try:
             match = Match(**kept["match"]) if kept["match"] else None
@@ -164,9 +169,9 @@ class _Outcome(NamedTuple):
         return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
 
 
-def _key(met: str | None) -> str:
+def _key(opponent: str | None) -> str:
     """Return the key in `_Tests` for a champion with this version. Keys of JSON objects are strings."""
-    return met or ""
+    return opponent or ""
 
 
 def _evidence(candidate: Candidate, match: Match | None) -> str:
@@ -175,23 +180,24 @@ def _evidence(candidate: Candidate, match: Match | None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _number(own: _Tests, known: Iterable[Mapping[str, str]], met: str | None, evidence: str) -> int:
-    """Return the number of the test against the champion `met`. `known` has the tags of all versions.
+def _number(own: _Tests, versions: Iterable[Mapping[str, str]], opponent: str | None, evidence: str) -> int:
+    """Return the number of the test against the champion `opponent`. `versions` has the tags of all versions.
 
     Tests with the same numbers are the same test, so a process that was killed after it recorded a test makes
     the same decision again. With other numbers, a version that was tested before is tested again at a
     separate level.
     """
-    key = _key(met)
-    if (same := own.get(key, {}).get(evidence)) is not None:
+    key = _key(opponent)
+    same = own.get(key, {}).get(evidence)
+    if same is not None:
         return same
-    return 1 + sum(len(_tests(tags).get(key, {})) for tags in known)
+    return 1 + sum(len(_tests(tags).get(key, {})) for tags in versions)
 
 
 def _tests(tags: Mapping[str, str]) -> _Tests:
     """Return all tests of the version with `tags`. Unreadable entries are ignored."""
     outcome = _outcome(tags)
-    met, tests = outcome.get("met"), outcome.get("tests")
+    opponent, tests = outcome.get("met"), outcome.get("tests")
     if isinstance(tests, dict):
         return {
             champion: {
@@ -203,10 +209,10 @@ def _tests(tags: Mapping[str, str]) -> _Tests:
     # Earlier versions of the code only recorded the last test.
     if (
         "met" in outcome
-        and (met is None or isinstance(met, str))
+        and (opponent is None or isinstance(opponent, str))
         and outcome.get("tested", outcome.get("match"))
     ):
-        return {_key(met): {"": 1}}
+        return {_key(opponent): {"": 1}}
     return {}
 
 
@@ -221,19 +227,19 @@ def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
     return kept if isinstance(kept, dict) else {}
 
 
-def _played(
+def _match(
     candidate: Candidate,
     champion: ModelVersion | None,
     gate: Gate,
-    play: Callable[[Mapping[str, str]], Match | None],
+    run_match: Callable[[Mapping[str, str]], Match | None],
 ) -> Match | None:
     """Return the match against the champion, or None if the decision does not depend on one."""
     if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
         return None
-    return play(champion.tags)
+    return run_match(champion.tags)
 
 
-def _judge(
+def _decide(
     candidate: Candidate, champion: ModelVersion | None, match: Match | None, gate: Gate, number: int
 ) -> Decision:
     record = _record(champion) if champion is not None else None
@@ -248,27 +254,27 @@ def _record(version: ModelVersion) -> Evaluation | None:
 
 
 @contextmanager
-def _asked(mlflow: Mlflow, model: str) -> Iterator[None]:
-    """MLflow raises errors of four libraries; for this stage all mean the same."""
+def _registry_errors(mlflow: Mlflow, model: str) -> Iterator[None]:
+    """Convert any error of MLflow, which raises those of four libraries, to an InfrastructureError."""
     try:
         yield
     except Exception as error:
         address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
         raise InfrastructureError(
-            f"MLflow at {address} did not register the model {model!r}: {reason(error)}"
+            f"MLflow at {address} did not register the model {model!r}: {short_reason(error)}"
         ) from error
 
 
 def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:
     tags = {**candidate.tags, POLICY: candidate.policy_digest, _EVALUATION: candidate.evaluation.to_json()}
-    for known in mlflow.versions(model):
-        if known.tags.get(POLICY) == candidate.policy_digest:
-            mlflow.tag_version(model, known.version, tags)
-            return known, False
+    for version in mlflow.versions(model):
+        if version.tags.get(POLICY) == candidate.policy_digest:
+            mlflow.tag_version(model, version.version, tags)
+            return version, False
     source = candidate.source
     if mlflow.uri.startswith("http") and "://" not in source:
-        # A server takes no bare local path as a source, because it would serve it; this names the place all
-        # the same.
+        # A server refuses a local path as a source, because it would serve the files. This scheme keeps the path
+        # readable for users.
         source = f"local-store://{source}"
     description = _description(candidate)
     run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
@@ -307,4 +313,6 @@ def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -
             mlflow.log_model_metrics(candidate.evaluation_run_id, model_id, candidate.metrics)
     except Exception as error:
         address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
-        log.warning("MLflow at %s %s: version %s has no logged model.", address, trouble(error), version)
+        log.warning(
+            "MLflow at %s %s: version %s has no logged model.", address, describe_failure(error), version
+        )

@@ -2,43 +2,186 @@
 
     log_metrics / log_table / ... -> spool on disk -> flush() -> MLflow
 
-Consumes numbers and small files; waits for nothing but its own `flush`, which gives up quickly and tries
-again at the next one. Exactly once: a point's time is the run's start plus its step, MLflow's rows are keyed
-by it, and a point at or below the highest step that the tracker has of its metric is a replay after a crash
-and is dropped.
+Only `flush` waits for the tracker; if that does not answer it returns soon, and a later `flush` tries again. Each
+point is stored exactly once: its time is the run's start plus its step, MLflow's rows are keyed by the time, and a
+point at or below the highest step that the tracker has of its metric is a replay after a crash and is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name
-from rlhf_core.tracking.spool import Spool
-from rlhf_core.tracking.troubles import trouble
+from rlhf_core.errors import InputError
+from rlhf_core.system.files import TEMPORARY, replacing, write_atomic
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, describe_failure
 
 log = logging.getLogger(__name__)
 
 MS_PER_STEP = 1000
-"""Steps are one second apart on MLflow's time axis: a clock would give a replayed point a second row."""
+"""Steps are one second apart on MLflow's time axis. With a clock, a replayed point would get a second row."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0
 _TABLES = "tables"
 
 
+class Spool:
+    """Metrics and files that one attempt at a stage has not sent to the tracker yet, on the local disk.
+
+        {root}/attempt-%06d/points.jsonl     {"step": 7, "metrics": {"loss/policy": 0.1}}
+        {root}/attempt-%06d/files/...        under their paths among the run's artifacts
+
+    A killed process leaves its spool, and the next attempt at the stage merges it into its own and sends it. An
+    attempt that was only believed dead finds its folder gone and cannot add to its successor's. `root` belongs to
+    the stage; the spool is not for several processes at once.
+    """
+
+    def __init__(self, root: Path, attempt: int) -> None:
+        self.folder = root / f"attempt-{attempt:06d}"
+        self._points = self.folder / "points.jsonl"
+        self._files = self.folder / "files"
+        root.mkdir(parents=True, exist_ok=True)
+        for number, earlier in sorted(_attempts(root).items()):
+            if number < attempt:
+                self._merge(earlier)
+        self.folder.mkdir(exist_ok=True)
+        self.pending: dict[tuple[str, int], float] = self._read()
+        """(metric, step) -> value, in the order of logging; the last value of a step counts."""
+
+    def add(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write metrics of one step to the file."""
+        line = json.dumps({"step": step, "metrics": dict(metrics)})
+        with self._points.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        for name, value in metrics.items():
+            # A repeated point moves to the end: the steps of a metric must ascend.
+            self.pending.pop((name, step), None)
+            self.pending[name, step] = value
+
+    def sync(self) -> None:
+        """Sync the file to the disk; before a checkpoint, because metrics before it are not logged again."""
+        if self._points.exists():
+            with self._points.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def clear_points(self) -> None:
+        """Delete the pending metrics, after they were sent."""
+        self._points.unlink(missing_ok=True)
+        self.pending.clear()
+
+    def add_file(self, source: Path, path: str) -> None:
+        """Add a copy of a small file, to be sent as `path`."""
+        with replacing(self._target(path)) as temporary:
+            shutil.copyfile(source, temporary)
+
+    def add_text(self, text: str, path: str) -> None:
+        """Add a text file, to be sent as `path`."""
+        self.add_bytes(text.encode(), path)
+
+    def add_bytes(self, data: bytes, path: str) -> None:
+        """Add a file with this content, to be sent as `path`."""
+        write_atomic(self._target(path), data)
+
+    def files(self) -> list[tuple[Path, str]]:
+        """Return (local file, path among the run's artifacts) of each pending file."""
+        return [(path, path.relative_to(self._files).as_posix()) for path in _finished(self._files)]
+
+    def remove(self) -> None:
+        """Delete the spool if it is empty."""
+        if not self.pending and not self.files():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.folder.parent.rmdir()
+
+    def _merge(self, earlier: Path) -> None:
+        """Move the content of an earlier attempt's spool into this one.
+
+        A kill in between loses nothing: a point that was copied twice counts once.
+        """
+        if not self.folder.exists():
+            earlier.rename(self.folder)
+            return
+        points = earlier / self._points.name
+        if points.exists():
+            with self._points.open("a", encoding="utf-8") as file:
+                file.write("\n" + points.read_text(encoding="utf-8", errors="replace"))
+        files = earlier / self._files.name
+        for path in _finished(files):
+            os.replace(path, self._target(path.relative_to(files).as_posix()))
+        shutil.rmtree(earlier)
+
+    def _target(self, path: str) -> Path:
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+            raise InputError(f"The artifact path {path!r} must be relative and must not contain '..'.")
+        target = self._files / path
+        self._files.mkdir(exist_ok=True)  # raises if a later attempt has moved the folder
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def _read(self) -> dict[tuple[str, int], float]:
+        pending: dict[tuple[str, int], float] = {}
+        if not self._points.exists():
+            return pending
+        for line in self._points.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+                points = {
+                    (str(name), int(entry["step"])): float(value) for name, value in entry["metrics"].items()
+                }
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # a kill cut the line short: its step will be repeated
+            for point, value in points.items():
+                pending.pop(point, None)
+                pending[point] = value
+        return pending
+
+
+def _finished(folder: Path) -> list[Path]:
+    """Return the files below `folder` that were written completely, sorted."""
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TEMPORARY)
+    )
+
+
+def next_attempt(root: Path) -> int:
+    """Return a number above those of all spools in `root`, whose attempts have ended."""
+    return max(_attempts(root), default=0) + 1
+
+
+def _attempts(root: Path) -> dict[int, Path]:
+    attempts = {}
+    for path in root.glob("attempt-*"):
+        match = re.fullmatch(r"attempt-(\d+)", path.name)
+        if match:
+            attempts[int(match[1])] = path
+    return attempts
+
+
 class StageRun:
-    """See the module. `run_id` is None until the tracker has answered once."""
+    """The run of one stage; `run_id` is None until the tracker has answered once."""
 
     def __init__(
         self, mlflow: Mlflow, opener: Callable[[], RunState], spool: Spool, *, uri: str, system: bool
     ) -> None:
-        """`opener` finds or creates the run, and may raise; `uri` is for people."""
+        """Open the run, if the tracker answers.
+
+        Args:
+            mlflow: the tracker.
+            opener: finds or creates the run, and may raise.
+            spool: where the data is until it is sent.
+            uri: the tracker's address without credentials, for messages.
+            system: sample CPU, memory and GPU during the stage.
+        """
         self._mlflow = mlflow
         self._opener = opener
         self._spool = spool
@@ -49,9 +192,9 @@ class StageRun:
         self._lock = threading.Lock()
         self._pause, self._next_try = _FIRST_PAUSE, 0.0
         self.tracking_uri = uri
-        """Where the numbers go, without credentials."""
+        """Address of the tracker, without credentials."""
         with self._lock:
-            self._attempt(self._open)
+            self._try(self._open)
 
     @property
     def run_id(self) -> str | None:
@@ -64,16 +207,12 @@ class StageRun:
         return len(self._spool.pending) + len(self._spool.files())
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep `metrics` for `step`; they reach the tracker at the next `flush`. Steps of one metric must
-        ascend.
-        """
+        """Log metrics of a step; the next `flush` sends them. Steps of one metric must ascend."""
         with self._lock:
             self._spool.add({clean_name(name): float(value) for name, value in metrics.items()}, int(step))
 
     def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """A table of samples, `name` without suffix: shown by MLflow as a table, stored as
-        `tables/{name}.json`.
-        """
+        """Log a table of samples as `tables/{name}.json`, which MLflow shows as a table."""
         columns = list(dict.fromkeys(column for row in rows for column in row))
         table = {
             "columns": columns,
@@ -83,34 +222,34 @@ class StageRun:
             self._spool.add_text(json.dumps(table, ensure_ascii=False), f"{_TABLES}/{name}.json")
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """A matplotlib figure, as `plots/{name}.png`."""
+        """Log a matplotlib figure as `plots/{name}.png`."""
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=120, bbox_inches="tight")
         with self._lock:
             self._spool.add_bytes(picture.getvalue(), f"plots/{name}.png")
 
     def log_file(self, path: Path, folder: str = "") -> None:
-        """A small file (report, data card) as an artifact of the run."""
+        """Log a small file, such as a report, as an artifact of the run."""
         with self._lock:
             self._spool.add_file(path, f"{folder}/{path.name}" if folder else path.name)
 
     def flush(self) -> None:
-        """Send everything kept so far. Returns soon and never raises when the tracker is down."""
+        """Send everything that is pending. Returns soon and never raises if the tracker is down."""
         with self._lock:
             self._spool.sync()
             if time.monotonic() >= self._next_try:
-                self._attempt(self._send)
+                self._try(self._send)
 
     def finish(self, status: str) -> None:
-        """Send the rest and end the run: FINISHED, FAILED or KILLED. What cannot be sent stays in the spool."""
+        """Send the rest and end the run: FINISHED, FAILED or KILLED. Unsent data stays in the spool."""
         with self._lock:
-            # Its end waits for the tracker, so it is left to die with the process when there is none.
+            # Its end waits for the tracker. Without a tracker, it ends with the process.
             if self._monitor is not None and not self._next_try:
                 self._monitor.finish()
             self._monitor = None
-            sent = self._attempt(self._send)
+            sent = self._try(self._send)
             if sent and self._state is not None:
-                self._attempt(lambda: self._mlflow.terminate(self._require().run_id, status))
+                self._try(lambda: self._mlflow.terminate(self._opened().run_id, status))
             if self.unsent:
                 log.warning(
                     "%d points and files could not be sent to MLflow at %s; they are kept in %s and are sent when the "
@@ -126,38 +265,40 @@ class StageRun:
             self._monitor = self._mlflow.system_metrics(state.run_id)
 
     def _send(self) -> None:
-        run_id = self._require().run_id
+        run_id = self._opened().run_id
         points = self._new_points()
         self._mlflow.log_points(run_id, points)
         for point in points:
             self._recorded[point.key] = max(point.step, self._recorded.get(point.key, point.step))
-        self._spool.sent()
+        self._spool.clear_points()
         files = self._spool.files()
         for path, name in files:
             folder, _, _ = name.rpartition("/")
             self._mlflow.log_file(run_id, path, folder)
-        if tables := [name for _, name in files if name.startswith(f"{_TABLES}/")]:
-            self._mlflow.announce_tables(run_id, tables)
+        tables = [name for _, name in files if name.startswith(f"{_TABLES}/")]
+        if tables:
+            self._mlflow.tag_tables(run_id, tables)
         for path, _ in files:
             path.unlink()
 
     def _new_points(self) -> Sequence[Point]:
-        state = self._require()
+        state = self._opened()
         return [
             Point(key, value, step, state.start + step * MS_PER_STEP)
             for (key, step), value in self._spool.pending.items()
             if step > self._recorded.get(key, step - 1)
         ]
 
-    def _require(self) -> RunState:
+    def _opened(self) -> RunState:
         if self._state is None:
             self._open()
         assert self._state is not None
         return self._state
 
-    def _attempt(self, action: Callable[[], object]) -> bool:
-        """True if the tracker took it. Whatever goes wrong on that side must not stop the training on this
-        one.
+    def _try(self, action: Callable[[], object]) -> bool:
+        """Return whether the tracker accepted it. Failures are logged: none may stop the training.
+
+        After a failure, `flush` does not try again for a time that doubles up to `_LONGEST_PAUSE`.
         """
         try:
             action()
@@ -166,7 +307,7 @@ class StageRun:
                 log.warning(
                     "MLflow at %s %s; training goes on and metrics are kept on disk.",
                     self.tracking_uri,
-                    trouble(error),
+                    describe_failure(error),
                 )
                 log.debug("MLflow's answer", exc_info=error)
             self._next_try = time.monotonic() + self._pause

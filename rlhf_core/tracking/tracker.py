@@ -1,8 +1,7 @@
 """Tracking: one MLflow run per pipeline run, and a nested run per stage.
 
-A run is found by its tags before one is created, so that whoever continues a pipeline writes to the same
-runs. The tracker being down never stops a pipeline: what cannot be said now is kept on disk (`spool`) or left
-out, with one warning.
+A run is found by its tags before one is created, so that a pipeline that is continued writes to the same runs. A
+tracker that is down never stops a pipeline: data is kept on disk (`stage_run.Spool`) or left out, with one warning.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import getpass
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,17 +16,26 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_fixed
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.check import tracker_problem
-from rlhf_core.tracking.mlflow_client import DataSet, Mlflow, Point, RunState, clean_name, hurry, sqlite_path
+from rlhf_core.tracking.mlflow_client import (
+    DataSet,
+    Mlflow,
+    Point,
+    RunState,
+    clean_name,
+    describe_failure,
+    shorten_timeouts,
+    sqlite_path,
+)
 from rlhf_core.tracking.registry import has_version
-from rlhf_core.tracking.spool import Spool, next_attempt
-from rlhf_core.tracking.stage_run import MS_PER_STEP, StageRun
-from rlhf_core.tracking.troubles import trouble
+from rlhf_core.tracking.stage_run import MS_PER_STEP, Spool, StageRun, next_attempt
 from rlhf_core.types import ArtifactRef
 
 __all__ = ["DataSet", "StageRun", "Status", "Tracking", "open_tracking", "origin_tags"]
@@ -74,11 +81,11 @@ def open_tracking(config: PipelineConfig) -> Tracking:
 
 @dataclass
 class Tracking:
-    """The runs of one experiment. Methods say None where the tracker is down and an id is asked for."""
+    """The runs of one experiment. Methods that return an id return None if the tracker is down."""
 
     mlflow: Mlflow
     spool: Path
-    """Local folder for what could not be sent yet."""
+    """Local folder for data that could not be sent yet."""
     system_metrics: bool = False
     """Sample CPU, memory and GPU during stages."""
     _warned: bool = field(default=False, init=False)
@@ -86,7 +93,7 @@ class Tracking:
     @property
     def uri(self) -> str:
         """The tracker's address without credentials."""
-        return _shown(self.mlflow.uri)
+        return _public_uri(self.mlflow.uri)
 
     def parent_run(
         self,
@@ -95,7 +102,7 @@ class Tracking:
         tags: Mapping[str, str] | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """The run of the whole pipeline, found by `pipeline_key` or created; it is RUNNING afterwards."""
+        """Find the run of the pipeline by `pipeline_key`, or create it; mark it as RUNNING and return its id."""
         identity = {PIPELINE_KEY: pipeline_key}
         state = self._try(lambda: self._find_or_create(identity, name, tags or {}, params or {}))
         return state.run_id if state else None
@@ -115,11 +122,15 @@ class Tracking:
         """Find the run of a stage under `parent_id` by its stage key, or create it. Also works if the tracker
         is not available.
 
-        `attempt` is the attempt for this stage key. Data that earlier attempts could not send is sent
-        together with the data of this one. `inputs` are the artifacts that the stage reads; the data artifact
-        is logged as the data set of the run. `pipeline` is the key and the name of the pipeline. They are
-        used to find or create the parent run if `parent_id` is unknown because the tracker did not answer
-        earlier.
+        Args:
+            parent_id: the run of the pipeline; None if the tracker did not answer when it was created.
+            stage: name of the stage.
+            key: the stage key.
+            params: parameters to log.
+            attempt: number of the attempt; data that earlier attempts could not send is sent with this one's.
+            tags: further tags.
+            inputs: artifacts that the stage reads; the data artifact is logged as the data set of the run.
+            pipeline: key and name of the pipeline, to find or create the parent run if `parent_id` is None.
         """
         inputs = inputs or {}
         facts = {f"rlhf.input.{name}": f"{ref.key} {ref.digest}" for name, ref in inputs.items()}
@@ -140,11 +151,10 @@ class Tracking:
         return StageRun(self.mlflow, open_run, spool, uri=self.uri, system=self.system_metrics)
 
     def link_reused(self, parent_id: str | None, stage: str, ref: ArtifactRef) -> None:
-        """Show a reused stage below `parent_id`: a short run with its headline metrics and a link to the run
-        that made it.
+        """Add a short run for a reused stage, with its headline metrics and a link to the run that made it.
 
-        Nothing is added if the stage ran, or was linked, under this parent before; what its run could not
-        send then is sent now.
+        Nothing is added if the stage ran, or was linked, under this parent before. Data that its run could not send
+        then is sent now.
         """
         if parent_id is None:
             return
@@ -154,29 +164,29 @@ class Tracking:
         self._try(lambda: self._link(parent_id, stage, ref))
 
     def wait(self, seconds: float) -> None:
-        """Until the server answers, whatever it says, at most `seconds`: for the one stage that is nothing
-        without it.
-        """
-        deadline = time.monotonic() + seconds
-        while self.mlflow.uri.startswith("http") and time.monotonic() < deadline:
-            try:
-                self.mlflow.ping()
-                return
-            except Exception as error:
-                status = getattr(error, "get_http_status_code", lambda: 500)()
-                if 400 <= status < 500:  # such as 401: waiting does not help
-                    return
-                log.debug("MLflow does not answer yet", exc_info=error)
-            time.sleep(_PAUSE_SECONDS)
+        """Wait until the server answers, for at most `seconds`; for the one stage that is useless without it.
 
-    def forgot(self, model: str, weights_sha256: str) -> bool:
-        """Whether MLflow answers, and has no version of `model` with these weights."""
+        Any answer ends the wait, also a refusal such as 401, which a retry would not change.
+        """
+        if not self.mlflow.uri.startswith("http"):
+            return
+        retrying = Retrying(
+            retry=retry_if_exception(_is_temporary),
+            wait=wait_fixed(_PAUSE_SECONDS),
+            stop=stop_before_delay(seconds),
+        )
+        try:
+            retrying(self.mlflow.ping)
+        except Exception as error:
+            # The caller's own request reports the problem.
+            log.debug("MLflow does not answer", exc_info=error)
+
+    def is_missing(self, model: str, weights_sha256: str) -> bool:
+        """Return whether MLflow answers and has no version of `model` with these weights."""
         return self._try(lambda: has_version(self.mlflow, model, weights_sha256)) is False
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
-        """Headline numbers of a finished pipeline on its own run, for comparing pipelines; the same twice
-        adds nothing.
-        """
+        """Log the headline metrics of a finished pipeline on its own run. Logging them twice adds nothing."""
 
         def log_all() -> None:
             state = self.mlflow.find_run({PIPELINE_KEY: pipeline_key})
@@ -211,14 +221,14 @@ class Tracking:
     def finish(self, run_id: str | None, status: Status, *, reused: bool = False) -> None:
         """End a run. With `reused`, the run keeps its earlier end time, because no stage ran."""
         if status == "KILLED":
-            hurry()
+            shorten_timeouts()
         if run_id is not None:
             self._try(lambda: self.mlflow.terminate(run_id, status, keep_end=reused))
 
     def finish_stage(self, parent_id: str | None, key: str, status: Status) -> None:
         """End the run of a stage whose process is gone, if it is still RUNNING."""
         if status == "KILLED":
-            hurry()
+            shorten_timeouts()
 
         def end() -> None:
             state = self.mlflow.find_run(_stage_identity(parent_id, key))
@@ -238,7 +248,7 @@ class Tracking:
             self._try(lambda: self.mlflow.remove_tags(run_id, prefix))
 
     def url(self, run_id: str | None) -> str:
-        """Where a person looks: a link for a server, a command for a database."""
+        """Return a link to a server's page, or the command that shows a database."""
         if urlsplit(self.mlflow.uri).scheme in ("http", "https"):
             base = self.uri.rstrip("/")
             experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
@@ -264,7 +274,7 @@ class Tracking:
                 state.run_id,
                 {tag: value for tag, value in text.items() if tag not in (_DESCRIPTION, "mlflow.user")},
             )
-        # Parameters are logged apart from the creation: a kill in between leaves a run that lacks some.
+        # A kill after the creation leaves a run without parameters, so they are completed on every opening.
         known = state.params
         missing = {
             name: value
@@ -296,23 +306,28 @@ class Tracking:
         self.mlflow.terminate(state.run_id, "FINISHED")
 
     def _markdown_link(self, run_id: str) -> str:
-        # Relative, so that it works under whatever address the reader sees MLflow.
+        # Relative, because the reader may see MLflow under another address than this process.
         return f"[run {run_id}]({_page(self.mlflow.experiment_id, run_id)})"
 
     def _try(self, action: Callable[[], _T]) -> _T | None:
         try:
             return action()
         except Exception as error:
-            # Tracking must never stop a pipeline, and MLflow raises errors of four libraries.
+            # Broad, because MLflow raises errors of four libraries, and none may stop a pipeline.
             level = logging.DEBUG if self._warned else logging.WARNING
-            log.log(level, "MLflow at %s %s; the pipeline goes on.", self.uri, trouble(error))
+            log.log(level, "MLflow at %s %s; the pipeline goes on.", self.uri, describe_failure(error))
             log.debug("MLflow's answer", exc_info=error)
             self._warned = True
             return None
 
 
+def _is_temporary(error: BaseException) -> bool:
+    status = getattr(error, "get_http_status_code", lambda: 500)()
+    return isinstance(error, Exception) and not 400 <= status < 500
+
+
 def _page(experiment: str, run_id: str | None) -> str:
-    """A run's page in MLflow's view for training; it opens in the one for prompts and traces otherwise."""
+    """Return the path of a run's page in MLflow's view for training; the default view is that for prompts."""
     return f"#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
 
 
@@ -338,7 +353,7 @@ def _stage_identity(parent_id: str | None, key: str) -> dict[str, str]:
     return {STAGE_KEY: key, **({PARENT: parent_id} if parent_id is not None else {})}
 
 
-def _shown(uri: str) -> str:
+def _public_uri(uri: str) -> str:
     """Return the address without user, query and fragment, which may be secret. The path of a file is not
     changed.
     """

@@ -50,9 +50,7 @@ def race(root: Path, number: int, barrier: Any, answers: Any) -> None:
             answers.put((turn, "superseded", fence.attempt))
 
 
-def test_of_processes_that_publish_at_once_one_artifact_stays_and_it_is_whole(
-    tmp_path: Path, summary_lines: list[str]
-) -> None:
+def test_one_of_many_concurrent_publishers_wins(tmp_path: Path, summary_lines: list[str]) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(PROCESSES), context.Queue()
     processes = [context.Process(target=race, args=(tmp_path, n, barrier, answers)) for n in range(PROCESSES)]
@@ -115,9 +113,7 @@ def stale_holder(root: Path, point: str) -> int:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_holder_that_sleeps_through_its_successors_commit_changes_nothing(
-    tmp_path: Path, point: str
-) -> None:
+def test_superseded_holder_changes_nothing(tmp_path: Path, point: str) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.test_fencing_processes", str(tmp_path), point]
     )

@@ -33,7 +33,7 @@ with heartbeat.Monitor(folder, fail=lambda error: _abort(error, seen, events)) a
 """
 
 
-def test_what_nobody_waits_for_with_a_bound_ends_the_stage_with_its_name(tmp_path: Path) -> None:
+def test_unreported_stall_ends_the_stage(tmp_path: Path) -> None:
     read, write = os.pipe()
     command = [sys.executable, "-c", STAGE, str(tmp_path / "stacks"), str(write)]
     with os.fdopen(read, "rb") as events, subprocess.Popen(command, pass_fds=(write,)) as stage:

@@ -124,7 +124,7 @@ def test_an_error_of_another_rank_arrives_as_itself() -> None:
         run_ranks(_one_raises, 2, "cpu", rank_zero=None)
 
 
-def test_an_error_that_rank_zero_does_not_notice_ends_the_stage_all_the_same(tmp_path: Path) -> None:
+def test_unnoticed_error_of_another_rank_ends_the_stage(tmp_path: Path) -> None:
     _told.clear()
     with Monitor(tmp_path / "stacks", _told.append) as monitor, pytest.raises(OutOfMemory):
         run_ranks(_one_fails_unnoticed, 2, "cpu", rank_zero=None, monitor=monitor)
@@ -147,7 +147,7 @@ def test_a_commit_is_finished_before_a_failed_rank_ends_the_stage(tmp_path: Path
     assert committed == [[]] and len(_told) == 1
 
 
-def test_rank_zero_leaves_the_group_with_the_others_and_not_after_them(
+def test_rank_zero_leaves_the_group_with_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await_end, joined = launch._await_end, []
@@ -168,7 +168,7 @@ def test_a_rank_that_dies_is_named_within_seconds() -> None:
     assert time.monotonic() - started < 60
 
 
-def test_a_rank_that_dies_before_it_is_up_does_not_hold_the_others() -> None:
+def test_rank_that_dies_at_start_does_not_block_the_others() -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"training rank 1 died \(exit code 7\)"):
         run_ranks(_takes_an_argument, 2, "cpu", _KillsItsReader(), rank_zero=None)

@@ -138,26 +138,20 @@ def test_a_value_that_is_not_finite_is_none(by_text: PythonFunction) -> None:
 
 
 @pytest.mark.parametrize("text", ["raise", "die", "none"])
-def test_the_sample_at_fault_is_found_and_the_others_keep_their_values(
-    by_text: PythonFunction, text: str
-) -> None:
+def test_bad_sample_is_found_and_others_keep_values(by_text: PythonFunction, text: str) -> None:
     outcome = by_text([sample("good"), sample("good"), sample(text), sample("good")])
     assert list(outcome.reasons) == [2]
     assert [outcome.values[i] for i in (0, 1, 3)] == [1.0, 1.0, 1.0]
 
 
-def test_a_sample_that_hangs_is_searched_for_where_the_others_are_to_be_saved(
-    file: Path, tmp_path: Path
-) -> None:
+def test_hanging_sample_is_searched_for_only_with_mask(file: Path, tmp_path: Path) -> None:
     batch = [sample("hang", pid=str(tmp_path / "pid")), sample("good")]
     for on_error, failed in (("mask", [0]), ("abort", [0, 1])):
         with PythonFunction(source(file, "by_text", timeout=0.7, retries=0, on_error=on_error)) as function:
             assert list(function(batch).reasons) == failed
 
 
-def test_a_function_that_hangs_is_killed_with_its_children_and_the_next_batch_works(
-    by_text: PythonFunction, tmp_path: Path
-) -> None:
+def test_hanging_function_is_killed_with_its_children(by_text: PythonFunction, tmp_path: Path) -> None:
     outcome = by_text([sample("hang", pid=str(tmp_path / "pid"))])
     assert outcome.reasons == {0: "it gave no answer within 0.5 s"}
     assert wait_until_gone(int((tmp_path / "pid").read_text()))
@@ -203,7 +197,7 @@ LINES = ["hello", "[1]", "{}", '{"values": [9.0]}', '{"id": "0", "values": [9.0]
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_is_no_answer_to_the_request_is_a_failure(tmp_path: Path, line: str) -> None:
+def test_invalid_answer_is_a_failure(tmp_path: Path, line: str) -> None:
     code = f"""
 import os, socket
 def f(samples):

@@ -153,7 +153,7 @@ def assert_checkpoints(store: Store, tmp_path: Path, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_passing_fault_is_survived_with_the_right_bytes(
+def test_temporary_fault_is_survived_with_the_right_bytes(
     name: str, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
 ) -> None:
     proxy.restart(PASSING[name])
@@ -188,7 +188,7 @@ def test_a_passing_fault_is_survived_with_the_right_bytes(
     ],
 )
 @pytest.mark.parametrize("after", [0, 4])
-def test_what_cannot_be_uploaded_is_kept_and_the_same_command_uploads_it(
+def test_failed_upload_is_kept_and_repeated(
     fault: Fault,
     says: str,
     after: int,
@@ -228,7 +228,7 @@ def test_what_cannot_be_uploaded_is_kept_and_the_same_command_uploads_it(
 
 
 @pytest.mark.parametrize("fault", ["expired", "503"])
-def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_next_attempt_finishes_it(
+def test_killed_upload_is_invisible_and_the_next_attempt_finishes_it(
     fault: Fault, proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, summary_lines: list[str]
 ) -> None:
     ended = []
@@ -259,7 +259,7 @@ def test_wherever_the_upload_of_an_artifact_ends_it_is_whole_or_unseen_and_the_n
     )
 
 
-def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploads_what_it_made(
+def test_expired_credentials_exit_with_3_and_lose_nothing(
     proxy: FaultyProxy, url: str, s3_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {
@@ -297,7 +297,7 @@ def test_a_stage_whose_credentials_expire_ends_with_3_and_the_same_command_uploa
     assert made == [None], "the second attempt had nothing to make"
 
 
-def test_an_upload_that_nobody_reads_is_given_up_and_made_again(
+def test_stalled_upload_is_aborted_and_repeated(
     proxy: FaultyProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "REQUEST_SECONDS", 2.0)
@@ -315,7 +315,7 @@ def test_an_upload_that_nobody_reads_is_given_up_and_made_again(
 
 
 @pytest.mark.parametrize(("times", "code"), [(1, EXIT_STOPPED), (2, 128 + signal.SIGKILL)])
-def test_a_stage_asked_to_stop_during_an_upload_leaves_in_time_and_nothing_half(
+def test_stop_during_an_upload_leaves_nothing_partial(
     times: int,
     code: int,
     proxy: FaultyProxy,
@@ -380,7 +380,7 @@ def test_preflight_says_what_is_wrong_with_the_store_in_one_message(
     Store(url, proxy.endpoint).check()
 
 
-def test_a_flow_sits_out_an_outage_at_its_start(proxy: FaultyProxy, url: str) -> None:
+def test_flow_waits_for_the_store_at_its_start(proxy: FaultyProxy, url: str) -> None:
     proxy.restart(lambda n: "503" if n < 12 else "")
     Store(url, proxy.endpoint).check(retry_seconds=60.0)
     assert proxy.seen["503"] == 11

@@ -92,7 +92,7 @@ def test_a_file_of_many_parts_comes_back_bit_by_bit(store: Store, tmp_path: Path
     assert (tmp_path / "back").read_bytes() == data
 
 
-def test_what_a_killed_upload_left_is_dropped_below_its_folder_alone(store: Store, s3_server: Any) -> None:
+def test_parts_of_interrupted_uploads_are_deleted(store: Store, s3_server: Any) -> None:
     def begin(key: str) -> None:
         bucket, _, path = store.uri(key).removeprefix("s3://").partition("/")
         upload = {"Bucket": bucket, "Key": path}
@@ -122,7 +122,7 @@ def test_of_racing_creators_exactly_one_wins(store: Store) -> None:
     assert store.read_bytes("r/race") == str(won.index(True)).encode()
 
 
-def test_of_racing_creators_exactly_one_wins_where_the_server_ignores_conditions(
+def test_one_racing_creator_wins_without_conditional_puts(
     s3_server: Any, careless_endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(f"{s3_server.url}/careless", careless_endpoint)
@@ -168,7 +168,7 @@ def test_every_mutation_of_every_file_is_detected_and_logged(
     summary_lines.append(f"{make.__name__} on S3: {expected} mutations, {len(missed)} not detected")
 
 
-def test_a_damaged_artifact_is_set_aside_and_made_again(store: Store, tmp_path: Path) -> None:
+def test_damaged_artifact_is_marked_and_made_again(store: Store, tmp_path: Path) -> None:
     artifacts = ArtifactStore(store, tmp_path / "cache")
     ref = publish(artifacts, output(tmp_path / "out"), fence=claim(store, "k"))
     key = "artifacts/ppo/k/000001/policy/model.safetensors"
@@ -222,7 +222,7 @@ def test_a_missing_bucket_is_a_config_error_that_says_so(s3_server: Any) -> None
         Store("s3://no-such-bucket/x", s3_server.endpoint).check()
 
 
-def test_a_server_that_does_not_answer_is_said_so_within_seconds(s3_server: Any) -> None:
+def test_unreachable_server_is_reported_within_seconds(s3_server: Any) -> None:
     with pytest.raises(StoreUnavailable, match=r"store\.url=.*Could not connect") as caught:
         Store(s3_server.url, "http://127.0.0.1:9").check()
     assert "test-secret" not in str(caught.value)

@@ -33,7 +33,7 @@ def _usable(file: Path) -> bool:
 
 
 @pytest.mark.parametrize("moment", ["half way", "before the rename"])
-def test_killed_while_it_is_made_the_next_attempt_makes_it(tmp_path: Path, moment: str) -> None:
+def test_killed_creation_is_repeated(tmp_path: Path, moment: str) -> None:
     file, part = tmp_path / "new" / "mlflow.db", tmp_path / "new" / ".tmp-mlflow.db"
     fail = {"RLHF_FAIL": "mlflow.created:1:kill"} if moment == "before the rename" else {}
     maker = subprocess.Popen([*MAKE, str(file)], env={**os.environ, **fail}, stderr=subprocess.DEVNULL)
@@ -47,7 +47,7 @@ def test_killed_while_it_is_made_the_next_attempt_makes_it(tmp_path: Path, momen
     assert _usable(file) and not part.exists()
 
 
-def test_several_at_once_make_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_create_it_once(tmp_path: Path) -> None:
     file = tmp_path / "mlflow.db"
     told = {**os.environ, "MLFLOW_LOGGING_LEVEL": "INFO"}
     makers = [

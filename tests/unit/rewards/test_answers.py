@@ -86,7 +86,7 @@ def _score(response: str, meta: dict[str, Any], **settings: Any) -> float:
     return evaluate_rule(AnswerReward(**settings), sample)
 
 
-def test_a_right_answer_scores_one_and_a_wrong_or_missing_one_zero() -> None:
+def test_right_answer_scores_one_and_others_zero() -> None:
     meta = {"answer": "Janet sells 9 eggs.\n#### 18"}
     assert _score("9 * 2 = 18", meta) == 1.0
     assert _score(r"so \boxed{18}, not 19", meta) == 1.0

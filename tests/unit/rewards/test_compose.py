@@ -1,13 +1,13 @@
-"""Locks the composition of reward sources.
+"""Composition of reward sources.
 
-- the total is the weighted sum, raw values are kept by name;
-- batch normalisation: mean 0, population std 1, exactly 0 for equal values;
-- missing model scores, wrong counts and rules' values that are not finite name the source and the prompt; a
-  model's score that is not finite is masked;
-- a response that a source masks has no score, changes no one else's, and is counted;
-- the reward model's scores are clipped, rules are not, and the clipped share is told;
-- a source of weight 0 is measured and changes nothing, also where it fails;
-- the metrics of a source are over the values that it has.
+- the total is the weighted sum; raw values are kept by name
+- batch normalisation: mean 0, population std 1, exactly 0 for equal values
+- missing model scores, wrong counts and non-finite values of rules name the source and the prompt; non-finite scores of
+  a model are masked
+- a masked response has no score, affects no other response, and is counted
+- only scores of the reward model are clipped, and the clipped share is reported
+- a source of weight 0 is measured and affects nothing, even if it fails
+- the metrics of a source cover the values that it has
 """
 
 import math
@@ -32,7 +32,7 @@ HAPPY = KeywordsReward(type="keywords", words=("happy",), weight=0.5)
 SHORT = LengthReward(type="length", name="short", target=1, tolerance=2, weight=-2.0)
 
 
-def test_the_total_is_the_weighted_sum_and_raw_values_are_kept_by_name() -> None:
+def test_total_is_the_weighted_sum() -> None:
     with RewardComposer((ModelReward(type="model", weight=3.0), HAPPY, SHORT)) as composer:
         scored = composer.score(batch("happy", "so happy", ""), [0.5, -1.0, 0.0])
     assert scored.by_source == {
@@ -53,7 +53,7 @@ def test_batch_normalisation_comes_before_the_weight_and_leaves_the_raw_values()
     assert scored.by_source["model"] == [1.0, 1.0, 3.0, 3.0]
 
 
-def test_the_clip_is_of_the_reward_models_scores_and_of_no_rule() -> None:
+def test_only_reward_model_scores_are_clipped() -> None:
     rule = KeywordsReward(type="keywords", words=("happy",), cap=8)
     sources = (ModelReward(type="model", weight=2.0), rule)
     texts = batch(*["happy " * n for n in (3, 6, 8)])
@@ -73,7 +73,7 @@ def test_a_score_that_is_missing_is_not_clipped_to_one() -> None:
         assert math.isnan(composer.score(batch("a", "b"), [math.nan, 1.0]).total[0])
 
 
-def test_a_monitor_of_weight_0_that_fails_takes_no_score_away() -> None:
+def test_failure_of_weight_zero_removes_no_score() -> None:
     with RewardComposer((ModelReward(type="model", weight=0.0), HAPPY)) as composer:
         scored = composer.score(batch("happy", "so"), [math.nan, 3.0])
     assert scored.total == [0.5, 0.0]
@@ -108,7 +108,7 @@ def test_a_wrong_count_of_scores_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_model_s_score_that_is_not_finite_is_masked_and_a_rule_s_names_source_and_prompt(
+def test_non_finite_scores_are_masked_and_rules_raise(
     bad: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RewardComposer((ModelReward(type="model", name="judge"),)) as composer:
@@ -145,7 +145,7 @@ def test_a_masked_response_has_no_score_and_changes_no_one_elses(tmp_path: Path)
     assert scored.by_source["model"] == [0.5, 0.25, 0.0]
 
 
-def test_without_masking_it_is_an_error_that_names_source_prompt_and_index(tmp_path: Path) -> None:
+def test_abort_names_source_prompt_and_index(tmp_path: Path) -> None:
     with (
         RewardComposer((python(tmp_path, name="words"),)) as composer,
         pytest.raises(RewardError, match=r"reward words: 1 of 2 .* prompt p1 \(index 1\): it returned nan"),
@@ -153,7 +153,7 @@ def test_without_masking_it_is_an_error_that_names_source_prompt_and_index(tmp_p
         composer.score(batch("a", "bad"), None)
 
 
-def test_a_source_that_is_only_watched_ends_no_run_and_masks_nothing(tmp_path: Path) -> None:
+def test_source_of_weight_zero_cannot_fail_the_run(tmp_path: Path) -> None:
     watched = python(tmp_path, on_error="abort", weight=0.0)
     with RewardComposer((SHORT, watched)) as composer:
         scored = composer.score(batch("a", "bad"), None)

@@ -1,10 +1,10 @@
-"""Locks what is done when a reward source fails on a batch.
+"""Failures of a reward source on a batch.
 
-- a batch is tried until every value is finite; what is not finite in the last try has no value;
-- the samples at fault are found by halves, and the others scored once more together;
-- the search ends after a bounded number of failures: what is not told apart by then has no value;
-- nothing is searched where no sample can be at fault;
-- `abort` names the first sample by prompt and index, `mask` gives NaN and says so in the log.
+- a batch is tried until every value is finite; a value that is not finite in the last try is missing
+- bad samples are found by halving, and the others are scored once more together
+- the search ends after a bounded number of failures; samples of parts that were not searched have no value
+- failures that no sample can cause are not searched
+- `abort` names the first sample by prompt and index; `mask` gives NaN and a warning
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.failures import Failure, Outcome, attempt, isolate, settle
+from rlhf_core.rewards.failures import Failure, Outcome, isolate, resolve_failures, score_with_retries
 from rlhf_core.types import RewardInput
 
 
@@ -45,27 +45,29 @@ def test_a_batch_is_tried_until_every_value_is_finite() -> None:
             raise answer
         return answer
 
-    assert attempt("r", call, batch(2), tries=5) == Outcome([1.0, 2.0])
+    assert score_with_retries("r", call, batch(2), attempts=5) == Outcome([1.0, 2.0])
     assert len(answers) == 1
 
 
-def test_what_is_not_finite_in_the_last_try_has_no_value() -> None:
-    outcome = attempt("r", lambda samples: Outcome.of([0.5, math.inf, -math.inf]), batch(3), tries=2)
+def test_non_finite_value_of_the_last_try_is_missing() -> None:
+    outcome = score_with_retries(
+        "r", lambda samples: Outcome.of([0.5, math.inf, -math.inf]), batch(3), attempts=2
+    )
     assert outcome.values[0] == 0.5
     assert [math.isnan(value) for value in outcome.values] == [False, True, True]
     assert outcome.reasons[1] == "it returned inf, but rewards must be finite"
 
 
-def test_the_samples_at_fault_are_found_and_the_others_scored_together() -> None:
+def test_bad_samples_are_found_and_others_scored_together() -> None:
     call = Scripted(3, 12)
-    outcome = attempt("r", call, batch(16), tries=2)
+    outcome = score_with_retries("r", call, batch(16), attempts=2)
     assert outcome.reasons == {3: "cannot read 3", 12: "cannot read 12"}
     # The values count the places within one call of 14: a function that compares its batch sees all of it.
     assert [v for v in outcome.values if not math.isnan(v)] == [float(i) for i in range(14)]
     assert call.calls[:2] == [16, 16] and call.calls[-1] == 14
 
 
-def test_the_search_is_bounded_and_what_is_not_told_apart_has_no_value() -> None:
+def test_search_is_bounded_and_the_rest_fails() -> None:
     call = Scripted(*range(256))
     outcome = isolate(call, batch(256), Failure("all"))
     assert len(outcome.reasons) == 256
@@ -79,13 +81,13 @@ def test_a_failure_that_only_the_whole_batch_shows_leaves_no_values() -> None:
             raise Failure("too many at once")
         return Outcome.of([0.0] * len(samples))
 
-    outcome = attempt("r", call, batch(4), tries=1)
+    outcome = score_with_retries("r", call, batch(4), attempts=1)
     assert outcome.reasons == dict.fromkeys(range(4), "too many at once")
 
 
-def test_nothing_is_searched_where_no_sample_can_be_at_fault() -> None:
+def test_failure_that_is_not_searchable_is_not_searched() -> None:
     call = Scripted(0, searchable=False)
-    outcome = attempt("r", call, batch(8), tries=3)
+    outcome = score_with_retries("r", call, batch(8), attempts=3)
     assert call.calls == [8, 8, 8]
     assert len(outcome.reasons) == 8
 
@@ -95,12 +97,12 @@ def test_abort_names_the_first_sample_by_prompt_and_index() -> None:
     with pytest.raises(
         RewardError, match=r"reward r: 2 of 3 .* prompt p1 \(index 1\): it raised; on_error=mask would"
     ):
-        settle("r", "abort", outcome, batch(3))
+        resolve_failures("r", "abort", outcome, batch(3))
 
 
 def test_mask_keeps_the_gap_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     outcome = Outcome([0.0, math.nan], {1: "it raised"})
-    values = settle("r", "mask", outcome, batch(2))
+    values = resolve_failures("r", "mask", outcome, batch(2))
     assert values[0] == 0.0 and math.isnan(values[1])
     assert "prompt p1 (index 1): it raised; left out" in caplog.text
-    assert settle("r", "abort", Outcome([1.0]), batch(1)) == [1.0]
+    assert resolve_failures("r", "abort", Outcome([1.0]), batch(1)) == [1.0]

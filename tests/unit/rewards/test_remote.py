@@ -1,15 +1,13 @@
-"""Locks the remote reward service, against a real HTTP server in this process.
+"""The remote reward service, against a real HTTP server in this process.
 
-- scores come back in the order of the samples, whatever the order of the requests; the items are what the
-  protocol says
-- late, broken, truncated, huge, wrong or unreadable answers are tried again, and each failure says what came
-- a replica that fails is left alone while others answer; with none left, the failure comes within its bound
-- an item without a score, or one the service refuses, costs no other item its score
-- redirects, wrong tokens and wrong paths end the step at once; a redirect is not followed
-- a host is connected to only at addresses that the allow-list covers; proxies of the environment are not
-  asked
-- the certificate is checked against the name in the url, whatever address is connected to
-- the token goes along, but not in clear text to a public address
+- scores are in the order of the samples, for any order of the requests; the items follow the protocol
+- slow, broken, truncated, huge, wrong or unreadable answers are retried, and each failure describes the answer
+- a failing replica is avoided while others answer; without any, the failure comes in time
+- an item without a score, or one that the service refuses, does not affect the other items
+- redirects, wrong tokens and wrong paths end the step at once; redirects are not followed
+- only addresses that the allow-list covers are connected to; proxies of the environment are not used
+- the certificate is checked against the name in the url, for any address
+- the token is sent, but not unencrypted to a public address
 """
 
 import json
@@ -205,7 +203,7 @@ def test_an_item_is_what_the_protocol_says(serve: Any) -> None:
         (with_status(500), "answers with status 500: b'no'"),
         (with_status(503), "answers with status 503"),
         (with_status(429), "answers with status 429"),
-        (truncated, "cannot be asked: peer closed connection"),
+        (truncated, "cannot be reached: peer closed connection"),
         (with_body(" " * (MAX_ANSWER_BYTES + 1)), f"longer than {MAX_ANSWER_BYTES} bytes"),
         (with_body('{"scores": [1.0, 2.0]}'), "gave 2 scores for 1 items"),
         (with_body("<html>"), "must answer {\"scores\": [...]} with numbers; got b'<html>'"),
@@ -243,7 +241,7 @@ def test_an_answer_outside_the_protocol_is_a_failure(body: bytes, wrong: str) ->
     assert len(str(failed.value)) < 300
 
 
-def test_a_null_or_a_number_that_is_not_finite_is_an_item_without_a_score() -> None:
+def test_null_or_non_finite_is_an_item_without_a_score() -> None:
     outcome = read_answer(
         b'{"scores": [1, null, NaN, 1e999], "errors": {"1": "too\\u001b[31m long"}}', 4, "h:1"
     )
@@ -261,7 +259,7 @@ def test_an_item_that_is_refused_costs_no_other_its_score(serve: Any, status: in
     assert [v for v in outcome.values if not math.isnan(v)] == [1.0, 2.0, 4.0, 5.0]
 
 
-def test_where_nothing_of_a_request_works_the_others_are_not_searched(serve: Any) -> None:
+def test_request_without_any_success_ends_the_search(serve: Any) -> None:
     service = serve(with_status(500))
     outcome = ask([service], batch(*"abcdefgh"), items_per_request=4, retries=0, breaker_failures=99)
     assert len(outcome.reasons) == 8
@@ -296,7 +294,7 @@ def test_a_replica_that_is_down_is_passed_over(serve: Any) -> None:
     assert ask([f"http://127.0.0.1:{port}/score", serve(lengths)], batch("ab", "abc")).values == [2.0, 3.0]
 
 
-def test_with_no_replica_left_the_failure_comes_within_its_bound(serve: Any) -> None:
+def test_unreachable_replicas_fail_in_time(serve: Any) -> None:
     service = serve(with_status(503))
     began = time.monotonic()
     outcome = ask(
@@ -307,7 +305,7 @@ def test_with_no_replica_left_the_failure_comes_within_its_bound(serve: Any) -> 
     assert len(outcome.reasons) == 3
 
 
-def test_an_outage_shorter_than_the_retries_is_ridden_out(serve: Any) -> None:
+def test_short_outage_is_survived(serve: Any) -> None:
     service = serve(*[with_status(503)] * 3, lengths)
     assert ask([service], batch("ab"), breaker_failures=2, retries=3).values == [2.0]
 
@@ -321,7 +319,7 @@ def test_an_outage_shorter_than_the_retries_is_ridden_out(serve: Any) -> None:
         (404, "path of the url"),
     ],
 )
-def test_what_no_try_can_change_ends_the_step_at_once(serve: Any, status: int, words: str) -> None:
+def test_permanent_error_ends_the_step_at_once(serve: Any, status: int, words: str) -> None:
     elsewhere = serve(lengths)
     service = serve(with_status(status, Location=elsewhere.url))
     with pytest.raises(RewardError, match=f"status {status}, .*{words}"):
@@ -329,9 +327,7 @@ def test_what_no_try_can_change_ends_the_step_at_once(serve: Any, status: int, w
     assert (len(service.seen), len(elsewhere.seen)) == (1, 0)
 
 
-def test_a_name_is_connected_to_only_where_the_list_covers_its_address(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_address_needs_the_allow_list(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     service = serve(lengths)
     url = service.url.replace("127.0.0.1", "scores.example")
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", service.server_port))]
@@ -409,7 +405,7 @@ def test_the_token_goes_along(serve: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("value", ["s3cret-s3cret\n", " s3cret-s3cret", "\r\ns3cret-s3cret\r\n"])
-def test_a_line_break_around_the_token_is_no_part_of_it(
+def test_line_break_around_the_token_is_ignored(
     serve: Any, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     service = serve(lengths)
@@ -421,16 +417,14 @@ def test_a_line_break_around_the_token_is_no_part_of_it(
 @pytest.mark.parametrize(
     "value", ["s3cret-s3\u00e9", "s3cret-\ns3", "s3cret s3", "s3cret\0", "\udcff-s3cret", " \n"]
 )
-def test_a_token_that_no_header_can_carry_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_token_that_is_no_valid_header_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, remote.TOKEN_VARIABLE: value})
     with pytest.raises(ConfigError, match=remote.TOKEN_VARIABLE) as refused:
         ask(["http://127.0.0.1:9/score"], batch("a"))
     assert "s3" not in str(refused.value)
 
 
-def test_the_token_does_not_go_in_clear_text_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_not_sent_unencrypted_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
     public = [(2, 1, 6, "", ("93.184.215.14", 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: public)

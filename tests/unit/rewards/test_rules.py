@@ -1,9 +1,9 @@
-"""Locks the rule rewards.
+"""The rule rewards.
 
-- each rule's value on small responses worked out by hand;
-- edge cases: empty responses, prompts without content words, other scripts;
-- a pattern that would take for ever is stopped and counts as no match;
-- a pattern means what it means to Python's `re`, though another engine matches it.
+- each rule's value on small responses, computed by hand
+- edge cases: empty responses, prompts without content words, other scripts
+- a pattern that takes too long is stopped and counts as no match
+- a pattern has the meaning of Python's `re`, although another engine matches it
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def test_format_matches_the_whole_response(text: str, value: float) -> None:
     assert rules.format_match(FormatReward(type="format", pattern=r"\d+"), sample(text)) == value
 
 
-def test_a_pattern_that_would_take_for_ever_is_stopped_and_named(
+def test_slow_pattern_is_stopped_and_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "MATCH_SECONDS", 0.05)
@@ -151,7 +151,7 @@ def test_token_share_counts_ids_below_the_limit() -> None:
     assert rules.token_share(source, sample(ids=())) == 0.0
 
 
-def test_gold_is_the_synthetic_tasks_true_reward_and_sees_whether_the_response_ended() -> None:
+def test_gold_is_the_synthetic_tasks_true_reward() -> None:
     prompt = "Tell me about a small fox in the garden."
     response = "The small fox sleeps in the garden. It is kind and gentle. It has a warm voice."
     ended = sample(response, prompt=prompt)

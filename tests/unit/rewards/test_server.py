@@ -1,16 +1,15 @@
-"""Locks `rlhf serve-reward`.
+"""`rlhf serve-reward`.
 
-- a served reward model gives each item the score that `models.scoring` gives its tokens, normalised
-- texts are tokenised as the data stage does it; an empty response is its EOS, an unfinished one has none
-- under a template that puts a blank before answers, texts and tokens of a rollout get the same score
-- what is wrong with an item costs no other its score; what is wrong with a request is its status
-- requests that wait are joined into one forward pass while their tokens fit, in the order they came
-- a forward pass that fails is a 500, and the next one works
-- beyond loopback it needs a token, one that cannot be guessed; with a token nothing else is answered, but for
-  /health
-- connections that send no request hold no place for long, and none that others wait for
-- encoding and forward passes take turns
-- an artifact is found by its address, with the template of its data; a folder is taken as it is
+- a served reward model gives each item the normalised score that `models.scoring` gives its tokens
+- texts are tokenised as in the data stage; an empty response is its EOS, an unfinished one has none
+- texts and tokens of a rollout get the same score under a template that puts a blank before answers
+- an invalid item does not affect the others; an invalid request gets a status
+- queued requests are joined into one forward pass while their tokens fit, in order of arrival
+- a failed forward pass is a 500, and the next one works
+- beyond loopback a strong token is needed; with a token, only /health is answered without it
+- connections without a request are closed in time, and earlier if other connections need their place
+- encoding and forward passes never run at the same time
+- an artifact's address gives the model and the template of its data; a folder is used as it is
 """
 
 import asyncio
@@ -164,9 +163,7 @@ def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: S
     assert len({round(value, 4) for value in outcome.values}) == 4, "the scores tell the samples apart"
 
 
-def test_text_mode_scores_a_rollout_as_the_model_reward_does_under_a_template_with_a_blank(
-    folder: Path, tmp_path: Path, start: Start
-) -> None:
+def test_text_mode_scores_equal_the_model_reward(folder: Path, tmp_path: Path, start: Start) -> None:
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = HH_CHAT.read_text(encoding="utf-8")
     served = tmp_path / "model"
@@ -286,7 +283,9 @@ def test_a_bad_request_is_its_status(
     assert post(url, []).json() == {"scores": [], "errors": {}}
 
 
-def test_a_request_that_does_not_come_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_a_request_is_closed_in_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "_BODY_SECONDS", 0.1)
 
     def slowly() -> Iterator[bytes]:
@@ -325,9 +324,7 @@ def test_a_connection_that_sends_no_whole_header_is_closed(
         assert (b"200 OK" in answer) == beginning.startswith(b"GET")
 
 
-def test_what_a_refused_request_still_sends_keeps_no_connection(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_request_keeps_no_connection(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = httpx.URL(start(Scripted()))
@@ -384,7 +381,7 @@ def test_encoding_and_forward_passes_take_turns(start: Start) -> None:
     assert {tuple(met) for met in watched.met} == {("encode",), ("score",)}
 
 
-def test_a_text_that_is_not_unicode_costs_no_other_item_its_score(scorer: Scorer, start: Start) -> None:
+def test_invalid_unicode_affects_only_its_item(scorer: Scorer, start: Start) -> None:
     good = {"prompt": "Tell me.", "response": "It is kind"}
     bad = [{**good, name: "a\ud800b"} for name in ("prompt", "response")]
     bad.append({**good, "prompt": [{"role": "\ud800", "content": "x"}]})
@@ -419,7 +416,7 @@ def test_waiting_requests_are_joined_while_their_tokens_fit() -> None:
     assert scripted.passes == [[2], [3, 3, 4], [1], [30], [2]]
 
 
-def test_a_forward_pass_that_fails_is_a_500_and_the_next_one_works(start: Start) -> None:
+def test_failed_forward_pass_is_a_500(start: Start) -> None:
     url = start(Scripted())
     failed = post(url, texts(666))
     assert (failed.status_code, failed.json()["error"][:23]) == (500, "the forward pass failed")
@@ -480,16 +477,14 @@ def test_beyond_loopback_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "token", ["a", " ", "fifteen-letters", "s3cret-s3cret-s3 cret", "s3cret-s3cret-s3cr\u00e9t", "a\nb" * 9]
 )
-def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
-    monkeypatch: pytest.MonkeyPatch, token: str
-) -> None:
+def test_weak_or_unsendable_token_is_refused(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as error:
         listen("0.0.0.0", 0)
     assert token.strip() in ("", "a") or token not in str(error.value)
 
 
-def test_a_line_break_around_the_token_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_break_around_the_token_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, f"{SECRET}\r\n")
     bound, token = listen("127.0.0.1", 0)
     bound.close()
@@ -510,9 +505,7 @@ def test_an_address_that_cannot_be_used_is_one_message() -> None:
 # -- what is served --
 
 
-def test_an_artifact_is_found_by_its_address_with_the_template_of_its_data(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_artifact_address_gives_model_and_template(folder: Path, tmp_path: Path) -> None:
     store, key = tmp_path / "store", "0123456789abcdef"
     made = tmp_path / "made"
     (made / "model").mkdir(parents=True)

@@ -1,8 +1,9 @@
-"""Artifacts exist whole or not at all, are verified before use, and are made once.
+"""Artifacts exist completely or not at all, are verified before use, and are made once.
 
-Locks: round trip and manifest content, digest by content, damage is named, set aside and made again, first
-publisher wins, a superseded attempt cannot publish, interrupted publishing leaves nothing visible, programs
-and links are refused, leftovers of dead attempts go.
+- round trip and content of the manifest; the digest depends on the content alone
+- damage is named and marked, and the artifact is made again
+- the first publisher wins; a superseded attempt cannot publish; interrupted publishing leaves nothing visible
+- programs and links are refused; leftovers of dead attempts are deleted
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ FILE_DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", FILE_DAMAGE)
-def test_every_damage_of_a_file_is_noticed_named_and_set_aside(
+def test_every_damage_is_named_and_marked(
     artifacts: ArtifactStore, store: Store, tmp_path: Path, damage: str
 ) -> None:
     ref = publish(artifacts, output(tmp_path))
@@ -147,7 +148,7 @@ def test_every_damage_of_a_file_is_noticed_named_and_set_aside(
     assert len([key for key in store.list("artifacts") if "/damaged-" in key]) == 1
 
 
-def test_a_damaged_manifest_is_set_aside_and_the_artifact_is_made_again(
+def test_artifact_with_a_damaged_manifest_is_made_again(
     artifacts: ArtifactStore, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ref = publish(artifacts, output(tmp_path))
@@ -157,7 +158,7 @@ def test_a_damaged_manifest_is_set_aside_and_the_artifact_is_made_again(
     assert publish(artifacts, output(tmp_path)).digest == ref.digest
 
 
-def test_what_another_put_in_the_place_of_a_damaged_artifact_is_not_set_aside_for_it(
+def test_replacement_of_a_damaged_artifact_is_left_alone(
     artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = publish(artifacts, output(tmp_path))
@@ -189,7 +190,7 @@ def test_a_reference_to_content_that_was_replaced_is_refused(
         artifacts.fetch(ref)
 
 
-def test_the_first_publisher_wins_and_the_second_gets_the_first_ones_artifact(
+def test_second_publisher_gets_the_first_ones_artifact(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, two = (ArtifactStore(store, tmp_path / "cache") for _ in range(2))
@@ -210,7 +211,7 @@ def test_one_attempt_publishing_twice_does_not_touch_what_it_published(
     assert ArtifactStore(store, tmp_path / "cache").fetch(first) == Path(first.uri)
 
 
-def test_of_two_publishers_at_the_same_moment_one_manifest_stays_and_it_verifies(
+def test_one_of_two_concurrent_publishers_wins(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, quick = (ArtifactStore(store, tmp_path / "cache") for _ in range(2))
@@ -257,7 +258,7 @@ def test_an_attempt_superseded_during_the_upload_publishes_nothing_and_changes_n
     assert (artifacts.fetch(ref) / "policy" / "model.safetensors").read_bytes().endswith(b"new")
 
 
-def test_a_failing_store_leaves_nothing_visible_and_the_folder_for_a_retry(
+def test_failing_store_leaves_nothing_visible(
     artifacts: ArtifactStore, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, calls = Store.put_file, 0

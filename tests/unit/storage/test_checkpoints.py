@@ -1,9 +1,9 @@
-"""Checkpoints: the newest whole one is used, damage falls back to the one before, later attempts shut earlier
-ones out.
+"""Checkpoints: the newest intact one is used, after damage the one before, and only the last attempt may commit.
 
-Locks: save and latest, retention of the newest and the best, leftovers ignored, damage with fallback,
-quarantine, never a silent fresh start, fencing of saves, attempt numbers, what a store lost, clearing, also
-one that is cut short.
+- save and latest; the newest and the best are kept; leftovers are ignored
+- damage falls back to the checkpoint before, and never to a silent fresh start
+- fencing of saves, numbers of attempts, files that a store lost
+- clearing, also if it is interrupted
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Pat
     assert not (tmp_path / "state-10").exists(), "save consumes the folder"
 
 
-def test_the_seconds_of_the_work_go_on_over_attempts_without_what_was_lost(
+def test_seconds_exclude_work_after_the_checkpoint(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_other_code_is_refused_unless_that_is_allowed(
     assert "was made with other versions (torch" in caplog.text
 
 
-def test_a_checkpoint_of_settings_that_round_otherwise_is_used_and_that_is_said(
+def test_checkpoint_of_other_rounding_is_used_with_a_warning(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def opened(size: str) -> CheckpointStore:
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_settings_that_round_otherwise_is_used_and_that_is_said(
     assert "made with other settings (ppo.micro_batch_tokens 4096 -> 2048)" in caplog.text
 
 
-def test_a_checkpoint_of_other_threads_is_used_and_that_is_said(
+def test_checkpoint_of_other_threads_is_used_with_a_warning(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -133,7 +133,7 @@ def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> N
     assert steps(store) == [3, 4]
 
 
-def test_the_best_of_the_older_ones_are_kept_besides(
+def test_best_older_checkpoints_are_kept(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(2, best=2))
@@ -148,9 +148,7 @@ def test_the_best_of_the_older_ones_are_kept_besides(
     assert CheckpointStore(store, "another", tmp_path / "work", keep(2, best=2)).best() is None
 
 
-def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(
-    store: Store, tmp_path: Path
-) -> None:
+def test_later_score_keeps_its_checkpoint(store: Store, tmp_path: Path) -> None:
     """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays beside the newest."""
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     known: dict[int, float] = {}
@@ -162,7 +160,7 @@ def test_a_score_that_becomes_known_later_keeps_the_checkpoint_it_belongs_to(
     assert saver.best({4: 2.0, 99: 9.0}) == store.uri(f"checkpoints/{KEY}/step-00000004")
 
 
-def test_a_best_one_that_is_damaged_is_set_aside_and_not_deleted(store: Store, tmp_path: Path) -> None:
+def test_damaged_best_checkpoint_is_marked_and_kept(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     saver.save(1, state(tmp_path, "1"), 1.0)
     files(store, 1)["manifest.json"].write_bytes(b"{}")
@@ -188,7 +186,7 @@ def test_old_ones_go_only_after_the_new_one_is_committed(
     assert found is not None and found[0] == 1
 
 
-def test_a_file_that_the_store_did_not_keep_is_missed_before_the_manifest(
+def test_lost_file_is_noticed_before_the_manifest(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = checkpoints(store, tmp_path)
@@ -243,7 +241,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+def test_damaged_checkpoint_is_marked_and_the_one_before_used(
     store: Store, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = checkpoints(store, tmp_path)
@@ -272,7 +270,7 @@ def damage_all(store: Store, tmp_path: Path) -> None:
         flip(files(store, step)["rank1.bin"])
 
 
-def test_when_all_are_damaged_every_start_is_refused_until_the_user_allows_a_fresh_one(
+def test_only_damaged_checkpoints_need_allow_fresh_start(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage_all(store, tmp_path)
@@ -291,9 +289,7 @@ def test_when_all_are_damaged_every_start_is_refused_until_the_user_allows_a_fre
     assert found is not None and (found[1] / "rank1.bin").read_text() == "rank one  fresh"
 
 
-def test_the_first_checkpoint_damaged_before_it_was_named_is_no_silent_fresh_start_either(
-    store: Store, tmp_path: Path
-) -> None:
+def test_damaged_first_checkpoint_is_no_silent_fresh_start(store: Store, tmp_path: Path) -> None:
     checkpoints(store, tmp_path).save(1, state(tmp_path, "1"))
     store.delete([f"checkpoints/{KEY}/newest.json"])
     flip(files(store, 1)["rank1.bin"])
@@ -302,7 +298,7 @@ def test_the_first_checkpoint_damaged_before_it_was_named_is_no_silent_fresh_sta
             checkpoints(store, tmp_path).latest()
 
 
-def test_a_manifest_that_vanished_is_missed_and_the_one_before_is_used(
+def test_missing_manifest_falls_back_to_the_one_before(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = checkpoints(store, tmp_path)
@@ -332,9 +328,7 @@ def test_what_was_set_aside_survives_pruning_and_clearing(store: Store, tmp_path
     assert saver.latest() is None
 
 
-def test_files_stay_where_a_manifest_was_too_damaged_to_tell_which_are_set_aside(
-    store: Store, tmp_path: Path
-) -> None:
+def test_files_of_an_unreadable_manifest_stay(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, allow_fresh_start=True))
     saver.save(1, state(tmp_path, "1"))
     files(store, 1)["manifest.json"].write_bytes(b"")
@@ -382,7 +376,7 @@ def test_a_superseded_attempt_cannot_save_and_harms_nothing(store: Store, tmp_pa
     assert found is not None and found[0] == 1
 
 
-def test_an_attempt_superseded_in_the_middle_of_a_save_cannot_change_its_successors_checkpoint(
+def test_superseded_save_cannot_change_the_successors_checkpoint(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = checkpoints(store, tmp_path)
@@ -413,7 +407,7 @@ DELETIONS = 1 + 2 * 3
 
 
 @pytest.mark.parametrize("deletions", range(DELETIONS + 1))
-def test_a_clearing_that_is_cut_short_anywhere_leaves_nothing_that_looks_damaged(
+def test_interrupted_clear_leaves_no_damage(
     store: Store,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,8 +1,7 @@
-"""Whether a stage key is held by a process that lives.
+"""Waiting for the process that holds a stage key.
 
-- the second of two runs on a machine waits for the first, and is refused with its pid and what to do
-- one that ends while it is waited for, one that is dead, one of another machine, and oneself keep nobody
-  waiting
+- the second of two runs on a machine waits for the first and then fails with its pid and a fix
+- a holder that ends during the wait, a dead one, one of another machine and the process itself do not block
 """
 
 from __future__ import annotations
@@ -82,6 +81,6 @@ def test_others_keep_nobody_waiting(
     assert waited(held(tmp_path, id_of(other.pid), **changes)) < 0.4
 
 
-def test_a_process_does_not_wait_for_itself_or_where_nobody_was(tmp_path: Path) -> None:
+def test_own_or_missing_claim_is_not_waited_for(tmp_path: Path) -> None:
     assert waited(held(tmp_path / "own", id_of(os.getpid()))) < 0.4
     assert waited(Store(str(tmp_path / "nobody"))) < 0.4

@@ -1,8 +1,8 @@
-"""What holds for any manifest.
+"""Properties of every manifest.
 
-Locked here: any bytes, any edit and any JSON in the place of a manifest end in the manifest that was written
-or in one CorruptArtifact; a manifest that names a file outside its folder is refused however its checksum was
-made to fit; and what was written is what is read.
+- any bytes, any edit and any JSON at the path of a manifest give the manifest that was written or one CorruptArtifact
+- a manifest that names a file outside its folder is refused, also with a valid checksum
+- a manifest is read as it was written
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_any_edit_is_noticed_unless_it_changes_nothing(at: int, length: int, new
 
 @QUIET
 @given(st.sampled_from(["schema", "folder", "digest", "kind", "files", "checksum", "metrics"]), JSON)
-def test_any_value_in_any_field_with_a_checksum_that_fits_ends_well(name: str, value: Any) -> None:
+def test_any_manifest_field_value_is_handled(name: str, value: Any) -> None:
     content = json.loads(RAW)
     del content["checksum"]
     content[name] = value

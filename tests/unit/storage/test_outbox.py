@@ -1,9 +1,9 @@
-"""What goes to a bucket is whole on the local disk first, and is uploaded behind the training.
+"""Uploads to a bucket: complete on the local disk first, then in the background of the training.
 
-Locks: save returns before the upload has ended and the next one waits for it; errors surface at the next
-save; what a failed, killed or superseded attempt left is uploaded by the next one, which continues from it; a
-delivery repeated after a lost answer destroys nothing; damage in the outbox is not uploaded; an unfinished
-upload is reported.
+- save returns before its upload has ended, and waits for the previous one; errors are raised by the next save
+- the next attempt uploads what a failed, killed or superseded attempt left, and continues from it
+- an upload that is repeated after a lost answer destroys nothing; damage in the outbox is not uploaded
+- an unfinished upload is reported
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def waiting(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "outbox").rglob("*") if path.is_file()]
 
 
-def test_save_returns_before_its_upload_has_ended_and_the_next_one_waits_for_it(
+def test_save_waits_only_for_the_previous_upload(
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
 ) -> None:
     go = threading.Event()
@@ -104,7 +104,7 @@ def test_save_returns_before_its_upload_has_ended_and_the_next_one_waits_for_it(
     assert waiting(tmp_path) == []
 
 
-def test_a_failed_upload_surfaces_at_the_next_save_and_the_next_attempt_continues_from_it(
+def test_failed_upload_is_raised_by_the_next_save(
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
 ) -> None:
     first = saver(store, outbox, tmp_path)
@@ -129,7 +129,7 @@ def test_a_failed_upload_surfaces_at_the_next_save_and_the_next_attempt_continue
     assert waiting(tmp_path) == []
 
 
-def test_an_upload_that_is_unfinished_at_the_end_is_reported_and_finished_by_the_next_attempt(
+def test_unfinished_upload_is_reported_and_finished_later(
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     monkeypatch.setattr(checkpoints_module, "LAST_SECONDS", 0.05)
@@ -164,9 +164,7 @@ def test_clearing_waits_for_the_last_upload_and_leaves_nothing(
     assert waiting(tmp_path) == []
 
 
-def test_what_waits_for_a_finished_stage_can_be_forgotten(
-    store: Store, outbox: Outbox, tmp_path: Path
-) -> None:
+def test_pending_uploads_can_be_discarded(store: Store, outbox: Outbox, tmp_path: Path) -> None:
     for root in ("artifacts/sft/k", "artifacts/sft/k2", "artifacts/reward/k"):
         bundle = state(tmp_path, root.replace("/", "-"))
         outbox.add(f"{root}/1", bundle, bundles.hash_folder(bundle), folder="f", body={})
@@ -175,7 +173,7 @@ def test_what_waits_for_a_finished_stage_can_be_forgotten(
     assert not [path for path in waiting(tmp_path) if "artifacts/sft/k/" in path.as_posix()]
 
 
-def test_an_artifact_that_could_not_be_uploaded_is_uploaded_by_the_next_attempt_and_not_made_again(
+def test_pending_artifact_is_uploaded_and_not_made_again(
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
 ) -> None:
     artifacts, fence = ArtifactStore(store, tmp_path / "cache", outbox), claim(store, "k")
@@ -207,7 +205,7 @@ def test_a_delivery_repeated_after_a_kill_destroys_nothing(
     assert waiting(tmp_path) == []
 
 
-def test_what_was_damaged_in_the_outbox_is_set_aside_and_not_uploaded(
+def test_damage_in_the_outbox_is_not_uploaded(
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = saver(store, outbox, tmp_path)
@@ -224,7 +222,7 @@ def test_what_was_damaged_in_the_outbox_is_set_aside_and_not_uploaded(
     assert [path.name for path in waiting(tmp_path) if path.name.startswith("damaged-")] != []
 
 
-def test_a_superseded_attempt_delivers_nothing_and_its_successor_may(
+def test_superseded_attempt_uploads_nothing(
     store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path
 ) -> None:
     old = saver(store, outbox, tmp_path)

@@ -71,7 +71,7 @@ def test_copies_to_another_disk_are_checked_and_links_are_not(
     saver.save(2, tmp_path / "two")
 
 
-def test_two_folders_of_one_disk_are_told_from_two_disks(tmp_path: Path) -> None:
+def test_folders_on_one_disk_are_recognised(tmp_path: Path) -> None:
     assert bundles.on_one_disk(tmp_path / "not" / "there", tmp_path)
     assert not bundles.on_one_disk(Path("/proc/self"), tmp_path)
 
@@ -98,9 +98,7 @@ def fail_the_nth(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_whichever_write_meets_a_full_disk_the_old_checkpoint_stays_and_nothing_half_is_seen(
-    links: bool, tmp_path: Path
-) -> None:
+def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None:
     writes = [
         (os, "replace"),
         (os, "fsync"),

@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Store:
     ["", "/etc/passwd", "../x", "a/../../b", "a/./b", "a//b", "a/", "a\0b", "a\nb", "a\\b", "a?versionId=1", ".tmp-x/b",
      "x" * 300, "a/" * 500 + "b", "a\x7fb", "a\ud800"],
 )  # fmt: skip
-def test_a_key_that_leaves_the_store_or_cannot_be_a_name_is_refused(store: Store, key: str) -> None:
+def test_unsafe_keys_are_refused(store: Store, key: str) -> None:
     for action in (
         lambda: store.put_bytes(key, b""),
         lambda: store.read_bytes(key),
@@ -108,7 +108,7 @@ def test_what_is_put_is_listed_read_and_deleted(store: Store, tmp_path: Path) ->
     assert store.list("a") == [] and store.list("ab") == ["ab/z"]
 
 
-def test_what_does_not_exist_is_none_or_file_not_found(store: Store, tmp_path: Path) -> None:
+def test_missing_object_is_none_or_file_not_found(store: Store, tmp_path: Path) -> None:
     assert store.read_bytes("a/b") is None
     assert store.list("a") == []
     store.delete_prefix("a")
@@ -143,7 +143,7 @@ WRITES: dict[str, Callable[[Store, Path], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_content_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
+def test_content_is_synced_before_its_name(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     place, seen = tmp_path / "store" / "a" / "x", []
@@ -167,9 +167,7 @@ def test_content_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_c
     assert seen == [place.stat().st_ino, "name", place.parent.stat().st_ino]
 
 
-def test_the_unfinished_write_of_a_killed_process_is_not_listed_and_goes_with_its_folder(
-    store: Store, tmp_path: Path
-) -> None:
+def test_unfinished_write_is_not_listed(store: Store, tmp_path: Path) -> None:
     store.put_bytes("a/x", b"1")
     (tmp_path / "store" / "a" / ".tmp-123").write_bytes(b"half")
     assert store.list("a") == ["a/x"]
@@ -184,7 +182,7 @@ def test_only_the_first_creator_of_a_key_succeeds(store: Store) -> None:
     assert store.read_bytes("a/x") == b"1"
 
 
-def test_of_racing_creators_exactly_one_wins_and_its_data_stays(store: Store) -> None:
+def test_exactly_one_racing_creator_wins(store: Store) -> None:
     for turn in range(20):
         with ThreadPoolExecutor(8) as pool:
             won = list(
@@ -206,7 +204,7 @@ def test_creation_happens_once_where_the_file_system_has_no_hard_links(
     assert store.read_bytes("a/x") == b"1"
 
 
-def test_a_plain_put_is_a_copy_and_a_linked_one_shares_the_file(store: Store, tmp_path: Path) -> None:
+def test_put_copies_and_linked_put_shares_the_file(store: Store, tmp_path: Path) -> None:
     source = tmp_path / "x"
     source.write_bytes(b"1")
     store.put_file(source, "copy")

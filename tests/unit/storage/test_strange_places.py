@@ -1,7 +1,6 @@
-"""What lies in a local store where an object should: folders, pipes, devices, records that nobody of ours
-wrote.
+"""Folders, pipes, devices and foreign records at the paths of objects of a local store.
 
-Locks: it is noticed as damage, nothing hangs, nothing outside is touched, and the next run makes its result.
+They count as damage. Nothing hangs, nothing outside of the store is changed, and the next run makes its result.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ def publish(store: Store, folder: Path) -> tuple[ArtifactStore, ArtifactRef]:
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_something_else_in_the_place_of_a_manifest_is_set_aside_and_the_artifact_made_again(
-    what: str, tmp_path: Path
-) -> None:
+def test_folder_at_the_path_of_a_manifest_is_renamed(what: str, tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     artifacts, ref = publish(store, tmp_path)
     manifest = tmp_path / "store" / "artifacts" / "data" / "k" / "manifest.json"
@@ -61,9 +58,7 @@ def test_something_else_in_the_place_of_a_manifest_is_set_aside_and_the_artifact
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_something_else_in_the_place_of_the_newest_step_leaves_the_checkpoints(
-    what: str, tmp_path: Path
-) -> None:
+def test_folder_at_newest_json_leaves_the_checkpoints(what: str, tmp_path: Path) -> None:
     checkpoints = CheckpointStore(Store(tmp_path / "store"), "k", tmp_path / "work", keep(2))
 
     def save(step: int) -> None:
@@ -95,7 +90,7 @@ RECORDS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_an_attempt_that_nobody_of_ours_recorded_keeps_nobody_waiting(record: str, tmp_path: Path) -> None:
+def test_unreadable_claim_is_not_waited_for(record: str, tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = claim(store, "k")
     text = RECORDS[record].replace("HOST", fencing.socket.gethostname())
@@ -109,7 +104,7 @@ def test_an_attempt_that_nobody_of_ours_recorded_keeps_nobody_waiting(record: st
 
 
 @pytest.mark.parametrize("name", ["\u00b2", "\u0663", "-1", "1e3", "x"])
-def test_names_that_are_no_number_of_an_attempt_are_passed_over(name: str, tmp_path: Path) -> None:
+def test_names_without_an_attempt_number_are_ignored(name: str, tmp_path: Path) -> None:
     store = Store(tmp_path)
     claim(store, "k")
     (tmp_path / "checkpoints" / "k" / "attempts" / f"{name}.json").write_text("{}")
@@ -131,9 +126,7 @@ def test_a_file_that_changes_after_it_was_verified_is_verified_again(tmp_path: P
         artifacts.fetch(ref)
 
 
-def test_an_object_that_is_too_large_for_its_kind_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_object_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "SMALL_BYTES", 3)
     (tmp_path / "x.json").write_text("1234")
     with pytest.raises(StoreError, match="has 4 bytes, more than the 3 bytes allowed"):
@@ -143,7 +136,7 @@ def test_an_object_that_is_too_large_for_its_kind_is_not_read(
 @pytest.mark.parametrize(
     "error", [UnicodeError("no label"), RecursionError("deep"), OverflowError("big"), OSError(5, "I/O")]
 )
-def test_whatever_a_check_of_the_store_runs_into_names_the_field(
+def test_check_of_the_store_names_the_field(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:

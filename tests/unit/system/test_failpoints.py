@@ -45,7 +45,7 @@ def test_an_action_comes_at_the_named_pass_only() -> None:
         assert f"no action '{unknown}' at here" in _run(RLHF_FAIL=f"here:1:{unknown}").stderr
 
 
-def test_with_a_trace_every_pass_is_noted_and_an_entry_acts_once_over_all_processes(tmp_path: Path) -> None:
+def test_trace_records_passes_and_faults_act_once(tmp_path: Path) -> None:
     traced = {"RLHF_FAIL": "here:2:kill", "RLHF_FAIL_TRACE": str(tmp_path)}
     assert _run(**traced).returncode == -signal.SIGKILL
     assert _run(**traced).stdout.strip() == "[None, None, None]"

@@ -47,9 +47,7 @@ def test_refuses_what_is_not_a_regular_file(tmp_path: Path, monkeypatch: pytest.
                 read_bounded(tmp_path / name, 100)
 
 
-def test_a_file_that_becomes_a_fifo_after_it_was_looked_at_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_becomes_a_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "fifo")
     monkeypatch.setattr(files, "unfit", lambda *_: None)
     with pytest.raises(UnfitFile, match="is a pipe"):

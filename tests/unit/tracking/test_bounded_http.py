@@ -1,8 +1,7 @@
-"""Whatever an MLflow server does, a call of its client ends soon, within bounded memory, and says what it
-met.
+"""A call of MLflow's client ends soon, within bounded memory, and reports its error, whatever the server does.
 
-The real client against a server on loopback that misbehaves; `tests/integration/test_tracking_server.py` has
-a real one.
+The real client runs against a misbehaving server on loopback; `tests/integration/test_tracking_server.py` uses a real
+server.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from requests.exceptions import Timeout
 
 from flows.cli import Stopped
 from rlhf_core.tracking import bounded_http
-from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.mlflow_client import Mlflow, UnusableAnswer
 from rlhf_core.tracking.tracker import Tracking
-from rlhf_core.tracking.troubles import UnusableAnswer
 
 Serve = Callable[[socket.socket], None]
 
@@ -103,9 +101,7 @@ HANGS: dict[str, Serve] = {
 
 
 @pytest.mark.parametrize("what", HANGS)
-def test_a_call_ends_in_the_time_of_its_tries_whatever_trickles_in(
-    what: str, server: Callable[[Serve], str]
-) -> None:
+def test_slow_answer_ends_at_the_time_limit(what: str, server: Callable[[Serve], str]) -> None:
     mlflow = Mlflow(server(HANGS[what]), "e")
     _ = mlflow._client  # its import takes seconds
     started = time.monotonic()
@@ -118,7 +114,7 @@ def test_a_call_ends_in_the_time_of_its_tries_whatever_trickles_in(
     ("raised", "seen"),
     [(KeyboardInterrupt, KeyboardInterrupt), (Stopped, Stopped), (OSError, Timeout), (None, Timeout)],
 )
-def test_an_interrupt_when_the_time_is_up_is_not_replaced_by_a_timeout(
+def test_interrupt_is_not_replaced_by_a_timeout(
     raised: type[BaseException] | None, seen: type[BaseException]
 ) -> None:
     call = bounded_http._Call(60.0)
@@ -191,7 +187,7 @@ def test_an_empty_success_is_none(call: str, server: Callable[[Serve], str]) -> 
     assert not mlflow.has_run("0" * 32)
 
 
-def test_points_given_to_a_server_that_answers_braces_to_everything_are_kept(
+def test_points_are_kept_if_the_answer_is_unusable(
     server: Callable[[Serve], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracking = Tracking(Mlflow(server(_whole("200 OK", b"{}")), "e"), tmp_path / "spool")
@@ -222,7 +218,7 @@ def test_points_given_to_a_server_that_answers_braces_to_everything_are_kept(
         ("200 OK", b"<html>", "does not answer"),
     ],
 )
-def test_what_is_said_of_a_server_that_answers_is_what_it_answers(
+def test_error_of_a_server_is_quoted(
     status: str, body: bytes, words: str, server: Callable[[Serve], str], tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

@@ -1,10 +1,9 @@
-"""Who becomes champion: the rules, each a test at a level.
+"""The rules for the champion, each of them a test at a level.
 
-- below `min_win_rate` or on fewer than `min_prompts` nobody does; the first champion must beat its SFT model
-  beyond doubt
+- no champion below `min_win_rate` or with fewer than `min_prompts`; the first one must beat its SFT model significantly
 - a match is an exact sign test; a candidate that loses by the champion's own reward model does not win it
-- without a match only numbers of the same judge compare, by a test of their difference
-- all candidates that are no better than the champion replace it with a probability of at most alpha together
+- without a match only numbers of the same judge are compared, by a test of their difference
+- candidates that are no better than the champion replace it with a total probability of at most alpha
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ def test_the_first_champion_beats_its_sft_model_beyond_doubt(
         (match(70, judge="reward_model"), True, "match"),
     ],
 )
-def test_a_match_is_won_beyond_doubt_and_not_lost_by_the_champions_judge(
-    played: Match, becomes: bool, rule: str
-) -> None:
+def test_match_must_be_significant_under_both_judges(played: Match, becomes: bool, rule: str) -> None:
     better = record(gold_reward=9.0, gold_error=0.1, gold_digest="g")
     decision = decide(record(), better, played, gate=GATE)
     assert (decision.champion, decision.rule) == (becomes, rule), decision.reason
@@ -100,7 +97,7 @@ MODEL = record(
         (replace(GOLD, gold_reward=1.2), Evaluation(0.5, gold_reward=1.0), False, "min_prompts"),
     ],
 )  # fmt: skip
-def test_without_a_match_only_numbers_of_the_same_judge_compare_by_a_test(
+def test_records_of_different_judges_are_not_compared(
     candidate: Evaluation, champion: Evaluation, becomes: bool, rule: str
 ) -> None:
     decision = decide(candidate, champion, gate=GATE)

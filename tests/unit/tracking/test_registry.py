@@ -42,7 +42,7 @@ def won(wins: int, prompts: int = 100) -> Match:
     return Match(wins / prompts, 0.0, 1.0, prompts, wins, prompts - wins, "gold")
 
 
-def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(mlflow: Mlflow) -> None:
+def test_match_runs_only_for_candidates_that_pass_the_gate(mlflow: Mlflow) -> None:
     asked: list[Any] = []
 
     def play(tags: Any) -> Match:
@@ -50,7 +50,9 @@ def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(ml
         return won(80)
 
     def enter(digest: str, gold: float, win_rate: float) -> Any:
-        return register(mlflow, "m6", candidate(digest, gold, win_rate, note=digest), gate=GATE, play=play)
+        return register(
+            mlflow, "m6", candidate(digest, gold, win_rate, note=digest), gate=GATE, run_match=play
+        )
 
     enter("a", 9.0, 0.8)
     enter("a", 9.0, 0.8)
@@ -65,7 +67,7 @@ def test_only_a_candidate_that_passes_the_gate_plays_and_only_against_another(ml
     assert asked == ["a"]
 
 
-def test_who_becomes_champion_during_the_match_is_played_next(mlflow: Mlflow) -> None:
+def test_new_champion_during_the_match_is_the_next_opponent(mlflow: Mlflow) -> None:
     asked: list[str] = []
     register(mlflow, "m7", candidate("a", 1.0, note="a"), gate=GATE)
 
@@ -75,7 +77,7 @@ def test_who_becomes_champion_during_the_match_is_played_next(mlflow: Mlflow) ->
             register(mlflow, "m7", candidate("b", 2.0, note="b"), gate=GATE)
         return won(50) if tags["note"] == "b" else won(80)
 
-    done = register(mlflow, "m7", candidate("c", 3.0, note="c"), gate=GATE, play=play)
+    done = register(mlflow, "m7", candidate("c", 3.0, note="c"), gate=GATE, run_match=play)
     assert asked == ["a", "b"]
     assert (done.decision.champion, done.previous) == (False, "3")
     assert aliases(mlflow, "m7")["champion"] == "3"
@@ -86,7 +88,7 @@ def test_each_further_test_against_the_same_champion_needs_more(mlflow: Mlflow) 
 
     def enter(digest: str, wins: int) -> Any:
         return register(
-            mlflow, "m9", candidate(digest, 1.0, note=digest), gate=GATE, play=lambda tags: won(wins)
+            mlflow, "m9", candidate(digest, 1.0, note=digest), gate=GATE, run_match=lambda tags: won(wins)
         )
 
     enter("a", 0)
@@ -101,10 +103,12 @@ def test_each_further_test_against_the_same_champion_needs_more(mlflow: Mlflow) 
     assert aliases(mlflow, "m9")["champion"] == "11"
 
 
-def test_a_policy_that_is_tested_again_with_other_numbers_spends_a_level_of_its_own(mlflow: Mlflow) -> None:
+def test_second_test_of_a_policy_has_its_own_level(mlflow: Mlflow) -> None:
     def enter(digest: str, wins: int, win_rate: float = 0.8) -> str:
         candidate_ = candidate(digest, 1.0, win_rate)
-        return register(mlflow, "m11", candidate_, gate=GATE, play=lambda tags: won(wins)).decision.reason
+        return register(
+            mlflow, "m11", candidate_, gate=GATE, run_match=lambda tags: won(wins)
+        ).decision.reason
 
     # Not even the first champion is made by evaluating one policy until it passes.
     assert "test 1 at level" in enter("a", 0, 0.55)
@@ -128,7 +132,7 @@ def test_who_was_tested_during_the_match_counts(mlflow: Mlflow) -> None:
     def enter(digest: str, gold: float, wins: int | None) -> Any:
         match = won(wins) if wins is not None else None
         return register(
-            mlflow, "m12", candidate(digest, gold, note=digest), gate=GATE, play=lambda tags: match
+            mlflow, "m12", candidate(digest, gold, note=digest), gate=GATE, run_match=lambda tags: match
         )
 
     def play(tags: Any) -> Match:
@@ -138,16 +142,14 @@ def test_who_was_tested_during_the_match_counts(mlflow: Mlflow) -> None:
         return won(50)
 
     enter("a", 1.0, None)
-    done = register(mlflow, "m12", candidate("c", 1.0), gate=GATE, play=play)
+    done = register(mlflow, "m12", candidate("c", 1.0), gate=GATE, run_match=play)
     assert (mlflow.by_alias("m12", "champion").tags["note"], done.match) == ("b", won(50))  # type: ignore[union-attr]
     assert "test 2 at level" in done.decision.reason
 
 
-def test_a_kill_between_decision_and_alias_leaves_the_decision_as_it_is(
-    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_after_the_decision_keeps_the_decision(mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(digest: str, wins: int) -> Any:
-        return register(mlflow, "m13", candidate(digest, 1.0), gate=GATE, play=lambda tags: won(wins))
+        return register(mlflow, "m13", candidate(digest, 1.0), gate=GATE, run_match=lambda tags: won(wins))
 
     def killed(point: str) -> None:
         if point == "register.decided":
@@ -166,9 +168,9 @@ def test_a_kill_between_decision_and_alias_leaves_the_decision_as_it_is(
 def test_a_test_that_older_code_recorded_counts(mlflow: Mlflow, tested: dict[str, Any]) -> None:
     model = f"old {len(tested)}"
     for digest in "ab":
-        register(mlflow, model, candidate(digest, 1.0), gate=GATE, play=lambda tags: won(50))
+        register(mlflow, model, candidate(digest, 1.0), gate=GATE, run_match=lambda tags: won(50))
     mlflow.tag_version(model, "2", {"rlhf.outcome": json.dumps({"champion": False, "met": "1", **tested})})
-    done = register(mlflow, model, candidate("c", 1.0), gate=GATE, play=lambda tags: won(50))
+    done = register(mlflow, model, candidate("c", 1.0), gate=GATE, run_match=lambda tags: won(50))
     assert "test 2 at level" in done.decision.reason
 
 
@@ -189,21 +191,23 @@ def test_a_test_that_older_code_recorded_counts(mlflow: Mlflow, tested: dict[str
 def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: str) -> None:
     model = f"edited {abs(hash(tag))}"
     for digest in "ab":
-        register(mlflow, model, candidate(digest, 1.0, note=digest), gate=GATE, play=lambda tags: won(50))
+        register(
+            mlflow, model, candidate(digest, 1.0, note=digest), gate=GATE, run_match=lambda tags: won(50)
+        )
     mlflow.tag_version(model, "2", {"rlhf.outcome": tag})
-    done = register(mlflow, model, candidate("c", 1.0, note="c"), gate=GATE, play=lambda tags: won(50))
+    done = register(mlflow, model, candidate("c", 1.0, note="c"), gate=GATE, run_match=lambda tags: won(50))
     assert "test 1 at level" in done.decision.reason
     mlflow.tag_version(model, "1", {"rlhf.outcome": tag})
     assert register(mlflow, model, candidate("a", 1.0), gate=GATE).decision.rule == "unchanged"
 
 
-def test_an_error_of_the_match_is_not_called_one_of_mlflow(mlflow: Mlflow) -> None:
+def test_error_of_the_match_is_not_reported_as_mlflow(mlflow: Mlflow) -> None:
     def play(tags: Any) -> Match:
         raise RuntimeError("CUDA out of memory")
 
     register(mlflow, "m8", candidate("a", 1.0), gate=GATE)
     with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
-        register(mlflow, "m8", candidate("b", 1.0), gate=GATE, play=play)
+        register(mlflow, "m8", candidate("b", 1.0), gate=GATE, run_match=play)
 
 
 def candidate(digest: str, gold: float, win_rate: float = 0.8, **tags: str) -> Candidate:
@@ -252,9 +256,7 @@ def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow
     assert aliases(mlflow, "m3") == {"candidate": "1", "champion": "1"}
 
 
-def test_a_crash_between_version_and_aliases_is_repaired_by_the_second_run(
-    mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_run_repairs_missing_aliases(mlflow: Mlflow, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -267,9 +269,7 @@ def test_a_crash_between_version_and_aliases_is_repaired_by_the_second_run(
     assert aliases(mlflow, "m4") == {"candidate": "1", "champion": "1"}
 
 
-def test_a_version_is_linked_to_the_run_that_trained_it_and_to_its_logged_model_with_its_metrics(
-    mlflow: Mlflow, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_version_links_to_its_run_and_logged_model(mlflow: Mlflow, caplog: pytest.LogCaptureFixture) -> None:
     trained, evaluated = mlflow.create_run("ppo", {"mlflow.user": "ada"}), mlflow.create_run("evaluate", {})
     mlflow.log_datasets(evaluated.run_id, [DataSet("data-k", "d1", "local", {"uri": "/s"})], "evaluation")
     policy = replace(
@@ -317,7 +317,7 @@ def test_a_champion_without_a_recorded_evaluation_is_not_replaced(mlflow: Mlflow
     assert aliases(mlflow, "m5")["champion"] == foreign.version
 
 
-def test_a_registry_that_is_down_is_one_sentence_that_can_be_retried() -> None:
+def test_registry_that_is_down_is_a_retryable_error() -> None:
     with pytest.raises(RLHFError, match="did not register the model 'm'"):
         register(Mlflow("sqlite:////proc/nowhere/x.db", "e"), "m", candidate("a", 1.0), gate=GATE)
 

@@ -27,7 +27,7 @@ from rlhf_core.tracking import mlflow_client
 from rlhf_core.tracking import stage_run as stage_run_module
 from rlhf_core.tracking import tracker as tracker_module
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.spool import Spool, next_attempt
+from rlhf_core.tracking.stage_run import Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef
 
@@ -82,7 +82,7 @@ def run_of(database: Path, run_id: str | None) -> dict[str, Any]:
     }
 
 
-def test_whoever_continues_a_pipeline_writes_to_the_same_runs(tracking: Tracking, database: Path) -> None:
+def test_continued_pipeline_writes_to_the_same_runs(tracking: Tracking, database: Path) -> None:
     parent = tracking.parent_run("p1", "demo", {"a": "1"}, {"seed": 0, "none": None})
     run = stage(tracking, parent, params={"ppo.steps": 3})
     assert stage(tracking, parent, params={"ppo.steps": 3}).run_id == run.run_id
@@ -96,9 +96,7 @@ def test_whoever_continues_a_pipeline_writes_to_the_same_runs(tracking: Tracking
     assert nested["params"] == {"ppo.steps": "3"}
 
 
-def test_a_stage_whose_parent_is_not_known_yet_is_put_under_the_one_of_its_pipeline(
-    tracking: Tracking, database: Path
-) -> None:
+def test_stage_without_a_parent_finds_its_pipeline(tracking: Tracking, database: Path) -> None:
     run = tracking.stage_run(None, "sft", "k1", pipeline=("p1", "demo"))
     run_id = run.run_id
     parent = tracking.parent_run("p1", "demo", {"a": "1"}, {"seed": 0})
@@ -136,9 +134,7 @@ def test_many_points_go_in_several_calls(tracking: Tracking, database: Path) -> 
     assert len(rows(database, run.run_id)) == 2250
 
 
-def test_a_replay_after_a_crash_adds_no_second_row_even_where_the_value_differs(
-    tracking: Tracking, database: Path
-) -> None:
+def test_replayed_point_adds_no_second_row(tracking: Tracking, database: Path) -> None:
     run = stage(tracking, None)
     for step in range(4):
         run.log_metrics({"loss": 1.0 / (1 + step), "timing/step": 0.1 * step}, step)
@@ -188,9 +184,7 @@ def test_times_follow_from_the_runs_start_and_the_step_alone(tracking: Tracking,
     assert stamp == start + 7000
 
 
-def test_what_a_killed_process_had_not_sent_is_sent_by_the_next_attempt(
-    tracking: Tracking, database: Path
-) -> None:
+def test_next_attempt_sends_the_spool_of_a_killed_one(tracking: Tracking, database: Path) -> None:
     run = stage(tracking, None)
     run.log_metrics({"loss": 1.0}, 0)
     run.flush()
@@ -204,7 +198,7 @@ def test_what_a_killed_process_had_not_sent_is_sent_by_the_next_attempt(
     assert rows(database, run.run_id) == [("loss", 1.0, 0), ("loss", 2.5, 1), ("loss", 3.0, 2)]
 
 
-def test_an_attempt_that_was_only_thought_dead_mixes_nothing_into_its_successors_spool(
+def test_superseded_attempt_adds_nothing_to_the_spool(
     tracking: Tracking, database: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "card.md").write_text("old")
@@ -221,7 +215,7 @@ def test_an_attempt_that_was_only_thought_dead_mixes_nothing_into_its_successors
     assert list(tracking.spool.iterdir()) == []
 
 
-def test_spools_of_several_dead_attempts_are_merged_and_the_later_value_counts(tmp_path: Path) -> None:
+def test_spools_of_dead_attempts_are_merged(tmp_path: Path) -> None:
     for attempt, value in ((1, 1.0), (2, 2.0)):
         spool = Spool(tmp_path / f"alone{attempt}", attempt)
         spool.add({"loss": value, f"only/{attempt}": value}, 0)
@@ -263,7 +257,7 @@ def test_a_tracker_that_is_down_loses_nothing_and_stops_nothing(
     assert run_of(database, run.run_id)["params"] == {"a": "1"}
 
 
-def test_what_is_unsent_at_the_end_is_said_kept_and_sent_when_the_stage_is_reused(
+def test_unsent_data_is_sent_when_the_stage_is_reused(
     tracking: Tracking, database: Path, down: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = stage(tracking, None)
@@ -318,15 +312,13 @@ def test_tables_figures_and_files_are_seen_by_the_ui(
     assert run.unsent == 0
 
 
-def test_artifacts_of_the_embedded_default_lie_beside_its_database(
-    tracking: Tracking, database: Path
-) -> None:
+def test_artifacts_of_the_default_are_next_to_its_database(tracking: Tracking, database: Path) -> None:
     run = stage(tracking, None)
     assert run_of(database, run.run_id)["artifacts"].startswith((database.parent / "mlartifacts").as_uri())
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-def test_a_run_ends_with_its_true_status_and_a_resumed_one_is_running_again(
+def test_run_ends_with_its_status_and_resumes_as_running(
     tracking: Tracking, database: Path, status: str
 ) -> None:
     run = stage(tracking, None)
@@ -336,7 +328,7 @@ def test_a_run_ends_with_its_true_status_and_a_resumed_one_is_running_again(
     assert run_of(database, run.run_id)["status"] == "RUNNING"
 
 
-def test_the_run_of_a_stage_whose_process_is_gone_can_be_ended(tracking: Tracking, database: Path) -> None:
+def test_run_of_a_dead_stage_can_be_ended(tracking: Tracking, database: Path) -> None:
     parent = tracking.parent_run("p1", "demo")
     run = stage(tracking, parent)
     tracking.finish_stage(parent, "k1", "KILLED")
@@ -347,9 +339,7 @@ def test_the_run_of_a_stage_whose_process_is_gone_can_be_ended(tracking: Trackin
     assert run_of(database, parent)["status"] == "FINISHED"
 
 
-def test_a_run_that_is_reused_keeps_its_description_and_its_end_and_says_when_it_was_reused(
-    tracking: Tracking, database: Path
-) -> None:
+def test_reused_run_keeps_its_description_and_end(tracking: Tracking, database: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{database}")
@@ -402,9 +392,7 @@ def test_the_data_artifact_is_an_input_of_the_run_once(tracking: Tracking, datab
     assert json.loads(entry.dataset.profile) == {"sft_train": 3.0}
 
 
-def test_what_a_pipeline_reads_is_inputs_of_its_run_that_mlflow_can_read_back(
-    tracking: Tracking, database: Path, tmp_path: Path
-) -> None:
+def test_data_sets_are_inputs_of_the_run(tracking: Tracking, database: Path, tmp_path: Path) -> None:
     import mlflow.data
     from mlflow.tracking import MlflowClient
 
@@ -450,9 +438,7 @@ def test_a_run_says_who_ran_what(tracking: Tracking, database: Path, monkeypatch
     assert origin_tags("x", "c0ffee-dirty")["mlflow.source.git.dirty"] == "true"
 
 
-def test_a_tracker_that_takes_connections_and_says_nothing_costs_a_process_that_must_end_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_tracker_delays_the_end_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
         monkeypatch.setenv(name, "5")
     monkeypatch.setattr(mlflow_client, "_LAST_SECONDS", 1)
@@ -464,7 +450,7 @@ def test_a_tracker_that_takes_connections_and_says_nothing_costs_a_process_that_
 
 
 @pytest.mark.parametrize("last", [True, MlflowException("who?", error_code=UNAUTHENTICATED)])
-def test_one_that_is_needed_is_waited_for_until_it_says_something(
+def test_wait_ends_with_any_answer(
     last: bool | Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracking = Tracking(Mlflow("http://127.0.0.1:9", "e"), tmp_path / "spool")
@@ -505,7 +491,7 @@ def test_an_artifact_name_stays_inside_the_run(tracking: Tracking, tmp_path: Pat
     assert run.unsent == 0
 
 
-def test_the_address_is_the_config_then_the_environment_then_a_file_in_home(
+def test_address_is_config_then_environment_then_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = {"run": {"home": str(tmp_path)}}

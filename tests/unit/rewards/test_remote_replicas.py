@@ -1,10 +1,10 @@
-"""Locks the choice of a replica.
+"""Selection of a replica, and its circuit breaker.
 
-- a breaker opens after failures in a row, not after as many with a success between them;
-- open, it lets nothing through; after its time one request, whose result closes it or opens it anew;
-- the least busy replica is taken, among equals the one asked least, none beyond its concurrency;
-- a refusal proves a replica alive; while samples at fault are searched, so does what they may explain;
-- with every replica left alone the wait is bounded.
+- a breaker opens after failures in a row, but not if a success is in between
+- an open breaker allows nothing; after its time it allows one request, whose result closes or reopens it
+- the least busy replica is selected, then the one with the fewest requests, within the concurrency
+- a refusal counts as a success of the replica; during a search, so does a failure that a sample may have caused
+- the wait for open breakers is bounded
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import asyncio
 import pytest
 
 from rlhf_core.rewards.failures import Failure, Refused
-from rlhf_core.rewards.replicas import Breaker, Replica, Replicas
+from rlhf_core.rewards.remote import Breaker, Replica, ReplicaPool
 
 
 class FakeClock:
@@ -41,7 +41,7 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     assert not breaker.allows
 
 
-def test_open_it_lets_one_request_through_after_its_time() -> None:
+def test_open_breaker_sends_one_probe_after_its_time() -> None:
     clock = FakeClock()
     breaker = opened(clock)
     clock.now += 9.9
@@ -52,7 +52,7 @@ def test_open_it_lets_one_request_through_after_its_time() -> None:
     assert not breaker.allows
 
 
-def test_the_one_request_closes_it_or_opens_it_anew() -> None:
+def test_probe_closes_or_reopens_the_breaker() -> None:
     clock = FakeClock()
     breaker = opened(clock)
     clock.now += 10
@@ -68,20 +68,20 @@ def test_the_one_request_closes_it_or_opens_it_anew() -> None:
 
 
 def replicas(
-    *breakers: Breaker, concurrency: int = 2, patience: float = 0.05
-) -> tuple[list[Replica], Replicas]:
+    *breakers: Breaker, concurrency: int = 2, timeout: float = 0.05
+) -> tuple[list[Replica], ReplicaPool]:
     all_ = [Replica(str(index), breaker) for index, breaker in enumerate(breakers)]
-    return all_, Replicas(all_, concurrency, patience)
+    return all_, ReplicaPool(all_, concurrency, timeout)
 
 
-def test_the_least_busy_is_taken_and_none_beyond_its_concurrency() -> None:
+def test_least_busy_replica_is_acquired() -> None:
     async def main() -> list[str]:
         all_, pool = replicas(Breaker(9, 9.0), Breaker(9, 9.0))
-        taken = [(await pool.take()).url for _ in range(3)]
+        taken = [(await pool.acquire()).url for _ in range(3)]
         with pool.use(all_[1]):
             pass
-        taken += [(await pool.take()).url, (await pool.take()).url]
-        waiting = asyncio.create_task(pool.take())
+        taken += [(await pool.acquire()).url, (await pool.acquire()).url]
+        waiting = asyncio.create_task(pool.acquire())
         await asyncio.sleep(0.1)
         assert not waiting.done(), "both are at their limit, and busy is not broken"
         with pool.use(all_[0]):
@@ -93,13 +93,13 @@ def test_the_least_busy_is_taken_and_none_beyond_its_concurrency() -> None:
 
 def test_one_that_is_left_alone_is_passed_over() -> None:
     _, pool = replicas(opened(FakeClock()), Breaker(9, 9.0))
-    assert [asyncio.run(pool.take()).url for _ in range(2)] == ["1", "1"]
+    assert [asyncio.run(pool.acquire()).url for _ in range(2)] == ["1", "1"]
 
 
-def test_with_every_replica_left_alone_the_wait_is_bounded() -> None:
+def test_wait_for_open_breakers_is_bounded() -> None:
     _, pool = replicas(opened(FakeClock()), opened(FakeClock()))
     with pytest.raises(Failure, match="none of its 2 replicas answers"):
-        asyncio.run(pool.take())
+        asyncio.run(pool.acquire())
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_with_every_replica_left_alone_the_wait_is_bounded() -> None:
 )
 def test_what_counts_against_a_replica(failure: Failure, searching: bool, alive: bool) -> None:
     (replica,), pool = replicas(Breaker(1, 10.0, FakeClock()))
-    asyncio.run(pool.take())
+    asyncio.run(pool.acquire())
     with pytest.raises(Failure), pool.use(replica, searching=searching):
         raise failure
     assert replica.breaker.allows == alive
-    assert replica.busy == 0
+    assert replica.active == 0
