@@ -60,9 +60,13 @@ def summarize(
         }
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
-    for record in records.values():
-        if "weights_sha256" in record.ref.attributes:
-            summary["weights_sha256"] = record.ref.attributes["weights_sha256"]
+    # Only these stages report the weights of the final policy.
+    final: tuple[StageName, ...] = ("ppo", "register")
+    for name in final:
+        attributes = records[name].ref.attributes if name in records else {}
+        if "weights_sha256" in attributes:
+            summary["weights_sha256"] = attributes["weights_sha256"]
+            break
     return summary
 
 

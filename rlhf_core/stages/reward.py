@@ -1,17 +1,44 @@
 """Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score
 statistics; `adapter/` with `reward.lora`.
+
+The loss is Bradley-Terry on pairs; both responses of a pair are in the same forward pass. The loss of one
+optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the held-out
+loss decides when the training ends and which weights are its result.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
-from rlhf_core.seeds import derive_seed
+from rlhf_core.config.training import RewardConfig
+from rlhf_core.data.dataset import load_pairs, require_margins
+from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.engines import checkpointing
+from rlhf_core.engines.checkpointing import log_skipped_batch
+from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import all_ranks_pack
+from rlhf_core.evaluation.exchange import exchange_pairs
+from rlhf_core.models.adapters import add_adapter
+from rlhf_core.models.batching import TokenSequence, collate
+from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, StageContext, StageResult
 
 
@@ -49,17 +76,6 @@ def _train(
     out: Path,
     context: StageContext | None,
 ) -> dict[str, float]:
-    import torch
-
-    from rlhf_core.data.dataset import load_pairs, require_margins
-    from rlhf_core.data.tokenizer import load_decoder
-    from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.engines.distributed import all_ranks_pack
-    from rlhf_core.evaluation.exchange import exchange_pairs
-    from rlhf_core.models.adapters import add_adapter
-    from rlhf_core.models.score import ScoreStatistics, load_score_model
-    from rlhf_core.stages.reward_loop import evaluate_reward, evaluate_saved, train_reward
-
     reward = config.reward
     train, held_out = load_pairs(data, "train"), load_pairs(data, "eval")
     if reward.margin == "field":
@@ -125,8 +141,6 @@ def _train(
 
 def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: StageContext) -> dict[str, float]:
     """Calibration, length bias, accuracy by source and length: `examination.json`, a plot, and metrics."""
-    from dataclasses import asdict
-
     from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
     from rlhf_core.evaluation.plots import reliability
 
@@ -151,8 +165,6 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: Stage
 
 def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:
     """Twenty held-out pairs with their raw scores, for reading."""
-    from rlhf_core.data.tokenizer import load_decoder
-
     decode = load_decoder(data)
     return [
         {
@@ -164,3 +176,238 @@ def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, 
         }
         for pair, (chosen, rejected) in list(zip(pairs, scores.tolist(), strict=True))[:20]
     ]
+
+
+# -- the loop --
+
+
+@dataclass
+class BestSoFar:
+    """The evaluation with the lowest held-out loss."""
+
+    step: int = 0
+    """Optimizer steps before it; 0 for none yet."""
+    loss: float | None = None
+    evaluations_since: int = 0
+    """All of them without a lower loss."""
+
+    def add(self, step: int, loss: float) -> bool:
+        """True if this is the best so far; a loss that is not finite never is."""
+        better = math.isfinite(loss) and (self.loss is None or loss < self.loss)
+        if better:
+            self.step, self.loss, self.evaluations_since = step, loss, 0
+        else:
+            self.evaluations_since += 1
+        return better
+
+    def is_final(self, config: RewardConfig) -> bool:
+        """True when the patience with what came after it has ended."""
+        return config.early_stop is not None and self.evaluations_since >= config.early_stop.patience
+
+
+def train_reward(
+    engine: TrainingEngine,
+    train: Sequence[PairExample],
+    held_out: Sequence[PairExample],
+    config: RewardConfig,
+    *,
+    seed: int,
+    pad_id: int,
+    work: Path,
+    context: StageContext | None,
+) -> dict[str, float]:
+    """Train to the end, from the last checkpoint if there is one; returns `tokens_per_s`.
+
+    With `early_stop`, for which the engine must keep its best weights, it has them at the end; then also
+    `best_step`.
+    """
+    per_epoch = math.ceil(len(train) / config.batch_size)
+    total = per_epoch * config.epochs
+    state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0, "best": {}}
+    step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+    best = BestSoFar(**state["best"])
+    with checkpointing.defer_stop(context):
+        while step < total and not best.is_final(config):
+            started = time.monotonic()
+            epoch, index = divmod(step, per_epoch)
+            batch = [train[i] for i in epoch_batches(len(train), config.batch_size, seed, epoch)[index]]
+            with log_skipped_batch(engine, context, step + 1, batch, _table_row):
+                metrics = train_step(engine, batch, config, total, pad_id)
+            failpoint("reward.step")
+            step += 1
+            tokens += sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch)
+            seconds += time.monotonic() - started
+            evaluation = _evaluate_in_between(engine, held_out, config, pad_id, step, total, best)
+            if context is not None:
+                if step < total and not best.is_final(
+                    config
+                ):  # at the end those of the best weights are logged
+                    metrics |= evaluation
+                metrics["train/tokens_per_s"] = tokens / seconds
+                context.metrics.log_metrics(metrics, step)
+                shown = {
+                    name: metrics[f"train/{name}"]
+                    for name in ("loss", "accuracy")
+                    if f"train/{name}" in metrics
+                }
+                context.progress("reward", step, total, "steps", **shown)
+            checkpointing.after_step(
+                engine, context, work, step, every=config.checkpoint_every, total=total,
+                state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
+                score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
+            )  # fmt: skip
+    if 0 < best.step < step:
+        engine.restore_best()
+    result = {"tokens_per_s": tokens / max(seconds, 1e-9)}
+    return result if config.early_stop is None else {**result, "best_step": float(best.step or step)}
+
+
+def _evaluate_in_between(
+    engine: TrainingEngine,
+    held_out: Sequence[PairExample],
+    config: RewardConfig,
+    pad_id: int,
+    step: int,
+    total: int,
+    best: BestSoFar,
+) -> dict[str, float]:
+    """Where `early_stop` asks for it: the finite ones of the held-out metrics. Keeps weights that are the
+    best so far.
+    """
+    if config.early_stop is None or (step % config.early_stop.every and step < total):
+        return {}
+    metrics, _ = evaluate_reward(engine, held_out, config, pad_id)
+    if best.add(step, metrics["eval/loss"]):
+        engine.snapshot_best()
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def train_step(
+    engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
+) -> dict[str, float]:
+    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's
+    metrics, of which `train/accuracy` counts ties half.
+
+    A step whose gradient is not finite is skipped and counted.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
+
+    def losses() -> Iterator[torch.Tensor]:
+        for micro_batch in _my_micro_batches(engine, batch, config):
+            chosen, rejected = _forward(engine, [batch[i] for i in micro_batch], config, pad_id)
+            if not micro_batch:
+                yield 0.0 * chosen.sum()
+                continue
+            loss = pair_loss(chosen, rejected, [batch[i] for i in micro_batch], config) * (
+                len(micro_batch) / len(batch)
+            )
+            gap = (chosen - rejected).detach()
+            sums.add_(torch.stack([loss.detach(), _right(gap).sum(), gap.sum()]).double())
+            yield loss
+
+    norm = engine.train_step(losses(), total)
+    dist.all_reduce(sums)
+    loss, right, margin = sums.tolist()
+    metrics = {
+        "train/loss": loss,
+        "train/accuracy": right / len(batch),
+        "train/margin": margin / len(batch),
+        "train/grad_norm": norm,
+        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
+        "train/skipped_steps": float(engine.skipped_steps),
+    }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@torch.no_grad()
+def evaluate_reward(
+    engine: TrainingEngine, held_out: Sequence[PairExample], config: RewardConfig, pad_id: int
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Held-out `eval/accuracy` (ties count half), `eval/margin` and `eval/loss`, and the raw scores (pairs,
+    2), chosen first. A collective.
+    """
+    engine.module.eval()
+    scores = torch.zeros(len(held_out), 2, dtype=torch.float64)
+    for micro_batch in _my_micro_batches(engine, held_out, config):
+        heartbeat("evaluation")
+        chosen, rejected = _forward(engine, [held_out[i] for i in micro_batch], config, pad_id)
+        for i, c, r in zip(micro_batch, chosen.tolist(), rejected.tolist(), strict=False):
+            scores[i] = torch.tensor([c, r], dtype=torch.float64)
+    scores = scores.to(engine.rank.torch_device)
+    dist.all_reduce(scores)
+    scores = scores.cpu()
+    engine.module.train()
+    return _measures(scores, held_out, config), scores
+
+
+def evaluate_saved(
+    config: PipelineConfig, folder: Path, held_out: Sequence[PairExample], pad_id: int, device: str
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_reward`."""
+    reward = config.reward
+    heartbeat("load the reward model", config.run.timeouts.start)
+    model = load_score_model(
+        folder,
+        dtype=reward.deepspeed.dtype,
+        attention=config.model.attention,
+        device=device,
+        pack=reward.pack,
+    ).eval()
+    sequences = [(pair.prompt_ids, ids) for pair in held_out for ids in (pair.chosen_ids, pair.rejected_ids)]
+    batches = whole_list(model, sequences, reward.micro_batch_tokens, pad_id)
+    flat = sequence_scores(model, ScoreStatistics(), batches)
+    scores = torch.tensor(flat, dtype=torch.float64).view(len(held_out), 2)
+    return _measures(scores, held_out, reward), scores
+
+
+def _measures(
+    scores_P2: torch.Tensor, held_out: Sequence[PairExample], config: RewardConfig
+) -> dict[str, float]:
+    gap = scores_P2[:, 0] - scores_P2[:, 1]
+    return {
+        "eval/accuracy": _right(gap).mean().item(),
+        "eval/margin": gap.mean().item(),
+        "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
+    }
+
+
+def pair_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, pairs: Sequence[PairExample], config: RewardConfig
+) -> torch.Tensor:
+    """Mean over these pairs, with the configured margin and centring."""
+    margins = None
+    if config.margin == "constant":
+        margins = torch.full_like(chosen, config.margin_value)
+    elif config.margin == "field":
+        margins = torch.tensor([pair.margin for pair in pairs], dtype=chosen.dtype, device=chosen.device)
+    return reward_model_loss(chosen, rejected, margins, center=config.center)
+
+
+def _right(gap_B: torch.Tensor) -> torch.Tensor:
+    """1 where the chosen response has the higher score, one half where both have the same."""
+    return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
+
+
+def _forward(
+    engine: TrainingEngine, pairs: Sequence[PairExample], config: RewardConfig, pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sequences = [TokenSequence.of(p.prompt_ids, p.chosen_ids) for p in pairs]
+    sequences += [TokenSequence.of(p.prompt_ids, p.rejected_ids) for p in pairs]
+    scores = engine(collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device), "last")
+    return scores[: len(pairs)] if pairs else scores, scores[len(pairs) :]
+
+
+def _table_row(pair: PairExample) -> dict[str, Any]:
+    sides = {"prompt_ids": pair.prompt_ids, "chosen_ids": pair.chosen_ids, "rejected_ids": pair.rejected_ids}
+    about = {"prompt": pair.prompt, "source": pair.source, "margin": pair.margin}
+    return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
+
+
+def _my_micro_batches(
+    engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig
+) -> list[list[int]]:
+    rank = engine.rank
+    lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in batch]
+    if config.packs:
+        lengths = [2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in batch]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]

@@ -41,8 +41,8 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
-from rlhf_core.stages.reward_loop import train_step as reward_step
-from rlhf_core.stages.sft_loop import train_step as sft_step
+from rlhf_core.stages.reward import train_step as reward_step
+from rlhf_core.stages.sft import train_step as sft_step
 from rlhf_core.types import PairExample
 from tests.benchmarks.ppo_iteration import VOCABULARY, make_model
 

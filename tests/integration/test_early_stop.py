@@ -54,7 +54,7 @@ def train(rank: Rank, stage: int, folder: Path, dies_after: int | None = None) -
     to be restored.
     """
     from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.stages import reward_loop as reward
+    from rlhf_core.stages import reward
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "ranks": rank.world_size})

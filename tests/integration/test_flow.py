@@ -4,6 +4,7 @@ count.
 - a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its
   summary
 - typed again, every stage shows as `Skipped` in Prefect and nothing is made anew, in the same MLflow run
+- `run_pipeline`, without Prefect, reuses what the command made, and the other way round
 - of two of the same command at once, the second waits for the first and reuses what it made
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
 - its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130;
@@ -33,6 +34,7 @@ import pytest
 from rlhf_core.system.processes import ProcessId, processes_with_env
 from tests.support import secret_search
 from tests.support.listening_sockets import beyond_loopback, listeners
+from tests.unit.test_public_api import WITHOUT_PREFECT
 
 STAGES = '''
 import importlib.abc, importlib.machinery, json, os, signal, sys, time
@@ -188,6 +190,40 @@ def metrics_of(home: Path, run: str) -> list[tuple[str, float]]:
         return list(
             database.execute("select key, value from metrics where run_uuid = ? order by key", (run,))
         )
+
+
+LIBRARY = """
+from rlhf_core import load_config, run_pipeline, run_stage
+
+if __name__ == "__main__":
+    config = load_config(sys.argv[1])
+    stages = run_pipeline(config, until="sft")["stages"]
+    assert run_stage(config, "sft").uri == stages["sft"]["artifact"]
+    print(json.dumps({name: [stage["how"], stage["artifact"]] for name, stage in stages.items()}))
+"""
+
+
+def test_library_without_prefect_reuses_what_the_command_made(command: Command, tmp_path: Path) -> None:
+    made = summary_of(finish(command(until="data"))[0])["stages"]["data"]["artifact"]
+    script = tmp_path / "library.py"
+    script.write_text(f"{WITHOUT_PREFECT}\nimport json\n{LIBRARY}")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "toys"), *sys.path]),
+        "TOY_FOLDER": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "toy.yaml")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    stages = json.loads(done.stdout.splitlines()[-1])
+    assert stages["data"] == ["reused", made]
+    assert stages["sft"][0] == "ran"
+    assert all(entry["reused"] for entry in summary_of(finish(command())[0])["stages"].values())
 
 
 def test_a_killed_stage_continues_and_the_second_run_reuses_all(

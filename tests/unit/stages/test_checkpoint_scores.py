@@ -14,8 +14,7 @@ import torch
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.engines import checkpointing
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.stages import reward_loop as reward
-from rlhf_core.stages import sft_loop as sft
+from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
 
 LOSSES = (0.9, 0.4, 0.6)

@@ -71,14 +71,14 @@ def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_th
         in_training.append(raw_scores(engine.module))
         return {"eval/accuracy": 2.0, "eval/margin": 0.0, "eval/loss": 0.0}, in_training[-1]
 
-    monkeypatch.setattr("rlhf_core.engines.deepspeed.TrainingEngine", Engine)
-    monkeypatch.setattr("rlhf_core.stages.reward_loop.train_reward", train)
-    monkeypatch.setattr("rlhf_core.stages.reward_loop.evaluate_reward", evaluate)
-    monkeypatch.setattr("rlhf_core.data.dataset.load_pairs", lambda folder, split: PAIRS)
+    monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", Engine)
+    monkeypatch.setattr("rlhf_core.stages.reward.train_reward", train)
+    monkeypatch.setattr("rlhf_core.stages.reward.evaluate_reward", evaluate)
+    monkeypatch.setattr("rlhf_core.stages.reward.load_pairs", lambda folder, split: PAIRS)
     decoder: Any = SimpleNamespace(pad=0)
-    monkeypatch.setattr("rlhf_core.data.tokenizer.load_decoder", lambda folder: decoder)
+    monkeypatch.setattr("rlhf_core.stages.reward.load_decoder", lambda folder: decoder)
     monkeypatch.setattr(reward, "_table", lambda *_given: [])
-    monkeypatch.setattr("rlhf_core.engines.distributed.all_ranks_pack", lambda model, *_given: model.packs)
+    monkeypatch.setattr("rlhf_core.stages.reward.all_ranks_pack", lambda model, *_given: model.packs)
     monkeypatch.setattr(
         reward, "_examine", lambda pairs, scores, out, context: {"eval/calibration_error": 0.0}
     )

@@ -35,7 +35,7 @@ def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
     def load_policy(*_: Any, **__: Any) -> None:
         (model / "model.safetensors").write_bytes(b"the second")
 
-    monkeypatch.setattr("rlhf_core.models.policy.load_policy", load_policy)
+    monkeypatch.setattr("rlhf_core.stages.sft.load_policy", load_policy)
     with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
         sft._train(rank, config, tmp_path, tmp_path, tmp_path, state, context)
     monkeypatch.setattr("rlhf_core.engines.ranks.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
@@ -64,13 +64,11 @@ def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
 ) -> None:
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
-    monkeypatch.setattr("rlhf_core.engines.deepspeed.TrainingEngine", Engine)
-    monkeypatch.setattr("rlhf_core.engines.distributed.all_ranks_pack", lambda policy, *_: policy.packs)
-    monkeypatch.setattr("rlhf_core.stages.sft_loop.train_sft", lambda *_, **__: {})
-    monkeypatch.setattr("rlhf_core.data.dataset.load_sft", lambda *_: [])
-    monkeypatch.setattr(
-        "rlhf_core.data.tokenizer.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1)
-    )
+    monkeypatch.setattr("rlhf_core.stages.sft.TrainingEngine", Engine)
+    monkeypatch.setattr("rlhf_core.stages.sft.all_ranks_pack", lambda policy, *_: policy.packs)
+    monkeypatch.setattr("rlhf_core.stages.sft.train_sft", lambda *_, **__: {})
+    monkeypatch.setattr("rlhf_core.stages.sft.load_sft", lambda *_: [])
+    monkeypatch.setattr("rlhf_core.stages.sft.load_decoder", lambda _: SimpleNamespace(pad=0, eos=2, bos=1))
     config = PipelineConfig.model_validate(
         {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
     )

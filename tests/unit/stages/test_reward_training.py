@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_core.config.training import RewardConfig
-from rlhf_core.stages.reward_loop import BestSoFar, evaluate_reward, pair_loss, train_step
+from rlhf_core.stages.reward import BestSoFar, evaluate_reward, pair_loss, train_step
 from rlhf_core.types import PairExample
 
 STOPPING = RewardConfig.model_validate({"early_stop": {"every": 1, "patience": 2}})

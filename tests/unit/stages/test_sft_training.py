@@ -21,7 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
-from rlhf_core.stages.sft_loop import evaluate_saved, evaluate_sft, train_step
+from rlhf_core.stages.sft import evaluate_saved, evaluate_sft, train_step
 from tests.support.tiny_llama import save_tiny_llama
 
 ROWS = [TokenSequence.of((1, 1), ids) for ids in ((8,), (2, 4), (1, 3, 5, 7), (6,), (9, 9, 9))]
