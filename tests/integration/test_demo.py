@@ -55,7 +55,7 @@ def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_line
     assert gold["sft"]["mean"] - exchanged["sft"]["mean"] >= 0.5  # measured: 1.021, 0.997, 0.985
     assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.6  # measured: 1.286, 1.261, 1.138
     watched = gold_by_step(tmp_path)
-    assert mean(watched[-5:]) - mean(watched[:5]) >= 0.6  # measured: 1.269, 1.293, 1.189
+    assert mean(watched[-5:]) - mean(watched[:5]) >= 0.6  # measured: 1.391, 1.213, 1.213
     seconds = seconds_of(tmp_path, "timing/checkpoint", "timing/step")
     summary_lines.append(f"checkpoints of seed {seed}: {seconds[0]:.2f} s of {seconds[1]:.1f} s in PPO steps")
     assert seconds[0] <= 0.02 * seconds[1]
