@@ -84,11 +84,11 @@ def test_without_a_kl_penalty_the_true_reward_falls_while_the_score_rises(
     with_kl, _ = overoptimization.run(tmp_path, overoptimization.WITH, seed=0)
     assert accuracy > 0.5
     assert 5 <= without.peak < 40, "it rises first"
-    assert without.gold[without.peak] - without.gold[0] >= 0.2  # measured: 0.44
-    assert without.fall >= 0.8  # measured: 1.67
-    assert without.rise >= 1.3  # measured: 2.58
+    assert without.gold[without.peak] - without.gold[0] >= 0.2  # measured: 0.51
+    assert without.fall >= 0.8  # measured: 3.55
+    assert without.rise >= 1.3  # measured: 2.25
     assert without.kl[-1] > 2 * with_kl.kl[-1]
-    assert with_kl.gold[-1] > without.gold[-1] + 0.4, "a KL penalty limits the loss"  # measured: 0.82
+    assert with_kl.gold[-1] > without.gold[-1] + 0.4, "a KL penalty limits the loss"  # measured: 3.95
     summary_lines.append(
         f"over-optimisation: the true reward falls by {without.fall:.2f} from step {without.peak + 1} to the"
         f" end, where the score rises by {without.rise:.2f}; by {with_kl.fall:.2f} with a KL penalty"
