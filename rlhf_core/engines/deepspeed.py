@@ -1,8 +1,8 @@
-"""One model trained by DeepSpeed over the ranks of this process group.
+"""One model that DeepSpeed trains on the ranks of this process group.
 
-The wrapper undoes what would make a result depend on how a batch was cut: DeepSpeed averages over ranks, so
-losses are summed parts of a global mean and are scaled by the world size; every `step` is a boundary, so the
-number of micro-batches does not matter.
+The result does not depend on how a batch is split. DeepSpeed averages gradients over ranks; here each loss is a
+part of one global mean, and is scaled by the world size. Each `step` is an accumulation boundary, so the number of
+micro-batches does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlhf_core.system.heartbeat import heartbeat
 log = logging.getLogger(__name__)
 
 REDUCE_BUCKET = 500_000_000
-"""Gradients that ZeRO reduces at a time, at most."""
+"""Largest number of gradients that ZeRO reduces at a time."""
 
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
@@ -42,15 +42,15 @@ percent.
 
 _TAG = "state"
 _COUNTERS = "rlhf_counters"
-"""DeepSpeed's own counters share the same map."""
+"""Key of our counters in the client state, which also contains those of DeepSpeed."""
 
 _LARGE_SCALE = 8.0
-"""A loss scale above this may still be halved three times before DeepSpeed gives up at 1."""
+"""A larger loss scale can be halved three times before DeepSpeed reaches 1 and raises an error."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to `min_lr_ratio` of
-    the peak.
+    """Return the learning rate of optimizer step `step` (0-based): a linear warm-up, then the schedule down to
+    `min_lr_ratio` of the peak.
     """
     warmup = round(config.warmup_ratio * total_steps)
     if step < warmup:
@@ -63,7 +63,16 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class TrainingEngine:
-    """DeepSpeed around `module`; `optimizer=None` gives a frozen, possibly sharded (ZeRO-3) model."""
+    """A model in DeepSpeed.
+
+    Args:
+        module: The model.
+        deepspeed_config: Precision and sharding.
+        optimizer: None for a frozen model, which may be sharded (ZeRO-3).
+        rank: This rank.
+        ema_decay: If given, an average of the weights is kept.
+        keep_best: Whether `snapshot_best` and `restore_best` are used.
+    """
 
     def __init__(
         self,
@@ -75,9 +84,6 @@ class TrainingEngine:
         ema_decay: float | None = None,
         keep_best: bool = False,
     ) -> None:
-        """`ema_decay`: also keep an average of the weights. `keep_best`: also a copy of the best ones, see
-        `keep`.
-        """
         import deepspeed
 
         self.rank = rank
@@ -112,16 +118,16 @@ class TrainingEngine:
             dist_init_required=False,
         )
         if torch_optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype != "float32":
-            # DeepSpeed has allocated Adam's state by a step on zero gradients: it counts, and the masters
-            # decayed.
+            # DeepSpeed allocates Adam's state by a step with zero gradients, which counts as a step and applies
+            # weight decay to the float32 weights. Undo both.
             torch_optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
         self._own_clipping = (
             optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
         )
         if self._own_clipping and torch_optimizer is not None:
-            # With ZeRO 0 in float32, DeepSpeed does not tell the norm it clipped; here gradients are already
-            # reduced.
+            # With ZeRO 0 in float32, DeepSpeed does not return the norm that it clipped. In this hook the gradients
+            # are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
         lm, device = self.module.lm, rank.torch_device
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
@@ -129,7 +135,7 @@ class TrainingEngine:
         bound_collectives(rank.collective_seconds)
 
     def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
-        # Without an optimizer only ZeRO-3 means anything: it shards the parameters.
+        # Without an optimizer only ZeRO-3 has an effect: it shards the parameters.
         stage = config.zero_stage if self.optimizer_config is not None or config.zero_stage == 3 else 0
         clip = self.optimizer_config.max_grad_norm if self.optimizer_config is not None else 0.0
         ds: dict[str, Any] = {
@@ -138,8 +144,7 @@ class TrainingEngine:
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
             "steps_per_print": 10**9,
-            # The bucket's buffer is allocated whole: with adapters there is little to put into DeepSpeed's
-            # 5e8.
+            # The whole buffer is allocated. Adapters have far fewer parameters than DeepSpeed's default of 5e8.
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": False,
@@ -159,11 +164,12 @@ class TrainingEngine:
         return ds
 
     def close(self) -> None:
-        """The end of this engine, which trained: free what DeepSpeed would hold until the process ends.
-        Whoever calls has let go of the module.
+        """Free the memory of a trained engine. Without this, DeepSpeed holds it until the process ends.
+
+        The caller must hold no reference to the module.
         """
         self.engine.destroy()
-        # Under ZeRO-3 something of DeepSpeed outlives its hooks; the tensors shall not.
+        # Under ZeRO-3 some of DeepSpeed's objects stay referenced; their tensors must not.
         vars(self.optimizer).clear()
         vars(self.engine).clear()
         self.engine = self.optimizer = self._average = self._best = None
@@ -176,16 +182,26 @@ class TrainingEngine:
         return self.engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward through DeepSpeed's hooks."""
+        """Run the forward pass through DeepSpeed's hooks."""
         return self.engine(*args, **kwargs)
 
     def train_step(self, micro_losses: Iterator[torch.Tensor], total_steps: int) -> float:
-        """Backward over all micro-batches and one optimizer step; returns the gradient norm before clipping.
+        """Run the backward pass of all micro-batches and one optimizer step.
 
-        Each loss is this rank's part of ONE global sum: its denominator counts the whole optimizer step on
-        all ranks. A gradient that is not finite changes nothing: the step is skipped, counted in
-        `skipped_steps`, and its norm is returned as it is; the third in a row raises NonFiniteError. Those by
-        which float16 finds its loss scale, which each of them halves, are no fault while it is large.
+        Each loss is a part of one global sum: its denominator counts the whole optimizer step on all ranks.
+
+        A step whose gradient is not finite is skipped and counted in `skipped_steps`. In float16 such steps are
+        normal while the loss scale is large, because each of them halves it.
+
+        Args:
+            micro_losses: Losses of this rank; every rank must have the same number.
+            total_steps: Of the learning rate schedule.
+
+        Returns:
+            The gradient norm before clipping; NaN or infinite for a skipped step.
+
+        Raises:
+            NonFiniteError: Three such steps in a row, apart from those that a loss scale explains.
         """
         assert self.optimizer_config is not None
         scale = float(self.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
@@ -238,7 +254,7 @@ class TrainingEngine:
 
     @property
     def grad_nonfinite(self) -> bool:
-        """Whether the step at hand, or the last one, was skipped for a gradient that no loss scale explains."""
+        """Whether the current or last step was skipped because of a gradient that no loss scale explains."""
         return self._grad_nonfinite
 
     def _clip(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -247,7 +263,7 @@ class TrainingEngine:
         self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_grad_norm))
         if not math.isfinite(self._grad_norm):
             for parameter in parameters:
-                parameter.grad = None  # AdamW leaves parameters without a gradient, and their moments, alone
+                parameter.grad = None  # then AdamW changes neither the parameters nor their moments
 
     def weights(
         self, *, average: bool = False, dtype: torch.dtype | None = None
@@ -265,7 +281,7 @@ class TrainingEngine:
                 yield from merged(values, self.lora, dtype)
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapter alone, under the names of PEFT's file; as `weights`."""
+        """Yield the tensors of the adapter under PEFT's names, in the same way as `weights`."""
         for group in self._gather_groups():
             named = [(name, parameter) for name, parameter in group if adapter_name(name)]
             with self._gathered([parameter for _, parameter in named]):
@@ -273,10 +289,15 @@ class TrainingEngine:
                     yield str(adapter_name(name)), parameter.detach()
 
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of what `weights`, or `adapter`, yields."""
+        """Return the names and shapes of what `weights` (or `adapter`) yields."""
         rename = adapter_name if adapter else merged_name
-        parameters = [pair for group in self._gather_groups() for pair in group]
-        return [(new, shape(p)) for name, p in parameters if (new := rename(name))]
+        shapes = []
+        for group in self._gather_groups():
+            for name, parameter in group:
+                new_name = rename(name)
+                if new_name:
+                    shapes.append((new_name, shape(parameter)))
+        return shapes
 
     def _value(self, name: str, parameter: nn.Parameter, average: bool) -> torch.Tensor:
         if average and self._average is not None and name in self._average:
@@ -284,7 +305,7 @@ class TrainingEngine:
         return whole(parameter)
 
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Parameters by decoder layer, so that gathering never holds more than one layer."""
+        """Return the parameters by decoder layer, so that gathering holds at most one layer."""
         groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in self.module.lm.named_parameters():
             parts = name.split(".")
@@ -304,13 +325,13 @@ class TrainingEngine:
         )
 
     def snapshot_best(self) -> None:
-        """Remember the weights as they are now, in host memory, for `restore_best`."""
+        """Copy the current weights to host memory for `restore_best`."""
         assert self._best is not None
         self._best.take()
 
     @torch.no_grad()
     def restore_best(self) -> None:
-        """Put the weights of the last `keep` back, for use: the optimizer's own copies stay. A collective."""
+        """Restore the weights of the last `snapshot_best`, but not the optimizer's copies. A collective."""
         assert self._best is not None
         for group in self._gather_groups():
             kept = [(name, parameter) for name, parameter in group if name in self._best]
@@ -326,15 +347,23 @@ class TrainingEngine:
         average: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Gather the weights, or their `average`, and let rank 0 `save(folder, state_dict)`; a collective."""
+        """Gather the weights and call `save(folder, state_dict)` on rank 0. This is a collective operation.
+
+        Args:
+            folder: Is created.
+            save: Writes the model.
+            average: Save the moving average of the weights.
+            dtype: See `models.adapters.merged`.
+        """
         state = self._on_rank_zero(self.weights(average=average, dtype=dtype))
         if self.rank.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder, state)
 
     def save_adapter(self, folder: Path, base: str, revision: str | None = None) -> None:
-        """The adapter as PEFT saves it; `base` names the model it belongs to. A collective; without one,
-        nothing.
+        """Save the adapter, if there is one, in PEFT's layout. This is a collective operation.
+
+        `base` and `revision` name the model that it belongs to.
         """
         if self.lora is None:
             return
@@ -347,8 +376,10 @@ class TrainingEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what `save_checkpoint` writes, over all ranks: the weights, for trained ones float32 copies
-        and two moments, and further copies where there are any; frozen ones stay out beside an adapter.
+        """Approximate size of a checkpoint of all ranks in bytes.
+
+        It contains the weights, for trained weights a float32 copy and two moments, and further copies if there
+        are any. With an adapter, frozen weights are left out.
         """
         copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
         return sum(
@@ -358,9 +389,7 @@ class TrainingEngine:
         )
 
     def save_checkpoint(self, folder: Path) -> None:
-        """What is trained, optimizer and step count into `folder`; a collective. Whoever calls commits the
-        folder.
-        """
+        """Save trained weights, optimizer and counters to `folder`. This is a collective operation."""
         self.engine.save_checkpoint(
             str(folder),
             tag=_TAG,
@@ -373,15 +402,20 @@ class TrainingEngine:
         if self.rank.rank == 0:
             resharding.note_ranks(folder, self.rank.world_size)
         for script in folder.rglob("*.py"):
-            # DeepSpeed drops a conversion script into every checkpoint; stored data holds no code.
+            # DeepSpeed adds a conversion script to every checkpoint, but stored data must not contain code.
             script.unlink(missing_ok=True)
 
     def load_checkpoint(self, folder: Path, scratch: Path) -> None:
-        """The inverse, of a verified folder, which is left as it is; `scratch`, one for all ranks, is made
-        where there is something to convert, and removed. Raises ConfigError if another number of ranks wrote
-        it, unless that is allowed; CorruptArtifact without a usable state, where DeepSpeed alone would start
-        afresh, and for a pickle with classes that are not on the list of `distributed.join`, none of which is
-        called.
+        """Load what `save_checkpoint` saved. This is a collective operation.
+
+        Args:
+            folder: A verified folder, which is not changed.
+            scratch: A path that all ranks share. It is used for a conversion, and removed.
+
+        Raises:
+            ConfigError: Another number of ranks saved it, and `allow_other_ranks` is not set.
+            CorruptArtifact: There is no usable state (DeepSpeed alone would start from scratch), or a pickle has
+                classes that are not on the list of `distributed.join`. None of them is called.
         """
         ranks = resharding.noted_ranks(folder)
         if ranks != self.rank.world_size and not self._allow_other_ranks:
@@ -407,11 +441,12 @@ class TrainingEngine:
             copy.load(folder, self.rank.rank, ranks, self.rank.world_size)
 
     def _load_state(self, folder: Path, scratch: Path, ranks: int) -> tuple[str | None, dict[str, Any]]:
-        """DeepSpeed's own part, converted where it is that of another number of ranks: (path or None, client
-        state).
+        """Load DeepSpeed's state, and convert it if another number of ranks saved it.
+
+        Returns (path or None, client state).
         """
         if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
-            found = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
+            loaded = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
         else:
             log.warning(
                 "a checkpoint of %d ranks is converted for %d: the same training up to rounding",
@@ -422,11 +457,11 @@ class TrainingEngine:
                 resharding.convert(folder / _TAG, scratch / _TAG)
             dist.barrier()
             with resharding.loading_universal(self.engine):
-                found = self.engine.load_checkpoint(str(scratch), tag=_TAG)
+                loaded = self.engine.load_checkpoint(str(scratch), tag=_TAG)
             dist.barrier()
             if self.rank.rank == 0:
                 shutil.rmtree(scratch)
-        path, client = found
+        path, client = loaded
         return path, client
 
     @property
@@ -447,7 +482,7 @@ def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not."""
+    """Return the parameter groups: matrices with weight decay, norms and biases without."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},

@@ -1,8 +1,8 @@
-"""A checkpoint of one number of ranks, continued on another: DeepSpeed's universal format.
+"""Continue a checkpoint on another number of ranks, through DeepSpeed's universal format.
 
-    shards of all ranks -> one file per parameter and state, whole -> each rank takes its part of it
+    shards of all ranks -> one file per parameter and state -> each rank reads its own part
 
-Nothing sharded (ZeRO 0 in float32) needs no conversion.
+A checkpoint without shards (ZeRO 0 in float32) needs no conversion.
 """
 
 from __future__ import annotations
@@ -19,45 +19,49 @@ _RANKS = "ranks"
 
 
 def note_ranks(folder: Path, ranks: int) -> None:
-    """Into a checkpoint's folder: how many ranks wrote it."""
+    """Write the number of ranks to the folder of a checkpoint."""
     (folder / _RANKS).write_text(f"{ranks}\n")
 
 
 def noted_ranks(folder: Path) -> int:
+    """Return the number of ranks that saved a checkpoint."""
     return int((folder / _RANKS).read_text())
 
 
 def is_sharded(state: Path) -> bool:
-    """True if each rank wrote its own part of the optimizer's state."""
+    """Return whether each rank saved its own part of the optimizer's state."""
     return any(state.glob("*zero_pp_rank_*_optim_states.pt"))
 
 
-def convert(state: Path, out: Path) -> None:
-    """DeepSpeed's `state` folder as a universal one at `out`, in this process: its pickles are then loaded
-    under the allow-list of `distributed.join`.
+def convert(state: Path, target: Path) -> None:
+    """Convert DeepSpeed's folder `state` to a universal one at `target`.
+
+    It runs in this process and not as DeepSpeed's script, so that the allow-list of `distributed.join` applies to
+    its pickles.
     """
     from deepspeed.checkpoint import ds_to_universal
 
     options = Namespace(
         input_folder=str(state),
-        output_folder=str(out),
+        output_folder=str(target),
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
         inject_missing_state=True,
     )
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         ds_to_universal.main(options)
 
 
 @contextlib.contextmanager
 def loading_universal(engine: Any) -> Any:
-    """While it lasts, the DeepSpeed engine reads universal checkpoints; mends what DeepSpeed 0.19 leaves
-    wrong after it.
+    """Let the DeepSpeed engine read universal checkpoints in this context.
+
+    Afterwards, correct the parameter groups and step counts, which DeepSpeed 0.19 restores wrongly.
     """
-    own = [
+    own_settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in engine.optimizer.param_groups
     ]
@@ -66,11 +70,11 @@ def loading_universal(engine: Any) -> Any:
         yield
     finally:
         engine._config.load_universal_checkpoint = False
-    # Under ZeRO-3 every group was given the first one's settings: norms would decay as matrices do.
-    for group, settings in zip(engine.optimizer.param_groups, own, strict=True):
+    # Under ZeRO-3 every group has got the settings of the first one, so that norms would have weight decay.
+    for group, settings in zip(engine.optimizer.param_groups, own_settings, strict=True):
         group.update(settings)
-    # ... and all of them share one count of steps, which AdamW then raises once for each; it lies on the CPU,
-    # where a fused AdamW would not find it.
+    # All parameters share one step count, which AdamW would increment once per parameter. It is on the CPU, which
+    # a fused AdamW does not support.
     for parameter, state in engine.optimizer.optimizer.state.items():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(parameter.device, copy=True)

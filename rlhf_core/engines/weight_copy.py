@@ -1,4 +1,4 @@
-"""Copies of a model's trained weights, kept shard by shard: under ZeRO-3 each rank copies what it holds."""
+"""Copies of the trained weights of a model. Under ZeRO-3 each rank copies its own shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from rlhf_core.errors import CorruptArtifact
 
 
 class WeightCopy:
-    """Of the trained parameters of `lm`, under their names there. Tied parameters come once."""
+    """A copy of the trained parameters of `lm`, under their names. Tied parameters occur once.
+
+    Args:
+        lm: The model.
+        name: Of the files in a checkpoint.
+        rank_device: Device of the collectives.
+        dtype: Of the copy; None for that of the weights.
+        device: Of the copy; None for that of the weights.
+    """
 
     def __init__(
         self,
@@ -23,9 +31,6 @@ class WeightCopy:
         dtype: torch.dtype | None = None,
         device: str | None = None,
     ) -> None:
-        """`name`: of its files in a checkpoint. `rank_device`: where the ranks talk. `dtype`, `device`: of
-        the copy, those of the weights unless given.
-        """
         self._parameters = {n: p for n, p in lm.named_parameters() if p.requires_grad}
         self._name = name
         self._rank_device = rank_device
@@ -35,7 +40,7 @@ class WeightCopy:
         }
 
     def take(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the current weights."""
         for name, shard in self._shards.items():
             shard.copy_(_local(self._parameters[name]))
 
@@ -43,9 +48,9 @@ class WeightCopy:
         return name in self._shards
 
     def full(self, name: str) -> torch.Tensor:
-        """The whole tensor in the model's dtype, on the rank's device; a collective under ZeRO-3."""
+        """Return the whole tensor in the model's dtype on the rank's device. Under ZeRO-3 this is a collective."""
         parameter = self._parameters[name]
-        # Offloaded weights, and copies of them, lie in host memory, from which NCCL gathers nothing.
+        # Offloaded weights and their copies are in host memory, and NCCL gathers only from devices.
         shard = self._shards[name].to(self._rank_device)
         if _is_sharded(parameter):
             parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
@@ -58,21 +63,21 @@ class WeightCopy:
         return next(iter(self._shards.values())).element_size()
 
     def save(self, folder: Path, rank: int) -> None:
-        """This rank's shards into one file; without sharding rank 0's are all there is."""
+        """Save the shards of this rank to one file. Without sharding, only rank 0 saves."""
         from safetensors.torch import save_file
 
         if rank == 0 or self._sharded:
             save_file(self._shards, folder / self._file(rank))
 
     def load(self, folder: Path, rank: int, saved_ranks: int, ranks: int) -> None:
-        """The inverse, from files of `saved_ranks`. Raises CorruptArtifact where one is missing."""
+        """Load what `saved_ranks` ranks saved. Raises CorruptArtifact if a file is missing."""
         if saved_ranks == ranks or not self._sharded:
             for name, tensor in self._read(folder, rank).items():
                 self._shards[name].copy_(tensor)
             return
         files = [self._read(folder, saved) for saved in range(saved_ranks)]
         for name, shard in self._shards.items():
-            # What is beyond the tensor's end only fills the last shards.
+            # The last shards are padded beyond the end of the tensor.
             whole = torch.cat([file[name] for file in files])[: self._parameters[name].ds_numel]  # type: ignore[attr-defined]
             part = whole[rank * shard.numel() : (rank + 1) * shard.numel()]
             shard[: part.numel()].copy_(part)
@@ -95,9 +100,9 @@ class WeightCopy:
 
 
 class WeightAverage(WeightCopy):
-    """An exponential moving average, in float32 whatever the precision of the model.
+    """An exponential moving average in float32, for every precision of the model.
 
-    average = decay * average + (1 - decay) * weights        after every optimizer step that was applied
+    average = decay * average + (1 - decay) * weights        after every optimizer step that was not skipped
     """
 
     def __init__(self, lm: nn.Module, decay: float, *, rank_device: str) -> None:
@@ -115,6 +120,6 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of `parameter`: its shard under ZeRO-3, else all of it."""
-    held: torch.Tensor = parameter.ds_tensor if _is_sharded(parameter) else parameter  # type: ignore[attr-defined]
-    return held.detach()
+    """Return the part of `parameter` on this rank: its shard under ZeRO-3, otherwise the whole."""
+    local: torch.Tensor = parameter.ds_tensor if _is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+    return local.detach()

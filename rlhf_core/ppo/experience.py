@@ -1,4 +1,5 @@
-"""From rollouts and the models' numbers to experience: KL, token rewards, advantages, returns. Pure torch.
+"""Compute the experience of a step from its rollouts and the outputs of the models: KL, token rewards,
+advantages, returns.
 
 Axes: `B` responses, `T` the longest of them.
 """
@@ -30,16 +31,16 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.types import Rollout
 
 _LOOP_TOKENS = 16
-"""Shorter responses and shorter loops are not counted as repetition."""
+"""Shortest response and shortest loop that count as repetition, in tokens."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout batch, ready for the update. All float32 but the masks."""
+    """One rollout batch, ready for the update. All tensors but the mask are float32."""
 
     mask_BT: torch.Tensor
-    """True on response tokens, from lengths, never from pad ids; False on the whole row of a response without
-    a score.
+    """True on response tokens. It follows from lengths, because a response may contain the padding token. A
+    response without a score is False on its whole row.
     """
     old_logprobs_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor
@@ -57,14 +58,14 @@ class Experience:
 
 
 def padded(arrays: Sequence[Any]) -> torch.Tensor:
-    """(T,) each -> (B, T), zeros beyond."""
+    """Stack arrays of shape (T,) to (B, T), padded with zeros."""
     return pad_sequence(
         [torch.from_numpy(np.array(array, dtype=np.float32)) for array in arrays], batch_first=True
     )
 
 
 def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPOConfig) -> torch.Tensor:
-    """(B,) scores with the penalties for responses that the length limit cut, or that came near it."""
+    """Return scores (B,) minus the penalties for responses that were cut by the length limit or came close to it."""
     scores_B = torch.tensor(scores, dtype=torch.float32)
     finished_B = torch.tensor([r.finished for r in rollouts])
     scores_B = scores_B - ppo.eos_penalty * (~finished_B).float()
@@ -99,10 +100,17 @@ def make_experience(
     ppo: PPOConfig,
     kl_coef: float,
 ) -> Experience:
-    """Per-sequence arrays (T,) in the order of `rollouts`, the samples of a prompt side by side.
+    """Return the experience of one step. The samples of a prompt must be consecutive.
 
-    `scores`: one per response; a response whose score is NaN takes no part in the update. `values`: None
-    without a critic.
+    Args:
+        rollouts: Of the step.
+        old_logprobs: Of the policy before the update, (T,) for each rollout.
+        ref_logprobs: Of the reference, (T,) for each rollout.
+        values: Of the critic, (T,) for each rollout; None without a critic.
+        entropy: Of the policy, (T,) for each rollout.
+        scores: One per rollout. A response with the score NaN is masked.
+        ppo: Section `ppo`.
+        kl_coef: Coefficient of the KL penalty, used with `kl.place: reward`.
     """
     old_BT, ref_BT = padded(old_logprobs), padded(ref_logprobs)
     values_BT = torch.zeros_like(old_BT) if values is None else padded(values)
@@ -124,22 +132,23 @@ def make_experience(
         advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, ppo.gamma, ppo.lam)
     else:
         advantages_BT = returns_BT = returns_to_go(rewards_BT, mask_BT, ppo.gamma)
-    kl_B, known_B = k1_BT.sum(1)[scored_B], scores_B[scored_B]
+    kl_B, known_scores_B = k1_BT.sum(1)[scored_B], scores_B[scored_B]
     metrics = {
         "objective/kl": _mean(kl_B),
-        "objective/scores": _mean(known_B),
-        "objective/scores_std": _std(known_B),
+        "objective/scores": _mean(known_scores_B),
+        "objective/scores_std": _std(known_scores_B),
         "objective/rlhf_reward": _mean(rewards_BT.sum(1)[scored_B]),
         "objective/entropy": (masked_sum(entropy_BT, mask_BT) / scored_B.sum().clamp(min=1)).item(),
         "policy/entropy": masked_mean(entropy_BT, mask_BT).item(),
-        **_of_responses(lengths_B, finished_B, scored_B),
+        **_response_metrics(lengths_B, finished_B, scored_B),
         "rollout/repeating_rate": fmean(repeats(rollout.response_ids) for rollout in rollouts),
-        "rollout/score_length_correlation": _score_length(known_B, lengths_B[scored_B]),
+        "rollout/score_length_correlation": _score_length(known_scores_B, lengths_B[scored_B]),
         **_engine_gap(old_BT, rollout_BT, mask_BT),
     }
     if ppo.uses_critic:
         metrics["value/mean"] = masked_mean(values_BT, mask_BT).item()
-        if (explained := _explained(values_BT, returns_BT, mask_BT)) is not None:
+        explained = _explained_variance(values_BT, returns_BT, mask_BT)
+        if explained is not None:
             metrics["value/explained_variance"] = explained
     if ppo.samples_per_prompt > 1:
         uniform = uniform_groups(scores_B, ppo)
@@ -161,7 +170,7 @@ def make_experience(
     )
 
 
-def _of_responses(
+def _response_metrics(
     lengths_B: torch.Tensor, finished_B: torch.Tensor, scored_B: torch.Tensor
 ) -> dict[str, float]:
     return {
@@ -260,7 +269,7 @@ def _score_length(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:
 def _group_advantages(
     scores_B: torch.Tensor, kl_only_BT: torch.Tensor, mask_BT: torch.Tensor, ppo: PPOConfig
 ) -> torch.Tensor:
-    """(B, T): a response's advantage over its siblings on each of its tokens, less the KL still to be paid."""
+    """Return (B, T): the advantage of a response in its group on each of its tokens, minus the future KL penalty."""
     groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
     advantages_B = group_advantages(scores_B, groups_B, cast(GroupKind, ppo.algorithm))
     return select(advantages_B.unsqueeze(1) + returns_to_go(kl_only_BT, mask_BT, ppo.gamma), mask_BT)
@@ -271,12 +280,13 @@ def _mean(values_B: torch.Tensor) -> float:
 
 
 def _std(values_B: torch.Tensor) -> float:
-    """Exactly 0 for equal values: in float32 their mean is not always that value, and guards look for 0."""
+    """Return the standard deviation, which is exactly 0 for equal values."""
+    # In float64, because the float32 mean of equal values may differ from them, and guards compare with 0.
     return values_B.double().std(unbiased=False).item() if values_B.numel() else 0.0
 
 
 def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's, for the same weights and tokens."""
+    """Return the differences between engine and trainer for the same weights and tokens."""
     gap_BT = select((old_BT - rollout_BT).abs(), mask_BT)
     weights_BT = importance_weights(old_BT, rollout_BT, mask_BT, "truncate", 0.0, float("inf"))
     total = weights_BT.sum()
@@ -290,7 +300,9 @@ def _engine_gap(old_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.T
     }
 
 
-def _explained(values_BT: torch.Tensor, returns_BT: torch.Tensor, mask_BT: torch.Tensor) -> float | None:
+def _explained_variance(
+    values_BT: torch.Tensor, returns_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> float | None:
     """Return 1 - Var(returns - values) / Var(returns), or None if the returns do not vary: then no critic is
     better or worse than another one.
     """

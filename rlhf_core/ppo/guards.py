@@ -1,8 +1,7 @@
 """Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>`
-    = 1, and
-                                                                 with `stop` the end of the run
+    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>` = 1,
+                                                                 and with `stop` the end of the run
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
 are sampled from the SFT model. docs/guards.md lists all guards with an example of a failure for each.
@@ -18,7 +17,7 @@ from rlhf_core.config.ppo import PPOConfig
 
 log = logging.getLogger(__name__)
 
-_AT_FIRST = ("rollout/eos_rate", "policy/entropy", "rollout/length")
+_INITIAL_METRICS = ("rollout/eos_rate", "policy/entropy", "rollout/length")
 NAMES = (
     "eos_loss",
     "entropy_collapse",
@@ -45,38 +44,38 @@ class Guards:
     def __init__(self, ppo: PPOConfig) -> None:
         self._ppo = ppo
         self._guards = ppo.guards
-        self._at_first: dict[str, float] = {}
+        self._initial: dict[str, float] = {}
         self._in_a_row: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at_first": dict(self._at_first), "in_a_row": dict(self._in_a_row)}
+        return {"at_first": dict(self._initial), "in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._at_first = {name: float(value) for name, value in state["at_first"].items()}
+        self._initial = {name: float(value) for name, value in state["at_first"].items()}
         self._in_a_row = {name: int(count) for name, count in state["in_a_row"].items()}
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
         """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
-        if not self._at_first:
-            self._at_first = {name: metrics[name] for name in _AT_FIRST if name in metrics}
-        signs = dict(self._signs(metrics))
-        grave = []
+        if not self._initial:
+            self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
+        conditions = dict(self._conditions(metrics))
+        failures = []
         for name in NAMES:
             action = getattr(self._guards, name)
             if action == "off":
                 continue
-            count = self._in_a_row.get(name, 0) + 1 if name in signs else 0
+            count = self._in_a_row.get(name, 0) + 1 if name in conditions else 0
             self._in_a_row[name] = count
             needed = self._guards.blind_critic_steps if name == "blind_critic" else self._guards.patience
             metrics[f"guards/{name}"] = float(count >= needed)
             if count == needed:
-                alarm(name, f"step {step}: guard {name}: {signs[name]}")
+                alarm(name, f"step {step}: guard {name}: {conditions[name]}")
             if count >= needed and action == "stop":
-                grave.append(f"guard {name}: {signs[name]}")
-        return grave
+                failures.append(f"guard {name}: {conditions[name]}")
+        return failures
 
-    def _signs(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        guards, now, first = self._guards, metrics.get, self._at_first.get
+    def _conditions(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        guards, now, first = self._guards, metrics.get, self._initial.get
         if (eos := now("rollout/eos_rate", 1.0)) < guards.eos_loss_ratio * first("rollout/eos_rate", 0.0):
             yield (
                 "eos_loss",
@@ -136,8 +135,8 @@ class Guards:
                     " reward mostly depends on the length; check the reward model's length bias"
                 ),
             )
-        # With equal scores, the returns vary by the KL and the critic's own values only, which tells nothing
-        # of it.
+        # With equal scores, the returns only contain the KL and the critic's own values, and say nothing about the
+        # critic.
         scores_vary = now("objective/scores_std", 1.0) > 0
         if (explained := now("value/explained_variance", 1.0)) <= 0 and scores_vary:
             yield (

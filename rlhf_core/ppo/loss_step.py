@@ -1,8 +1,8 @@
-"""The PPO update of one rank: policy and critic each run this in their own process, at the same time.
+"""The PPO update of one rank. Policy and critic run it at the same time, in different processes.
 
-Each optimizer step sums its micro-batches' parts of one loss whose denominator counts the whole step on all
-ranks. Metrics come back as sums over this rank's tokens; divided by the tokens of all ranks they are the
-loss's own means.
+The losses of the micro-batches of an optimizer step are summed. Their common denominator counts the whole step on
+all ranks. The metrics are returned as sums over the tokens of this rank; divided by the tokens of all ranks they
+are the means that the loss uses.
 
 Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
 """
@@ -30,7 +30,7 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One response with all the update needs."""
+    """One response with everything that the update needs."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -50,14 +50,14 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one rank does in one optimizer step."""
+    """The part of one rank in one optimizer step."""
 
     micro_batches: list[list[int]]
-    """Indices into the rank's samples; the same count on every rank, so some may be empty."""
+    """Indices into the rank's samples. Every rank has the same number of micro-batches, so some may be empty."""
     denominator: float
     """Tokens or sequences of the WHOLE step, over all ranks (see `losses.step_denominator`)."""
     ptx_micro_batches: list[list[int]] = field(default_factory=list)
-    """Indices into the rank's demonstrations, cut the same way; empty without a pretraining loss."""
+    """Indices into the rank's demonstrations in the same form; empty without a pretraining loss."""
     ptx_targets: int = 0
     """Target tokens among the demonstrations of the whole step."""
 
@@ -72,11 +72,21 @@ def update_policy(
     kl_coef: float = 0.0,
     demonstrations: Sequence[TokenSequence] = (),
 ) -> dict[str, float]:
-    """Clipped surrogate; with the entropy bonus, the KL (`kl.place: loss`, weighted by `kl_coef`) and the
-    pretraining loss on `demonstrations` where configured.
+    """Train the policy with the clipped surrogate, and the terms that are configured: entropy bonus, KL loss and
+    pretraining loss.
 
-    Sums: `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped`, and `kl_loss`, `ptx_loss` where they exist;
-    `grad_nonfinite`, of those skipped, where no loss scale explains it.
+    Args:
+        engine: The policy.
+        samples: Of this rank.
+        steps: Optimizer steps with indices into `samples` and `demonstrations`.
+        ppo: Section `ppo`.
+        pad_id: Padding token.
+        kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
+        demonstrations: For the pretraining loss.
+
+    Returns:
+        The sums `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped` and `grad_nonfinite` (skipped steps that no
+        loss scale explains), and `kl_loss` and `ptx_loss` if these losses exist.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -106,12 +116,13 @@ def _policy_part(
     kl_coef: float,
     sums: defaultdict[str, float],
 ) -> torch.Tensor:
-    """One micro-batch's part of the policy's loss; adds its metrics to `sums`."""
+    """Return the loss of one micro-batch, and add its metrics to `sums`."""
     batch, chosen = _batch(engine, samples, micro_batch, ppo, pad_id)
     output = engine(batch, ppo.temperature, ppo.entropy_coef > 0)
     if not micro_batch:
-        nothing: torch.Tensor = 0.0 * output.logprobs_N.sum()
-        return nothing
+        # Every rank must take part in the collectives of the backward pass.
+        zero: torch.Tensor = 0.0 * output.logprobs_N.sum()
+        return zero
     mask_ST = _mask(chosen, batch)
     logprobs_ST = _rows(output.logprobs_N, batch)
     mean: dict[str, Any] = {"aggregation": ppo.loss_sum, "denominator": denominator}
@@ -135,9 +146,9 @@ def _policy_part(
         loss = loss - ppo.entropy_coef * entropy_bonus(_rows(output.entropy_N, batch), mask_ST, **mean)
     if ppo.kl.place == "loss":
         ref_ST = _stack([s.ref_logprobs for s in chosen], batch)
-        paid = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
-        sums["kl_loss"] += paid.item()
-        loss = loss + kl_coef * paid
+        kl = kl_loss(logprobs_ST, ref_ST, mask_ST, ppo.kl.used_estimator, **mean)
+        sums["kl_loss"] += kl.item()
+        loss = loss + kl_coef * kl
     return loss
 
 
@@ -150,9 +161,9 @@ def update_critic(
     *,
     clip_values: bool = True,
 ) -> dict[str, float]:
-    """Squared error, clipped by `ppo.value_clip` if `clip_values` is True.
+    """Train the critic with the squared error, clipped by `ppo.value_clip` if `clip_values` is True.
 
-    Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
+    The other arguments are those of `update_policy`. Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -203,7 +214,7 @@ def _batch(
 
 
 def _rows(values_N: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """(N,) -> (S, T), zeros beyond each response."""
+    """Reshape (N,) to (S, T), with zeros after each response."""
     return pad_sequence(batch.split(values_N), batch_first=True)
 
 
