@@ -1,6 +1,4 @@
-"""Seeds, and the orders they decide, are functions of what they are for, never state that must be carried
-along.
-"""
+"""Seeds and orders, computed from their purpose. There is no generator whose state a checkpoint must contain."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from functools import lru_cache
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:
-    """A 63-bit seed: blake2b of the run's seed and the parts, such as (stage, step, prompt id, sample index).
+    """Return a 63-bit seed: blake2b of the run's seed and of parts such as (stage, step, prompt id, sample index).
 
     >>> derive_seed(0, "ppo", 3, "p17", 0) == derive_seed(0, "ppo", 3, "p17", 0)
     True
@@ -21,13 +19,13 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
 
 @lru_cache(maxsize=4)
 def permutation(count: int, seed: int) -> tuple[int, ...]:
-    """0..count-1 in the order that `seed` decides."""
+    """Return 0..count-1 in an order that follows from `seed`."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return tuple(order)
 
 
 def epoch_batches(count: int, batch_size: int, seed: int, epoch: int) -> list[tuple[int, ...]]:
-    """A fresh permutation of 0..count-1, cut into batches; every sample once, the last batch may be smaller."""
+    """Return the batches of an epoch: a permutation of 0..count-1, of which the last batch may be smaller."""
     order = permutation(count, derive_seed(seed, "epoch", epoch))
     return [order[i : i + batch_size] for i in range(0, count, batch_size)]

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from samples, and the coefficient that weighs it.
+"""Estimators of the KL divergence from samples, and controllers of its coefficient.
 
 Axes: B sequences, T response tokens. Estimators are elementwise and take any shape.
 """
@@ -44,13 +44,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) ->
 
 
 class FixedKL:
-    """A KL coefficient that stays what it is. `coef`: reward per nat."""
+    """A constant KL coefficient. `coef`: reward per nat."""
 
     def __init__(self, coef: float) -> None:
         self.coef = float(coef)
 
     def update(self, kl: float, n_sequences: int) -> None:
-        """Nothing: here so that callers treat both controllers alike."""
+        """Do nothing. Both controllers have the same interface."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
@@ -60,7 +60,7 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """A KL coefficient steered towards a target.
+    """A KL coefficient that is adapted to reach a target.
 
         coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon
 
@@ -80,8 +80,8 @@ class AdaptiveKL:
     def update(self, kl: float, n_sequences: int) -> None:
         """Move `coef` after `n_sequences` whose mean KL was `kl`: the token SUM of k1 per sequence, in nats.
 
-        A `kl` that is not finite changes nothing: it belongs to a step that is skipped and counted elsewhere,
-        and must not live on in the coefficient and its checkpoints.
+        A `kl` that is not finite changes nothing. It belongs to a skipped step, and must not enter the coefficient
+        and its checkpoints.
         """
         if not math.isfinite(kl):
             return

@@ -1,9 +1,9 @@
-"""Training ranks of one stage on one host: rank 0 is the stage's own process, the others are spawned beside
-it.
+"""Training ranks of one stage on one host. Rank 0 is the process of the stage, which spawns the others.
 
-rank 0    waits until every other rank is up, then works; a broken collective is explained by the rank that broke it,
-          one that timed out by the rank that is stuck (`rlhf_core.system.heartbeat`)
-rank r    "up" through its pipe, works, and sends its error, if any, before it ends
+rank 0    waits until all other ranks have started, and runs the work. If a collective fails, it raises the error of
+          the rank that failed; if one times out, an error that names the stalled rank
+          (`rlhf_core.system.heartbeat`)
+rank r    sends "up" through its pipe, runs the work, and sends its error, if any, before it ends
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, fr
 from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
 from rlhf_core.system.stopping import EXIT_STOPPED
 
-_LOOK_SECONDS = 0.5
-_NOTICE_SECONDS = 5.0
-"""In which rank 0 sees by itself that another has failed, where it can."""
-_LAST_WORD_SECONDS = 5.0
-"""How long a rank's own error may follow the collective that it broke."""
+_POLL_SECONDS = 0.5
+_DETECTION_SECONDS = 5.0
+"""Time for rank 0 to detect the failure of another rank itself, before the stage is aborted."""
+_ERROR_SECONDS = 5.0
+"""Time in which a rank that failed sends its error and ends, after its collective broke."""
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cuda" or "cpu": what `wanted` (auto, cuda, cpu) leads to, as it did for keys and precision. Raises
-    ConfigError where that is a GPU and torch cannot use one.
+    """Return "cuda" or "cpu" for `wanted` (auto, cuda, cpu).
+
+    The decision is the one that keys and precision are based on. Raises ConfigError if it is a GPU and torch cannot
+    use one.
     """
     import torch
 
@@ -47,8 +49,8 @@ def resolve_device(wanted: str) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {wanted} leads to a GPU here, but torch cannot use any: mend the driver (`nvidia-smi`"
-            " tells), or say that the device is cpu"
+            f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not available; fix the driver"
+            " (see `nvidia-smi`), or set run.device=cpu"
         )
     return "cuda"
 
@@ -64,10 +66,20 @@ def run_ranks(
 ) -> Any:
     """Call `work(rank, *args, context)` on every rank and return what rank 0 returned.
 
-    `context` is `rank_zero` on rank 0 and None elsewhere: only rank 0 tracks, commits and reports. `work` and
-    `args` must be picklable. An error of another rank is raised here with its class and the rank's number; a
-    rank that dies without a word is a WorkerDied, one that does not move a WorkerStuck. `monitor`: the stage's,
-    entered; None: one's own.
+    Args:
+        work: Runs on each rank. It must be picklable.
+        ranks: Number of ranks.
+        device: "cpu" or "cuda".
+        args: Further arguments of `work`. They must be picklable.
+        rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on the
+            others.
+        timeouts: Section `run.timeouts`.
+        monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+
+    Raises:
+        WorkerDied: A rank died without an error.
+        WorkerStuck: A rank stalled.
+        RLHFError: The error of another rank, with its class and the number of the rank.
     """
     limits = timeouts or TimeoutsConfig()
     with (
@@ -85,19 +97,19 @@ def run_ranks(
         try:
             _await_start(others, limits.start)
             join(own)
-            with _told_of_failures(others, seen):
+            with _abort_on_failure(others, seen):
                 result = work(own, *args, rank_zero)
-                # Before the others are waited for: the end of NCCL's communicators takes all of their ranks.
+                # Before the wait for the others: NCCL ends its communicators on all ranks together.
                 leave()
             _await_end(others, limits.stall)
             return result
         except RuntimeError as error:
-            raise _explained(error, others, seen, limits) from error
+            raise _error_of_failed_rank(error, others, seen, limits) from error
         finally:
             for other in others:
                 other.process.kill()
                 other.process.join()
-            if device == "cpu":  # after an error NCCL would wait for ranks that are gone
+            if device == "cpu":  # after an error NCCL would wait for dead ranks
                 leave()
             unregister()
 
@@ -108,7 +120,7 @@ def _name(rank: Rank) -> str:
 
 @dataclass(frozen=True)
 class _Other:
-    """A rank beside rank 0."""
+    """A rank other than rank 0, as rank 0 sees it."""
 
     rank: int
     process: Any
@@ -129,17 +141,17 @@ class _Other:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended, and neither well nor because all were asked to stop."""
+        """Whether it has ended with an error. A requested stop is not an error."""
         return self.process.exitcode not in (None, 0, EXIT_STOPPED)
 
     @cached_property
     def error(self) -> RLHFError:
-        """What it said before it ended, or that it said nothing."""
+        """The error that it sent, or a WorkerDied if it sent none."""
         try:
             while self.pipe.poll():
-                word = self.pipe.recv()
-                if isinstance(word, dict):
-                    error = from_record(word)
+                message = self.pipe.recv()
+                if isinstance(message, dict):
+                    error = from_record(message)
                     return type(error)(f"training rank {self.rank}: {error.message}")
         except EOFError:
             pass
@@ -150,7 +162,10 @@ class _Other:
 
 
 def _await_start(others: list[_Other], seconds: float) -> None:
-    """Every rank is up, or the error of the first that is not: before a rendezvous that would wait for it."""
+    """Wait until all ranks have started. Raises the error of the first that did not.
+
+    Without this, rank 0 would wait in the rendezvous until its timeout.
+    """
     deadline = time.monotonic() + seconds
     for other in others:
         wait([other.pipe, other.process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
@@ -160,35 +175,36 @@ def _await_start(others: list[_Other], seconds: float) -> None:
                 f"training rank {other.rank} was not up after {seconds:g} s (run.timeouts.start)"
             )
         if not up:
-            other.process.join(_LAST_WORD_SECONDS)
+            other.process.join(_ERROR_SECONDS)
             raise other.error
 
 
 @contextmanager
-def _told_of_failures(others: list[_Other], monitor: Monitor) -> Iterator[None]:
-    """While it lasts, the stage fails with the error of a rank that ends with one, if rank 0 does not notice:
-    a collective of gloo breaks when a peer is gone, one of NCCL waits for it.
-    """
-    over = threading.Event()
+def _abort_on_failure(others: list[_Other], monitor: Monitor) -> Iterator[None]:
+    """In this context, abort the stage if another rank fails and rank 0 does not detect it.
 
-    def look() -> None:
-        patience = _NOTICE_SECONDS
-        while not over.wait(_LOOK_SECONDS):
+    A collective of gloo fails if a rank dies. A collective of NCCL waits for it.
+    """
+    closed = threading.Event()
+
+    def poll() -> None:
+        seconds_left = _DETECTION_SECONDS
+        while not closed.wait(_POLL_SECONDS):
             failed = next((other for other in others if other.has_failed), None)
-            # What rank 0 commits is worth having, and it waits for nobody there.
+            # A commit does not depend on the other ranks, and should be completed.
             if failed is not None and current_activity() != "commit":
-                patience -= _LOOK_SECONDS
-            if failed is not None and patience <= 0:
+                seconds_left -= _POLL_SECONDS
+            if failed is not None and seconds_left <= 0:
                 monitor.abort(failed.error)
                 return
 
-    thread = threading.Thread(target=look, name="other-ranks", daemon=True)
+    thread = threading.Thread(target=poll, name="other-ranks", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
-        thread.join(_LAST_WORD_SECONDS)
+        closed.set()
+        thread.join(_ERROR_SECONDS)
 
 
 def _await_end(others: list[_Other], seconds: float) -> None:
@@ -202,15 +218,15 @@ def _await_end(others: list[_Other], seconds: float) -> None:
             raise other.error
 
 
-def _explained(
+def _error_of_failed_rank(
     error: RuntimeError, others: list[_Other], monitor: Monitor, limits: TimeoutsConfig
 ) -> Exception:
-    """The error of the rank that made rank 0 raise `error`, which is its own if no other rank is to blame."""
-    idle()  # rank 0 has moved: it raised
+    """Return the error of the rank that caused `error` on rank 0, or `error` itself."""
+    idle()  # rank 0 itself is not stalled
     stuck = any(
         participant.state == "suspended" or participant.stalled for participant in monitor.unhealthy()
     )
-    culprit = None if stuck else _first_dead(others, _LAST_WORD_SECONDS)
+    culprit = None if stuck else _first_dead(others, _ERROR_SECONDS)
     if culprit is not None:
         return culprit.error
     if stuck or (others and "timed out" in str(error).lower()):
@@ -229,7 +245,7 @@ def _first_dead(others: list[_Other], seconds: float) -> _Other | None:
     ended = wait([other.process.sentinel for other in others], timeout=seconds) if others else []
     for other in others:
         if other.process.sentinel in ended:
-            other.process.join(1.0)  # its end is seen a moment before its exit code
+            other.process.join(1.0)  # the exit code is available a moment after the sentinel
             if other.process.exitcode != 0:
                 return other
     return None
@@ -257,8 +273,7 @@ def _other_rank(
         code = 1
     finally:
         unregister()
-    # Where Python takes itself apart while torch's threads still run, it aborts now and then, or waits for
-    # other ranks.
+    # Python's own shutdown sometimes aborts or waits for other ranks, because torch's threads still run.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

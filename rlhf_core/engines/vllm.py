@@ -14,7 +14,7 @@ from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout
 
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for."""
+"""Adapter ranks that vLLM supports."""
 CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
 """
@@ -22,7 +22,7 @@ _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 
 
 class Engine:
-    """Samples responses. Same prompts, seeds and weights: same tokens (on the CPU: same bits)."""
+    """Samples responses. The same prompts, seeds and weights give the same tokens, on the CPU the same bits."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Engine:
         if eos is None:
             raise ModelError(f"{model}/config.json: eos_token_id is missing; without it no response can end")
         self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
-        # Left to itself, vLLM would ask Ray for workers, in a placement group that has none for them.
+        # By default vLLM starts workers with Ray if it runs in an actor, but the placement group has no bundles
+        # for them.
         options: dict[str, Any] = {
             "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"
         }
@@ -83,11 +84,12 @@ class Engine:
                 **options,
             )
         except (ValueError, AssertionError) as error:
-            if (told := _of_memory(error)) is None:
+            memory_error = _memory_error(error)
+            if memory_error is None:
                 raise
-            raise told from error
+            raise memory_error from error
 
-        self.llm.llm_engine.step = _moving(self.llm.llm_engine.step)
+        self.llm.llm_engine.step = _with_heartbeats(self.llm.llm_engine.step)
 
     def generate(
         self,
@@ -100,11 +102,19 @@ class Engine:
         policy_version: int,
         adapter: int | None = None,
     ) -> list[Rollout]:
-        """`n` responses to each prompt, all prompts at once; in the order of prompts, then of samples.
+        """Sample `n` responses to each prompt, in the order of prompts, then of samples.
 
-        The n samples of a prompt are one request with one seed. Only the temperature shapes the distribution:
-        a truncating sampler would make every log-probability of PPO wrong. `adapter`: the number under which
-        `SyncExtension.load_adapter` loaded one; no other is used instead.
+        Only the temperature changes the distribution: with top-p or top-k, the log-probabilities of PPO would be
+        wrong.
+
+        Args:
+            prompts: All are sampled at the same time.
+            n: The samples of a prompt are one request with one seed.
+            max_new_tokens: Length limit.
+            temperature: Of the softmax.
+            seeds: One per prompt.
+            policy_version: Is stored in the rollouts.
+            adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.
         """
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
@@ -124,7 +134,7 @@ class Engine:
                 for seed in seeds
             ],
             use_tqdm=False,
-            # Its address leads nowhere: an adapter that was not loaded by a sync is an error.
+            # The path does not exist, so an adapter that no sync has loaded is an error.
             lora_request=None if adapter is None else LoRARequest(f"policy-{adapter}", adapter, "not-synced"),
         )
         rollouts = []
@@ -148,7 +158,7 @@ class Engine:
         return rollouts
 
     def load_adapter(self, number: int, folder: Path) -> None:
-        """Serve the adapter in `folder` (PEFT's layout) under this number."""
+        """Load the adapter in `folder` (PEFT's layout) under this number."""
         from vllm.lora.request import LoRARequest
 
         self.llm.llm_engine.add_lora(LoRARequest(f"policy-{number}", number, str(folder)))
@@ -157,7 +167,7 @@ class Engine:
         """Free the model and its KV cache."""
         import gc
 
-        # While the model is still known to it: what torch.compile hooked in would keep its weights on the
+        # First, while the engine still refers to the model: hooks of torch.compile would keep its weights on the
         # device.
         if (unhook := getattr(self.llm.llm_engine, "_finalizer", None)) is not None:
             unhook()
@@ -180,29 +190,29 @@ _NO_CACHE = ("available memory for the cache blocks", "To serve at least one req
 _TAKEN = (
     "less than desired GPU memory utilization",
     "is less than requested memory for kv",
-    "Error in memory profiling",  # others gave memory back while it looked
+    "Error in memory profiling",  # another process freed memory during the measurement
 )
-"""vLLM's words for what it does not have, and for what others have: ValueErrors and failed assertions, but of
-the device and not of the code.
+"""Parts of vLLM's error messages for too little memory, and for memory that other processes use. vLLM raises them
+as ValueError or AssertionError.
 """
 
 
-def _of_memory(error: Exception) -> RLHFError | None:
-    """The project's error for vLLM's, where it is about memory."""
-    words = " ".join(str(error).split())
-    if any(known in words for known in _TAKEN):
-        return OutOfMemory(f"an engine has too little memory: {words[:300]}")
-    if any(known in words for known in _NO_CACHE):
+def _memory_error(error: Exception) -> RLHFError | None:
+    """Return the error of the project for an error of vLLM about memory; None for other errors."""
+    text = " ".join(str(error).split())
+    if any(part in text for part in _TAKEN):
+        return OutOfMemory(f"an engine has too little memory: {text[:300]}")
+    if any(part in text for part in _NO_CACHE):
         return InfrastructureError(
-            f"an engine has too little memory for its KV cache ({words[:200]}); raise"
+            f"an engine has too little memory for its KV cache ({text[:200]}); raise"
             " ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter"
             " sequences"
         )
     return None
 
 
-def _moving(step: Callable[[], Any]) -> Callable[[], Any]:
-    """vLLM's `step`, as a sign of life: a long batch is no stuck engine."""
+def _with_heartbeats(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Return vLLM's `step` with a heartbeat, so that an engine with a long batch does not count as stalled."""
 
     def run() -> Any:
         heartbeat("decode")
@@ -212,11 +222,11 @@ def _moving(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _set_environment(engine: EngineConfig, device: str) -> None:
-    """What vLLM reads at import; it must be set before."""
+    """Set the variables that vLLM reads when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if engine.tensor_parallel == 1:
-        # In-process: no extra engine process to lose, and a start in 5 s instead of 26 s.
+        # No separate engine process, which could die alone; and it starts in 5 s instead of 26 s.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if device == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -1,11 +1,11 @@
-"""The engines' side of weight sync: backends for vLLM's weight-transfer API that checksum every tensor that
-arrives.
+"""The engines' side of weight sync: backends of vLLM's weight-transfer API that compute a checksum of each received
+tensor.
 
-vLLM imports this module in each of an engine's workers (`worker_extension_cls`), which registers the
-backends: `rlhf_gloo` is ours; `rlhf_nccl` and `rlhf_ipc` are vLLM's own with the checksums added.
+vLLM imports this module in each worker of an engine (`worker_extension_cls`). The import registers the backends:
+`rlhf_gloo` is implemented here; `rlhf_nccl` and `rlhf_ipc` are those of vLLM with checksums.
 
-Where LoRA is enabled in the engine, what arrives is an adapter: it is kept aside, the model's weights stay,
-and `SyncExtension.load_adapter` hands it to vLLM's own loader.
+If LoRA is enabled in the engine, the tensors are those of an adapter. They are stored without a change of the model,
+and `SyncExtension.load_adapter` passes them to vLLM's loader.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec, cut, tensor_checks
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped here
-    """Where the sender waits. The receivers' ranks follow `rank_offset` in the order of engines and their
+    """Address of the sender. The ranks of the receivers start at `rank_offset`, in the order of engines and their
     workers.
     """
 
@@ -45,7 +45,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is unt
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vllm is untyped here
-    """What comes, in order."""
+    """The tensors of an update, in order."""
 
     names: list[str]
     dtypes: list[str]
@@ -66,8 +66,8 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.inbox = _Inbox(self.model, keep=self.vllm_config.lora_config is not None)
-        if not self.inbox.keep:
+        self.inbox = _Inbox(self.model, is_adapter=self.vllm_config.lora_config is not None)
+        if not self.inbox.is_adapter:
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if self.inbox.keep:
+        if self.inbox.is_adapter:
             return
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_embeddings(self.model)
@@ -99,11 +99,10 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
-    """Pack embedding matrices again from the weights that now lie in them.
+    """Pack the embedding matrices again after an update.
 
-    On the CPU vLLM multiplies with a packed copy. A head tied to the input embedding receives no tensor of
-    its own, so the reload updates the shared matrix but not the head's copy: logits would come from the old
-    policy.
+    On the CPU vLLM multiplies with a packed copy. A head that is tied to the input embedding gets no tensor of its
+    own, so the reload updates the shared matrix but not the packed copy, and logits would be those of the old policy.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -114,15 +113,15 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
 
 
 class _Inbox:
-    """Stands in for the model while weights arrive: checksums each tensor, then loads it, or keeps it if it
-    belongs to an adapter (`keep`).
+    """Replaces the model during an update. It computes the checksum of each tensor, and then loads it into the model,
+    or stores it if it belongs to an adapter (`is_adapter`).
     """
 
-    def __init__(self, model: torch.nn.Module, *, keep: bool) -> None:
+    def __init__(self, model: torch.nn.Module, *, is_adapter: bool) -> None:
         self._model = model
-        self.keep = keep
+        self.is_adapter = is_adapter
         self.checksums: dict[str, str] = {}
-        self.kept: dict[str, torch.Tensor] = {}
+        self.adapter: dict[str, torch.Tensor] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         def hashed() -> Iterable[tuple[str, torch.Tensor]]:
@@ -132,9 +131,9 @@ class _Inbox:
                 self.checksums[name] = tensor_checksum(tensor)
                 yield name, tensor
 
-        if self.keep:
-            # Copies: vLLM's backends reuse their buffers.
-            self.kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in hashed())
+        if self.is_adapter:
+            # Copied, because vLLM's backends reuse their buffers.
+            self.adapter.update((name, tensor.to("cpu", copy=True)) for name, tensor in hashed())
             return None
         return self._model.load_weights(hashed())  # type: ignore[operator]
 
@@ -143,14 +142,14 @@ class _Inbox:
 
 
 def _checksummed(base: Any) -> Any:
-    """vLLM's backend `base` with an inbox."""
+    """Return vLLM's backend `base` with an inbox."""
 
     class Checksummed(base):  # type: ignore[misc]
         model: Any
 
         def start_weight_update(self) -> None:
-            self.inbox = _Inbox(self.model, keep=self.vllm_config.lora_config is not None)
-            if not self.inbox.keep:
+            self.inbox = _Inbox(self.model, is_adapter=self.vllm_config.lora_config is not None)
+            if not self.inbox.is_adapter:
                 super().start_weight_update()
 
         def receive_weights(self, update_info: Any) -> None:
@@ -162,7 +161,7 @@ def _checksummed(base: Any) -> Any:
                 self.model = model
 
         def finish_weight_update(self) -> None:
-            if not self.inbox.keep:
+            if not self.inbox.is_adapter:
                 super().finish_weight_update()
 
     Checksummed.__name__ = f"Checksummed{base.__name__}"
@@ -176,23 +175,23 @@ class SyncExtension:
     add_lora: Any
 
     def received_checksums(self) -> dict[str, str]:
-        """Tensor name -> checksum of the last update."""
+        """Return the checksums of the last update by tensor name."""
         return dict(self.weight_transfer_engine.inbox.checksums)
 
     def load_adapter(self, number: int, config: dict[str, Any]) -> None:
-        """Serve the adapter of the last update as `number`, in place of any other. `config`: PEFT's.
+        """Load the adapter of the last update under `number`. `config` is PEFT's.
 
-        vLLM loads adapters from files only; these live for a moment.
+        vLLM loads adapters from files only, so temporary files are written.
         """
         from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
         inbox = self.weight_transfer_engine.inbox
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
-            save_file(inbox.kept, Path(folder) / "adapter_model.safetensors")
+            save_file(inbox.adapter, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
             self.add_lora(LoRARequest(f"policy-{number}", number, folder))
-        inbox.kept = {}
+        inbox.adapter = {}
 
 
 def _register() -> None:

@@ -1,5 +1,5 @@
-"""The trainers' side of weight sync. Every policy rank calls `send`: gathering is a collective; rank 0 also
-transmits.
+"""The trainers' side of weight sync. Every policy rank calls `send`, because gathering the weights is a collective
+operation. Rank 0 also transmits them.
 
 start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
 """
@@ -31,11 +31,11 @@ from rlhf_core.weight_sync.wire import (
 )
 
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""A fresh pass over (name, full tensor), in the same order on every rank."""
+"""Starts a new iteration over (name, full tensor), in the same order on every rank."""
 
 
 class EngineClient(Protocol):
-    """vLLM's weight-sync control plane, fanned out to all engines, plus the acknowledgement."""
+    """Calls vLLM's weight-sync methods on all engines, and collects their acknowledgements."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
@@ -100,15 +100,15 @@ class WeightSender:
             self._transport = _VllmTransport(self._stream, specs, client, rank, transport)
 
     def send(self, version: int) -> SyncReport | None:
-        """One whole sync; a collective. Raises WeightSyncError unless every engine acknowledges version and
-        checksums.
+        """Send all weights. This is a collective operation.
 
-        Returns the report on rank 0, None elsewhere.
+        Returns the report on rank 0 and None on the others. Raises WeightSyncError unless every engine acknowledges
+        the version and the checksums.
         """
         started = time.monotonic()
         self._checksums = {}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch declares it without types
-            # The transports read on streams of their own, which do not wait for the optimizer's.
+            # The transports use other streams, which do not wait for the optimizer's last step.
             torch.cuda.synchronize()
         self._transport.send(str(version))
         if self._client is None:
@@ -118,7 +118,7 @@ class WeightSender:
         return SyncReport(version, len(self._specs), total, time.monotonic() - started)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the engines' precision; rank 0 notes each tensor's checksum as it passes."""
+        """Yield the weights in the engines' precision. Rank 0 stores the checksum of each tensor."""
         for spec, (name, tensor) in zip(self._specs, self._weights(), strict=True):
             assert spec.name == name, f"weights come out of order: {name} where {spec.name} was declared"
             tensor = tensor.to(spec.dtype)
@@ -167,7 +167,7 @@ class _GlooTransport:
             if self._client is not None:
                 self._transmit(self._client, stream, version)
         finally:
-            # Also where the engines failed: the other ranks are in the gathers, and wait for this one.
+            # Also if the engines failed: the other ranks wait for this one in the remaining collectives.
             for _ in stream:
                 pass
 
@@ -186,8 +186,7 @@ class _GlooTransport:
             self._broadcast(stream, received)
             received.result()
         finally:
-            # A broken broadcast leaves the engines' call hanging until its timeout; the error must not wait
-            # for it.
+            # No wait: after a broken broadcast, the engines' call only ends with its timeout.
             pool.shutdown(wait=False)
         client.finish_weight_update(version)
 
@@ -202,16 +201,16 @@ class _GlooTransport:
             if sending is not None:
                 self._finish(sending[0], received)
         except RuntimeError as error:
-            # A broken connection is what is left of an engine's own error, which arrives a moment later.
+            # The connection breaks because an engine failed, and its own error arrives a moment later.
             with contextlib.suppress(FutureTimeout):
                 received.result(timeout=5)
             raise WeightSyncError(f"the broadcast to the engines broke: {error}") from error
-        for _ in stream:  # lets the last gather group close
+        for _ in stream:  # ends the last gathering context
             raise AssertionError("more weights than were declared")
 
     @staticmethod
     def _finish(sending: Any, received: Future[None]) -> None:
-        """Wait for a bucket, unless the engines have failed meanwhile: nobody would take it then."""
+        """Wait until a bucket is sent. Raises the error of the engines if they fail while it waits."""
         while not sending.is_completed():
             if received.done():
                 received.result()
@@ -254,7 +253,7 @@ class _VllmTransport:
                 rank=rank,
                 packed_buffer_size_bytes=transport.bucket_bytes,
             )
-            # vLLM makes a stream of its own the current one; DeepSpeed counts on the default stream.
+            # vLLM changes the current stream, but DeepSpeed needs the default stream.
             with torch.cuda.stream(torch.cuda.current_stream()):
                 self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
                     nccl, client=self._client, source=Source()
@@ -265,7 +264,7 @@ class _VllmTransport:
                 IPCTrainerWeightTransferEngine,
             )
 
-            # Unlike the others, it takes no tensor that is larger than a bucket.
+            # Unlike the other backends, it refuses tensors that are larger than a bucket.
             size = max(transport.bucket_bytes, *(spec.bytes for spec in specs))
             ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
             self._engine = IPCTrainerWeightTransferEngine.trainer_init(

@@ -34,7 +34,7 @@ _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor on the wire."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class TensorSpec:
 
 
 def cut(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
-    """Consecutive specs into buckets of at most `limit` bytes; a larger tensor has a bucket of its own."""
+    """Group consecutive specs into buckets of at most `limit` bytes. A larger tensor is a bucket of its own."""
     buckets: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:
@@ -59,12 +59,12 @@ def cut(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(bytes,) uint8: the tensors' bytes one after the other."""
+    """Concatenate the bytes of tensors to one tensor of shape (bytes,) and dtype uint8."""
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
 def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Tensors with the bytes of `buffer`; each copied, so alignment and lifetime are its own."""
+    """Return the tensors in `buffer`. They are copies, because a view may be misaligned for its dtype."""
     tensors = []
     offset = 0
     for spec in specs:
@@ -79,20 +79,20 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tens
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """What one engine says after a sync."""
+    """The answer of one engine after a sync."""
 
     engine: int
     version: int
     checksums: Mapping[str, str]
-    """Tensor name -> checksum of what arrived."""
+    """Checksums of the received tensors by name."""
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """Two 64-bit sums of the elements' bits, the second weighted by odd numbers that depend on the position.
+    """Return two 64-bit sums of the elements' bits, the second with odd weights that depend on the position.
 
-    Any single altered element changes both; swapped elements change the second. Integer arithmetic modulo
-    2^64, so the order of summation, and hence the device, does not matter. Needs 8 bytes of scratch for each
-    of 4 M elements.
+    Any single altered element changes both sums, and swapped elements change the second. The arithmetic is modulo
+    2^64, so the result does not depend on the order of summation and on the device. It needs 8 bytes of memory for
+    each of 4 M elements. vLLM's own checksums hash the fused parameters, which are empty on the CPU.
     """
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_VIEWS[bits.element_size()])
@@ -106,7 +106,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
 
 def verify(sent: Mapping[str, str], version: int, acknowledgements: Sequence[Acknowledgement]) -> None:
-    """Raise WeightSyncError, naming engine and tensor, unless every engine has exactly what was sent."""
+    """Raise a WeightSyncError that names engine and tensor unless every engine has exactly what was sent."""
     for ack in acknowledgements:
         if ack.version != version:
             raise WeightSyncError(
@@ -128,7 +128,7 @@ def verify(sent: Mapping[str, str], version: int, acknowledgements: Sequence[Ack
 
 
 class GlooGroup:
-    """Rank 0 sends, the others receive."""
+    """A process group in which rank 0 sends and the others receive."""
 
     def __init__(
         self,
@@ -145,13 +145,14 @@ class GlooGroup:
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
 
     def send(self, buffer: torch.Tensor) -> Any:
-        """Start broadcasting (bytes,) uint8 from rank 0; `wait()` on what it returns before reusing the
-        buffer.
+        """Start to broadcast a buffer (bytes,) of uint8 from rank 0.
+
+        Call `wait()` on the result before the buffer is used again.
         """
         return self._group.broadcast(buffer, 0)
 
     def receive(self, size: int) -> torch.Tensor:
-        """(size,) uint8 from rank 0."""
+        """Receive a buffer (size,) of uint8 from rank 0."""
         buffer = torch.empty(size, dtype=torch.uint8)
         self._group.broadcast(buffer, 0).wait()
         return buffer

@@ -46,7 +46,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(monkeypatch: pyt
     assert resolve_device("cpu") == "cpu"
     for wanted in ("auto", "cuda"):
         with pytest.raises(
-            ConfigError, match=f"device {wanted} leads to a GPU here, but torch cannot use any"
+            ConfigError, match=f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not"
         ):
             resolve_device(wanted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
