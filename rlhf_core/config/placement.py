@@ -1,4 +1,4 @@
-"""Which processes PPO runs, as plain data: no Ray here.
+"""The processes of PPO as plain data, without Ray.
 
 group      ranks x roles in one process each; the ranks of a group are one torch.distributed world
 engines    one process each, `tensor_parallel` GPUs each
@@ -14,7 +14,7 @@ from rlhf_core.config.training import DeepSpeedConfig
 
 Role = Literal["policy", "reference", "critic", "reward"]
 
-_WORDS: dict[Role, str] = {
+_LABELS: dict[Role, str] = {
     "policy": "policy",
     "reference": "reference",
     "critic": "critic",
@@ -36,22 +36,22 @@ class Group:
         return "+".join(self.roles)
 
     @property
-    def words(self) -> str:
-        return " + ".join(_WORDS[role] for role in self.roles)
+    def label(self) -> str:
+        """The roles in words: `critic + reward model`."""
+        return " + ".join(_LABELS[role] for role in self.roles)
 
     def deepspeed(self, role: Role, ppo: PPOConfig) -> DeepSpeedConfig:
-        """How the model of `role` lies over the ranks."""
+        """Return how the model of `role` is distributed over the ranks of this group."""
         settings = ppo.policy_deepspeed if role in ("policy", "reference") else ppo.critic_deepspeed
-        # Groups of frozen models only, with a size of their own: whole copies.
-        return (
-            settings
-            if settings.ranks == self.ranks
-            else DeepSpeedConfig(ranks=self.ranks, dtype=settings.dtype)
-        )
+        if settings.ranks == self.ranks:
+            return settings
+        # Only a group of frozen models has another number of ranks, and each of them holds a whole copy.
+        return DeepSpeedConfig(ranks=self.ranks, dtype=settings.dtype)
 
     def adapted_from(self, role: Role, ppo: PPOConfig) -> Role | None:
-        """The trained model beside it that is `role` while its adapter is off; None where `role` has its own
-        weights.
+        """Return the role whose model is that of `role` while its adapter is disabled.
+
+        None if `role` has its own weights.
         """
         trained = _ADAPTED_FROM.get(role)
         return trained if ppo.lora is not None and trained in self.roles else None
@@ -59,13 +59,13 @@ class Group:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """All processes of PPO besides the controller."""
+    """All processes of PPO except the controller."""
 
     groups: tuple[Group, ...]
     engines: int
     tensor_parallel: int
     colocated: bool
-    """True where engines use the devices of the training ranks (`colocate: all`)."""
+    """Whether the engines use the devices of the training ranks (`colocate: all`)."""
 
     @property
     def ranks(self) -> int:
@@ -77,8 +77,8 @@ class PlacementPlan:
         return self.ranks + self.engines
 
     @property
-    def busy(self) -> int:
-        """Processes that compute at the same moment: engines and training ranks take turns."""
+    def concurrent(self) -> int:
+        """Processes that compute at the same time. Engines and training ranks take turns."""
         return max(self.engines, self.ranks)
 
     @property
@@ -89,7 +89,7 @@ class PlacementPlan:
 
     @property
     def gpus_per_rank(self) -> float:
-        """Ray's share of a GPU for one training rank; colocated trainers and engines take turns."""
+        """Share of a GPU that Ray reserves for one training rank. Colocated engines have the other half."""
         return 0.5 if self.colocated else 1
 
     @property
@@ -97,36 +97,41 @@ class PlacementPlan:
         return 0.5 * self.tensor_parallel if self.colocated else self.tensor_parallel
 
     def describe(self) -> str:
-        """`2 policy + reference, 2 critic + reward model, 4 engines = 8`"""
+        """Return the plan in words: `2 policy + reference, 2 critic + reward model, 4 engines = 8`."""
         engines = f"{self.engines} engines"
         if self.tensor_parallel > 1:
             engines += f" ({self.tensor_parallel} GPUs each)"
-        parts = ", ".join([*(f"{group.ranks} {group.words}" for group in self.groups), engines])
-        return (
-            f"{parts}, on the same GPUs = {self.devices}" if self.colocated else f"{parts} = {self.devices}"
-        )
+        parts = [f"{group.ranks} {group.label}" for group in self.groups]
+        shared = ", on the same GPUs" if self.colocated else ""
+        return f"{', '.join([*parts, engines])}{shared} = {self.devices}"
 
 
 def plan(ppo: PPOConfig) -> PlacementPlan:
-    """Return the processes for `ppo.colocate`. Models that the configuration does not have have none."""
-    wanted: list[tuple[tuple[Role, ...], int]] = []
+    """Return the processes for `ppo.colocate`, without those of models that do not exist."""
+    candidates: list[tuple[tuple[Role, ...], int]] = []
     policy, critic = ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks
     if ppo.colocate == "all":
-        wanted = [(("policy", "reference", "critic", "reward"), policy)]
+        candidates = [(("policy", "reference", "critic", "reward"), policy)]
     else:
         if ppo.colocate in ("policy_reference", "pairs"):
-            wanted += [(("policy", "reference"), policy)]
+            candidates += [(("policy", "reference"), policy)]
         else:
-            wanted += [(("policy",), policy), (("reference",), ppo.reference_ranks)]
+            candidates += [(("policy",), policy), (("reference",), ppo.reference_ranks)]
         if ppo.colocate in ("critic_reward", "pairs") and ppo.uses_critic:
-            wanted += [(("critic", "reward"), critic)]
+            candidates += [(("critic", "reward"), critic)]
         else:
-            wanted += [(("critic",), critic), (("reward",), ppo.reward_ranks)]
-    absent = {
-        role
-        for role, exists in (("critic", ppo.uses_critic), ("reward", ppo.uses_reward_model))
-        if not exists
+            candidates += [(("critic",), critic), (("reward",), ppo.reward_ranks)]
+    exists = {
+        "policy": True,
+        "reference": True,
+        "critic": ppo.uses_critic,
+        "reward": ppo.uses_reward_model,
     }
-    kept = [(tuple(role for role in roles if role not in absent), ranks) for roles, ranks in wanted]
-    groups = tuple(Group(roles, ranks) for roles, ranks in kept if roles)
-    return PlacementPlan(groups, ppo.engine.count, ppo.engine.tensor_parallel, ppo.colocate == "all")
+    groups = []
+    for roles, ranks in candidates:
+        present = tuple(role for role in roles if exists[role])
+        if present:
+            groups.append(Group(present, ranks))
+    return PlacementPlan(
+        tuple(groups), ppo.engine.count, ppo.engine.tensor_parallel, colocated=ppo.colocate == "all"
+    )

@@ -26,7 +26,7 @@ rlhf run deployments/configs/demo.yaml ppo.steps=20 ppo.kl.coef=0.02 'data.sft=[
 ```
 
 The items of a list have an index (`ppo.rewards.0.weight=2`). Unknown keys, wrong types and values out of
-range are errors that name the line, the rule and a fix. All of them are reported before anything heavy starts.
+range are errors that name the line, the rule and a fix. All are reported before anything heavy starts.
 
 The column "affects" says what a change of the field does:
 
@@ -34,8 +34,8 @@ The column "affects" says what a change of the field does:
   those after them.
 - `rounding`: the same numbers up to rounding. Finished stages are reused.
 - `execution`: only when, where and how fast something runs, and when a run stops. Finished stages are reused.
-- `content`: an address. The stage keys depend on its content, and not on the address, so files and folders can
-  be moved.
+- `content`: an address. The stage keys depend on its content, and not on the address, so files and folders
+  can be moved.
 
 `run.home` and `tracking.uri` decide to which registry `register` writes, so this stage runs again if they
 change.

@@ -96,9 +96,9 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
                 f"{field}.deepspeed.ranks is {ranks} on {cores} CPU cores: the ranks will take turns, each"
                 " with a copy of the model; lower it"
             )
-    if placement.busy > cores:
+    if placement.concurrent > cores:
         yield (
-            f"ppo has {placement.busy} processes at work at once ({placement.describe()}) on {cores} CPU"
+            f"ppo has {placement.concurrent} processes at work at once ({placement.describe()}) on {cores} CPU"
             " cores: they will take turns; lower ranks or ppo.engine.count for speed"
         )
     engine = config.ppo.engine

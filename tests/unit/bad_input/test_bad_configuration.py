@@ -1,8 +1,8 @@
 """Every bad configuration gives one clear message, before anything heavy starts.
 
-Locked here: each input of the tables ends `rlhf run` with exit code 2 and a message that names the file and
-line (or the override), the field, the value where it may be shown, the rule and a fix, without a traceback or
-a word of the validation library; all problems of a file are listed at once; secrets are never shown.
+Locked here: `rlhf run` ends with exit code 2 for each input of the tables. The message names the file and line
+(or the override), the field, the value if it may be shown, the rule and a fix. It has no traceback and no word
+of the validation library. All problems of a file are listed at once, and secrets are never shown.
 """
 
 from __future__ import annotations
@@ -402,16 +402,16 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize("bad", [*SYNTAX, *FIELDS], ids=lambda bad: bad.title)
-def test_a_bad_file_gives_one_message_with_place_rule_value_and_fix(command: Command, bad: Bad) -> None:
+def test_bad_file_is_reported_with_line_rule_value_and_fix(command: Command, bad: Bad) -> None:
     assert command.complaint(bad).startswith("c.yaml")
 
 
 @pytest.mark.parametrize("bad", OVERRIDES, ids=lambda bad: bad.title)
-def test_a_bad_override_gives_a_message_that_names_the_override(command: Command, bad: Bad) -> None:
+def test_bad_override_is_named_in_the_message(command: Command, bad: Bad) -> None:
     assert command.complaint(bad).startswith("override ")
 
 
-def test_a_missing_file_an_unreadable_one_and_a_folder_are_told_apart(
+def test_missing_unreadable_and_folder_have_different_messages(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "nowhere.yaml: configuration file not found" in command.said("run", "nowhere.yaml")
@@ -428,7 +428,7 @@ def test_a_missing_file_an_unreadable_one_and_a_folder_are_told_apart(
     assert "closed.yaml: permission denied" in command.said("run", "closed.yaml")
 
 
-def test_all_problems_are_listed_at_once_each_on_its_line(command: Command) -> None:
+def test_all_problems_are_listed_at_once(command: Command) -> None:
     text = "run:\n  name: ../x\n  nmae: 1\nppo:\n  steps: 0\n  gamma: 2\n"
     lines = command.complaint(Bad("six at once", text, (), ("sft.epochs=0", "x.y=1"))).splitlines()
     assert len(lines) == 6
@@ -443,7 +443,7 @@ def test_all_problems_are_listed_at_once_each_on_its_line(command: Command) -> N
         assert len([line for line in lines if line.startswith(place)]) == 1
 
 
-def test_items_that_are_wrong_do_not_make_a_list_too_short(command: Command) -> None:
+def test_wrong_items_do_not_make_a_list_too_short(command: Command) -> None:
     bad = Bad(
         "an item", "ppo: {rewards: [{type: length, target: 0, tolerance: 3}]}\n", ("ppo.rewards.0.target",)
     )
@@ -462,9 +462,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern[:10])
-def test_a_pattern_that_python_does_not_read_or_reads_in_two_ways_is_refused_with_its_field(
-    command: Command, pattern: str
-) -> None:
+def test_invalid_or_ambiguous_pattern_is_refused(command: Command, pattern: str) -> None:
     text = json.dumps({"ppo": {"rewards": [{"type": "format", "pattern": pattern}]}})
     command.complaint(
         Bad("a pattern", text, ("c.yaml:1: ppo.rewards.0", "regular expression", PATTERNS[pattern]))
@@ -510,9 +508,7 @@ RANGES = (
 
 
 @pytest.mark.parametrize("row", RANGES, ids=lambda row: f"{row[0]}{row[1]}")
-def test_numbers_that_nobody_can_mean_are_refused_with_range_and_reason(
-    command: Command, row: tuple[str, str, str, str]
-) -> None:
+def test_number_out_of_range_is_refused_with_reason(command: Command, row: tuple[str, str, str, str]) -> None:
     section, value, *words = row
     command.complaint(Bad("a range", f"{section}: {value}\n", tuple(words)))
 
@@ -526,9 +522,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("title", PLACES)
-def test_a_configuration_that_is_no_regular_file_is_refused_without_opening_it(
-    command: Command, title: str
-) -> None:
+def test_configuration_must_be_a_regular_file(command: Command, title: str) -> None:
     os.mkfifo(command.folder / "pipe.yaml")
     (command.folder / "loop.yaml").symlink_to("loop.yaml")
     (command.folder / "gone.yaml").symlink_to("nowhere")
@@ -543,7 +537,7 @@ def test_a_configuration_that_is_no_regular_file_is_refused_without_opening_it(
 
 
 @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
-def test_a_shape_that_is_no_regular_file_is_refused_without_opening_it(command: Command, target: str) -> None:
+def test_model_shape_must_be_a_regular_file(command: Command, target: str) -> None:
     os.mkfifo(command.folder / "pipe")
     (command.folder / "c.yaml").write_text("run: {device: cpu}\n")
     message = command.said("plan", "c.yaml", "--model-config", target)
@@ -551,7 +545,7 @@ def test_a_shape_that_is_no_regular_file_is_refused_without_opening_it(command: 
 
 
 @pytest.mark.parametrize("gpus", ["\u0668xA100-80G", "1000000000xA100-80G", "0xA100-80G"])
-def test_a_count_of_gpus_that_is_no_count_is_refused(command: Command, gpus: str) -> None:
+def test_invalid_count_of_gpus_is_refused(command: Command, gpus: str) -> None:
     (command.folder / "c.yaml").write_text("run: {seed: 1}\n")
     assert "--gpus: must be a count and a device" in command.said("plan", "c.yaml", "--gpus", gpus)
 
@@ -577,7 +571,7 @@ BROKEN_CHECKS = {
 
 
 @pytest.mark.parametrize("check", BROKEN_CHECKS)
-def test_whatever_a_check_runs_into_is_told_of_its_field_with_exit_code_2(
+def test_exception_of_a_check_is_reported_with_its_field(
     command: Command, monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -616,11 +610,11 @@ SECRETS = (
 
 
 @pytest.mark.parametrize("bad", SECRETS, ids=lambda bad: bad.title)
-def test_a_secret_is_never_shown(command: Command, bad: Bad) -> None:
+def test_secret_is_not_shown(command: Command, bad: Bad) -> None:
     assert SECRET not in command.complaint(bad)
 
 
-def test_what_the_error_was_made_from_does_not_hold_the_secret_either() -> None:
+def test_error_is_not_chained_to_one_with_the_secret() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(f"tracking: {{password: {SECRET}}}".encode())
     assert caught.value.__cause__ is None

@@ -1,11 +1,10 @@
-"""What holds for any configuration.
+"""Properties of all configurations.
 
 Locked here:
-- whatever a YAML file, its bytes, a tree of data or an override holds, loading ends in a PipelineConfig or a
-  ConfigError that names the place and shows nothing of the validation library;
-- a valid configuration, written out as YAML or JSON and loaded again, is the same one with the same stage
-  keys;
-- any single value put in the place of any field ends the same way.
+- any YAML file, bytes, tree of data or override gives a PipelineConfig or a ConfigError that names the file
+  or the override and has no word of the validation library;
+- a valid configuration that is written as YAML or JSON and loaded again is the same, with the same keys;
+- the same holds for any single value of any field.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ NASTY = st.sampled_from(
 @given(
     edits=st.lists(st.tuples(st.integers(0, len(BASE)), st.integers(0, 12), NASTY), min_size=1, max_size=4)
 )
-def test_any_edit_of_a_file_ends_in_a_configuration_or_a_config_error(
+def test_edited_file_loads_or_raises_config_error(
     edits: list[tuple[int, int, str]],
 ) -> None:
     text = BASE
@@ -73,7 +72,7 @@ def test_any_edit_of_a_file_ends_in_a_configuration_or_a_config_error(
 
 @QUIET
 @given(data=st.binary(max_size=200))
-def test_any_bytes_end_in_a_configuration_or_a_config_error(data: bytes) -> None:
+def test_random_bytes_load_or_raise_config_error(data: bytes) -> None:
     try:
         parse_config(data, "c.yaml")
     except ConfigError as error:
@@ -98,7 +97,7 @@ TREES = st.recursive(
         max_size=3,
     )
 )
-def test_any_tree_ends_in_a_configuration_or_a_config_error(tree: dict[str, Any]) -> None:
+def test_random_tree_loads_or_raises_config_error(tree: dict[str, Any]) -> None:
     try:
         config_from_tree(tree, "tree")
     except ConfigError as error:
@@ -169,7 +168,7 @@ def planted(changes: list[tuple[tuple[str, ...], Any]], lists: set[str]) -> dict
 
 @QUIET
 @given(st.lists(FIELD_VALUES, max_size=4), st.sets(st.sampled_from(sorted(LISTS))))
-def test_a_valid_configuration_written_out_and_loaded_again_is_the_same(
+def test_dumped_configuration_loads_as_the_same_one(
     changes: list[tuple[tuple[str, ...], Any]], lists: set[str]
 ) -> None:
     try:
@@ -189,9 +188,7 @@ def test_a_valid_configuration_written_out_and_loaded_again_is_the_same(
 
 @QUIET
 @given(path=st.sampled_from(LEAVES), value=TREES)
-def test_any_value_at_any_field_ends_in_a_configuration_or_a_message_about_it(
-    path: tuple[str, ...], value: Any
-) -> None:
+def test_any_value_of_a_field_loads_or_is_reported(path: tuple[str, ...], value: Any) -> None:
     try:
         config_from_tree(planted([(path, value)], set()), "tree")
     except ConfigError as error:
@@ -204,7 +201,7 @@ def test_any_value_at_any_field_ends_in_a_configuration_or_a_message_about_it(
     key=st.sampled_from([".".join(path) for path in LEAVES]) | st.text(max_size=12),
     value=st.text(max_size=16),
 )
-def test_any_override_ends_in_a_configuration_or_a_message_that_names_it(key: str, value: str) -> None:
+def test_random_override_is_applied_or_named_in_message(key: str, value: str) -> None:
     try:
         parse_config(b"run: {seed: 1}", "c.yaml", [f"{key}={value}"])
     except ConfigError as error:

@@ -1,12 +1,12 @@
 """Stage keys.
 
-- a setting changes the keys of its stage and, through digests, of what follows; never of what comes before
-- what only says when or where things happen changes no key; of all fields these are on a list, and no other
-  is left out
-- what is read from outside counts by content: a folder may move, and its changes are seen
-- names that users choose count, whatever they are; a registration belongs to one registry
-- what decides by rounding alone is named for a checkpoint
-- `device: auto` counts as the device it leads to
+- a setting changes the keys of its own stages only; later stages follow through the digests of their inputs
+- fields that do not affect results are in no key; they are listed here, and every other field is in a key
+- what is read from outside counts by content: a folder can be moved, and changes in it are noticed
+- keys that users choose, such as those of `rename`, count whatever they are called
+- a registration belongs to one registry
+- settings that affect rounding only are recorded for a checkpoint
+- `device: auto` has the key of the device that it resolves to
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
-def test_a_setting_changes_the_keys_of_its_stages_alone(tree: dict[str, Any], stages: set[str]) -> None:
+def test_setting_changes_only_keys_of_its_stages(tree: dict[str, Any], stages: set[str]) -> None:
     assert _changed(tree) == stages
 
 
@@ -165,7 +165,7 @@ def _stages_of(path: str) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(
+def test_every_field_not_listed_is_in_its_stage_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -185,7 +185,7 @@ def test_every_field_is_in_the_keys_of_its_stages_but_for_those_on_the_list(
     assert {source.type for source in config.ppo.rewards} == set(variants(reward))
 
 
-def test_a_folder_may_move_but_its_content_counts() -> None:
+def test_key_depends_on_content_and_not_on_path() -> None:
     here, there = (
         {"model": {"path": path}, "data": {"sft": [{"path": f"{path}/x.jsonl"}]}} for path in ("/a", "/b")
     )
@@ -195,14 +195,14 @@ def test_a_folder_may_move_but_its_content_counts() -> None:
     assert pipeline_key(config[0], {"model": "1"}) == pipeline_key(config[1], {"model": "1"})
 
 
-def test_a_field_may_be_renamed_to_a_word_that_means_something_elsewhere() -> None:
+def test_renamed_fields_count_whatever_their_names() -> None:
     renamed = [
         _keys({"data": {"sft": [{"path": "x.jsonl", "rename": names}]}}) for names in ({"path": "prompt"}, {})
     ]
     assert renamed[0]["data"] != renamed[1]["data"]
 
 
-def test_what_rounds_otherwise_is_named_for_the_stage_that_it_is_of() -> None:
+def test_roundings_are_the_rounding_settings_of_the_stage() -> None:
     config = config_from_tree({}, "test")
     names = {name: set(roundings(config, name)) for name in STAGES}
     assert names["data"] == names["register"] == set()
@@ -212,7 +212,7 @@ def test_what_rounds_otherwise_is_named_for_the_stage_that_it_is_of() -> None:
     assert {"ppo.micro_batch_tokens", "ppo.engine.max_num_seqs", "ppo.reward_ranks"} <= names["ppo"]
 
 
-def test_another_registry_needs_a_registration_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_registry_changes_the_register_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     here, there = (
         _keys({"run": {"home": home}, "store": {"url": "s3://one/store"}}) for home in ("/here", "/there")
@@ -220,7 +220,7 @@ def test_another_registry_needs_a_registration_of_its_own(monkeypatch: pytest.Mo
     assert {stage for stage in STAGES if here[stage] != there[stage]} == {"register"}
 
 
-def test_auto_counts_as_the_device_it_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_has_the_key_of_the_resolved_device(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = _keys({"run": {"device": "cpu"}})
     assert _keys({"run": {"device": "auto"}}) == fixed
     monkeypatch.setattr(keys, "runs_on_gpu", lambda config: config.run.device != "cpu")

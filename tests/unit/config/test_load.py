@@ -1,8 +1,8 @@
 """Loading a configuration.
 
-Locked here: what plain words mean (numbers, booleans, null, text), files with a BOM or CRLF, aliases,
-overrides of fields, lists and items, defaults of a section given in part, and that dumping and loading gives
-the same configuration.
+Locked here: the values of unquoted words (numbers, booleans, null, text), files with a BOM or CRLF, aliases,
+overrides of fields, lists and items, the defaults of a section given in part, and that a configuration can be
+dumped and loaded without a change.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from rlhf_core.errors import ConfigError
         ("1_000", "1_000"), ("2024-01-01", "2024-01-01"), ("1e", "1e"), (".", "."), ("-", "-"), ("nan", "nan"),
     ],
 )  # fmt: skip
-def test_a_plain_word_means_what_it_looks_like(word: str, value: object) -> None:
+def test_value_of_an_unquoted_word(word: str, value: object) -> None:
     found = scalar(word)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_quoted_word_is_always_text() -> None:
+def test_quoted_word_is_text() -> None:
     assert parse(b"a: '1'\nb: \"true\"\nc: ''\n", "x").tree == {"a": "1", "b": "true", "c": ""}
 
 
-def test_numbers_reach_fields_of_both_kinds() -> None:
+def test_numbers_for_int_and_float_fields() -> None:
     config = parse_config(b"sft: {optimizer: {learning_rate: 1e-5, eps: 1}}\nppo: {steps: 7}\n")
     assert config.sft.optimizer.learning_rate == 1e-5
     assert config.sft.optimizer.eps == 1.0
     assert config.ppo.steps == 7
 
 
-def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     tree = {
         "run": {"home": "~/runs"},
@@ -73,17 +73,17 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     "data", [b"\xef\xbb\xbfrun: {seed: 5}\n", b"run:\r\n  seed: 5\r\n", b"\n\n# x\nrun: {seed: 5}"]
 )
-def test_a_bom_and_windows_line_ends_are_accepted(data: bytes) -> None:
+def test_bom_and_windows_line_ends_are_accepted(data: bytes) -> None:
     assert parse_config(data).run.seed == 5
 
 
-def test_an_alias_is_a_copy_that_an_override_changes_alone() -> None:
+def test_override_does_not_change_aliases() -> None:
     text = b"sft: {deepspeed: &d {ranks: 2}}\nreward: {deepspeed: *d}\n"
     config = parse_config(text, overrides=["reward.deepspeed.ranks=4"])
     assert (config.sft.deepspeed.ranks, config.reward.deepspeed.ranks) == (2, 4)
 
 
-def test_an_anchor_may_be_defined_again() -> None:
+def test_anchor_may_be_defined_again() -> None:
     tree = parse(b"a: &x 1\nb: *x\nc: &x [2]\nd: *x\n", "f").tree
     assert tree == {"a": 1, "b": 1, "c": [2], "d": [2]}
 
@@ -93,14 +93,14 @@ def test_override_that_is_not_utf8_is_refused() -> None:
         config_from_tree({}, overrides=["run.home=\udc80"])
 
 
-def test_a_section_given_in_part_keeps_its_own_defaults() -> None:
+def test_section_given_in_part_keeps_its_defaults() -> None:
     config = parse_config(b"ppo: {policy: {weight_decay: 0.1}}\n")
     assert config.ppo.policy.weight_decay == 0.1
     assert config.ppo.policy.learning_rate == PipelineConfig().ppo.policy.learning_rate == 1e-6
     assert config.ppo.policy.schedule == "constant"
 
 
-def test_lines_are_those_of_the_keys_and_items() -> None:
+def test_lines_of_keys_and_items() -> None:
     document = parse(b"a:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", "f")
     assert document.lines == {
         ("a",): 1,
@@ -148,7 +148,7 @@ def test_overrides_set_fields_lists_maps_and_items(tmp_path: Path) -> None:
     assert config.registered_model == "m"
 
 
-def test_an_item_of_a_default_list_can_be_overridden_and_one_added() -> None:
+def test_items_of_a_default_list_can_be_overridden_and_added() -> None:
     added = [
         "ppo.rewards.0.weight=0.5",
         "ppo.rewards.1.type=length",
@@ -163,7 +163,7 @@ def test_the_last_of_two_overrides_wins() -> None:
     assert config_from_tree({}, overrides=["run.seed=1", "run.seed=2"]).run.seed == 2
 
 
-def test_overrides_leave_the_given_tree_alone() -> None:
+def test_overrides_do_not_change_the_given_tree() -> None:
     tree: dict[str, Any] = {"ppo": {"kl": {"coef": 0.1}}}
     config_from_tree(tree, overrides=["ppo.kl.coef=0.2"])
     assert tree == {"ppo": {"kl": {"coef": 0.1}}}
@@ -230,6 +230,6 @@ def test_dumping_and_loading_gives_the_same_configuration(tree: dict[str, Any]) 
     assert config_from_tree(plain) == config
 
 
-def test_what_the_yaml_library_writes_is_read_as_it_was_meant() -> None:
+def test_output_of_yaml_safe_dump_is_read_unchanged() -> None:
     tree = PipelineConfig().model_dump(mode="json", by_alias=True)
     assert parse_config(yaml.safe_dump(tree).encode()) == PipelineConfig()

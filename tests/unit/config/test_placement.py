@@ -1,8 +1,8 @@
 """Placement: which processes run, as plain data.
 
-- each colocation puts the right roles together, with the right number of ranks
-- without a reward model or a critic no process is made for it
-- what shares devices needs no more of them than its larger half
+- each colocation has the right roles in one process, with the right number of ranks
+- a model that does not exist (reward model, critic) has no process
+- processes that share devices need as many as the larger of the two groups
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PPO = {
         ("all", {"policy+reference+critic+reward": 2}),
     ],
 )
-def test_each_colocation_puts_the_named_roles_together(colocate: str, groups: dict[str, int]) -> None:
+def test_roles_of_each_colocation(colocate: str, groups: dict[str, int]) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": colocate}}, "test")
     made = plan(config.ppo)
     assert {group.name: group.ranks for group in made.groups} == groups
@@ -48,14 +48,12 @@ def test_each_colocation_puts_the_named_roles_together(colocate: str, groups: di
         ({"algorithm": "reinforce_pp"}, ["policy", "reference", "reward"]),
     ],
 )
-def test_no_process_is_made_for_a_model_that_does_not_exist(
-    settings: dict[str, Any], groups: list[str]
-) -> None:
+def test_absent_model_has_no_process(settings: dict[str, Any], groups: list[str]) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": "none", **settings}}, "test")
     assert [group.name for group in plan(config.ppo).groups] == groups
 
 
-def test_together_trainers_and_engines_share_each_device_half_and_half() -> None:
+def test_colocated_trainers_and_engines_have_half_a_device_each() -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": "all"}}, "test")
     made = plan(config.ppo)
     assert (made.gpus_per_rank, made.gpus_per_engine) == (0.5, 0.5)
@@ -71,7 +69,7 @@ def test_together_trainers_and_engines_share_each_device_half_and_half() -> None
         ("pairs", 2 + 2 + 4),
     ],
 )
-def test_the_devices_needed_follow_from_what_is_colocated(colocate: str, devices: int) -> None:
+def test_number_of_devices_of_each_colocation(colocate: str, devices: int) -> None:
     engines = {"engine": {"count": 2, "tensor_parallel": 2}}
     made = plan(config_from_tree({"ppo": {**PPO, **engines, "colocate": colocate}}, "test").ppo)
     assert made.devices == devices

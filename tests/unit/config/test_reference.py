@@ -1,7 +1,7 @@
-"""The page of configuration.
+"""docs/configuration.md.
 
-Locked here: `docs/configuration.md` is what the schema says now, every field of the schema is on it, and
-every field has a description.
+Locked here: the page is up to date with the schema, every field has a row, and every field has a
+description and declares what it affects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def test_the_page_is_current() -> None:
     )
 
 
-def test_every_field_has_a_row_in_the_table_of_its_section() -> None:
+def test_every_field_has_a_row() -> None:
     tables = {part.split("`")[1]: part for part in markdown().split("\n## ") if part.startswith("`")}
     missing = []
     for path in all_fields():
@@ -44,11 +44,11 @@ def test_every_field_declares_its_description_and_effect() -> None:
     assert [name for name, schema in fields.items() if "affects" not in schema] == []
 
 
-def test_a_default_is_that_of_its_section_not_of_its_class() -> None:
+def test_defaults_are_those_of_the_section() -> None:
     policy = next(part for part in markdown().split("\n## ") if part.startswith("`ppo.policy`"))
     assert "| `learning_rate` | number above 0 | `1e-06` |" in policy
 
 
-def test_no_bound_of_nonsense_is_shown() -> None:
+def test_general_limits_are_not_shown() -> None:
     assert "1000000000" not in markdown()
     assert "e+09" not in markdown()

@@ -45,7 +45,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_value_of_a_secret_variable_is_taken_out_of_any_text(name: str) -> None:
+def test_value_of_a_secret_variable_is_removed(name: str) -> None:
     text = scrubbed(f"403: the key {CANARY!r} is not known ({CANARY})", {name: CANARY})
     assert text == "403: the key '(hidden)' is not known ((hidden))"
     assert is_secret(name, CANARY)
@@ -58,7 +58,7 @@ LESS_COMMON = (
 
 
 @pytest.mark.parametrize("name", LESS_COMMON)
-def test_so_is_that_of_one_that_others_named(name: str) -> None:
+def test_value_of_a_less_common_secret_variable_is_removed(name: str) -> None:
     assert CANARY not in scrubbed(f"401 for {CANARY}", {name: CANARY})
 
 
@@ -69,7 +69,7 @@ BY_NAME = (
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_so_is_that_of_a_credential_under_any_other_name(name: str) -> None:
+def test_value_of_a_variable_with_a_secret_name_is_removed(name: str) -> None:
     assert CANARY not in scrubbed(f"401 for {CANARY}", {name: CANARY})
 
 
@@ -96,7 +96,7 @@ ENCODINGS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("form", ENCODINGS)
 @pytest.mark.parametrize("secret", [CANARY, ODD, f"{CANARY}/+"])
-def test_a_secret_is_taken_out_however_it_is_encoded(form: str, secret: str) -> None:
+def test_secret_is_removed_in_every_encoding(form: str, secret: str) -> None:
     written = ENCODINGS[form](secret)
     text = scrubbed(f"403 for <{written}>", {"HF_TOKEN": secret})
     core = written.strip("'\"b=")[8:-4]
@@ -106,11 +106,11 @@ def test_a_secret_is_taken_out_however_it_is_encoded(form: str, secret: str) -> 
 @pytest.mark.parametrize(
     "written", [repr(f"Bearer {CANARY}\n".encode()), f"{CANARY}\n", CANARY, repr(CANARY + "\n")]
 )
-def test_a_secret_from_a_file_with_its_newline_is_taken_out_with_it_and_without(written: str) -> None:
+def test_secret_is_removed_with_and_without_its_newline(written: str) -> None:
     assert CANARY not in scrubbed(f"Illegal header value {written}", {"RLHF_REWARD_TOKEN": f"{CANARY}\n"})
 
 
-def test_a_secret_that_begins_with_another_is_taken_out_whole() -> None:
+def test_secret_that_begins_with_another_is_removed_whole() -> None:
     environ = {"A_TOKEN": CANARY, "B_TOKEN": f"{CANARY}-and-more"}
     assert scrubbed(f"got {CANARY}-and-more and {CANARY}", environ) == "got (hidden) and (hidden)"
 
@@ -125,7 +125,7 @@ def test_a_secret_that_begins_with_another_is_taken_out_whole() -> None:
         ("AZURE_BLOB", f"https://x.blob.core.windows.net/c?sv=1&sig={CANARY}"),
     ],
 )
-def test_the_password_of_an_address_is_taken_out_where_it_stands_alone(name: str, value: str) -> None:
+def test_password_of_an_address_is_removed_outside_of_it(name: str, value: str) -> None:
     password = f"@/{CANARY}" if "%40" in value else CANARY
     assert CANARY not in scrubbed(f"authentication failed with {password} at {value}", {name: value})
 
@@ -141,14 +141,14 @@ WITHOUT_A_VARIABLE = (
 
 
 @pytest.mark.parametrize("text", WITHOUT_A_VARIABLE)
-def test_what_looks_like_a_secret_is_taken_out_though_no_variable_has_it(text: str) -> None:
+def test_known_formats_of_secrets_are_removed(text: str) -> None:
     secret = "canary0f8c1e77d2"
     found = scrubbed(f"cannot reach {text.format(secret)} now, try a@b.example", {})
     assert secret not in found
     assert found.startswith("cannot reach ") and HIDDEN in found
 
 
-def test_the_id_of_an_aws_key_is_taken_out() -> None:
+def test_id_of_an_aws_key_is_removed() -> None:
     assert scrubbed("the key AKIAIOSFODNN7EXAMPLE does not exist", {}) == "the key (hidden) does not exist"
 
 
@@ -161,7 +161,7 @@ def test_the_id_of_an_aws_key_is_taken_out() -> None:
         "mailto:a@b.example, see https://docs.example/a?page=2 and file:///data/x@y/z",
     ],
 )
-def test_ordinary_text_stays(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert scrubbed(text, {"RUN_NAME": "demo"}) == text
 
 
@@ -176,7 +176,7 @@ CREDENTIALS_IN_URLS = (
 
 
 @pytest.mark.parametrize("url", CREDENTIALS_IN_URLS)
-def test_credentials_in_a_url_are_seen_and_refused_in_whatever_spelling(url: str, tmp_path: Path) -> None:
+def test_credentials_in_a_url_are_refused_in_every_spelling(url: str, tmp_path: Path) -> None:
     assert has_credentials(url) and shown(url) == HIDDEN
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "tracking": {"uri": url}})
     messages = [str(finding) for finding in check_addresses(config)]
@@ -193,11 +193,11 @@ def test_credentials_in_a_url_are_seen_and_refused_in_whatever_spelling(url: str
         "postgresql://h/db",
     ],
 )
-def test_addresses_and_texts_without_credentials_are_taken(text: str) -> None:
+def test_addresses_without_credentials_are_accepted(text: str) -> None:
     assert not has_credentials(text)
 
 
-def test_other_variables_and_short_values_stay() -> None:
+def test_other_variables_and_short_values_are_unchanged() -> None:
     environ = {"RUN_NAME": "demo-run-1", "HF_TOKEN": "true", "AWS_PROFILE": "production"}
     environ |= {
         "TOKENIZERS_PARALLELISM": "production-like",
@@ -221,13 +221,13 @@ def test_other_variables_and_short_values_stay() -> None:
         "https://:{}@host",
     ],
 )
-def test_a_user_in_a_url_is_taken_out_and_the_rest_stays(url: str) -> None:
+def test_only_the_user_in_a_url_is_removed(url: str) -> None:
     text = scrubbed(f"cannot reach {url.format(CANARY)}, try a@b.example", {})
     assert CANARY not in text
     assert "cannot reach " in text and "(hidden)@" in text and text.endswith("try a@b.example")
 
 
-def test_a_traceback_in_a_log_is_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_removed_from_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", CANARY)
     try:
         raise ValueError(f"bad token {CANARY}")
@@ -239,7 +239,7 @@ def test_a_traceback_in_a_log_is_without_the_secret(monkeypatch: pytest.MonkeyPa
     assert CANARY not in line and "Traceback" in line and "bad token (hidden)" in line
 
 
-def test_what_the_command_line_says_and_logs_is_without_the_secret(
+def test_secret_is_removed_from_output_and_log_of_commands(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
@@ -267,9 +267,7 @@ def test_what_the_command_line_says_and_logs_is_without_the_secret(
     assert CANARY not in log + err
 
 
-def test_a_stage_that_fails_with_a_secret_in_its_words_hides_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_secret_is_removed_from_the_error_of_a_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", CANARY)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, types\n"
@@ -289,7 +287,7 @@ def test_a_stage_that_fails_with_a_secret_in_its_words_hides_it(
     assert CANARY not in written
 
 
-def test_a_new_home_is_for_its_user_alone_and_an_old_one_stays_as_it_is(tmp_path: Path) -> None:
+def test_new_home_is_private_and_old_home_is_unchanged(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         home = Home(tmp_path / "new" / "home").make().path
@@ -300,7 +298,7 @@ def test_a_new_home_is_for_its_user_alone_and_an_old_one_stays_as_it_is(tmp_path
         os.umask(old)
 
 
-def test_a_command_line_with_a_secret_in_its_environment_prints_none_of_it(tmp_path: Path) -> None:
+def test_command_does_not_print_a_secret_of_its_environment(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_TOKEN": CANARY, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     (tmp_path / "c.yaml").write_text(f"ppo: {{steps: {CANARY}}}\n")
     done = subprocess.run(
@@ -314,7 +312,7 @@ def test_a_command_line_with_a_secret_in_its_environment_prints_none_of_it(tmp_p
 @pytest.mark.parametrize(
     "piece", ["a", "a:", "//", "http://", "http://a:", "eyJ", "password", "bearer ", "?a", "-----BEGIN ", "@"]
 )
-def test_a_long_line_of_any_kind_is_scrubbed_in_time(piece: str) -> None:
+def test_long_lines_are_scrubbed_in_time(piece: str) -> None:
     began = time.monotonic()
     text = "http://" + piece * (20_000 // len(piece))
     scrubbed(text, {"HF_TOKEN": CANARY})
