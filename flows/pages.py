@@ -103,6 +103,12 @@ def describe(event: dict[str, Any]) -> tuple[float, str]:
     return min(100.0, round(100.0 * event["done"] / event["total"], 1)), text
 
 
+def show_log_lines() -> None:
+    """Let Prefect show this project's log lines on a run's page: it adds a handler, but leaves the level."""
+    for name in ("flows", "rlhf_core"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
 def publish_tags(run: PipelineRun) -> None:
     """Tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
     settings = run.config.run

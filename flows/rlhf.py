@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from prefect import flow, runtime
 from pydantic import Field
 
-from flows.pages import flow_run_tags, publish_run, publish_tags
+from flows.pages import flow_run_tags, publish_run, publish_tags, show_log_lines
 from flows.tasks import make_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.errors import InputError
@@ -65,6 +65,7 @@ def rlhf(
         "ppo.kl.coef": kl_coef,
         "ppo.policy.learning_rate": policy_learning_rate,
     }
+    show_log_lines()
     checked = checked_config(config, overrides_of(fields, overrides), retry_store=True)
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_tags(run)

@@ -70,12 +70,12 @@ class RLHFError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence for the user."""
+        """The text for the user."""
         return str(self.args[0]) if self.args else type(self).__name__
 
 
 class InputError(RLHFError):
-    """Something the user gave is wrong; trying again cannot help."""
+    """An input of the user is wrong. It is not retried."""
 
     exit_code = EXIT_INPUT
 
@@ -97,11 +97,11 @@ class ModelError(InputError):
 
 
 class StageHeld(InputError):
-    """Two runs want to make the same stage: the second one must wait or be ended by whoever started it."""
+    """Another process makes the same stage. Wait for it, or stop one of the two."""
 
 
 class InfrastructureError(RLHFError):
-    """What the program runs on failed; another attempt may well succeed."""
+    """A process, host, network or service failed. Another attempt may succeed."""
 
 
 class StageFailed(InfrastructureError):
@@ -109,7 +109,7 @@ class StageFailed(InfrastructureError):
 
 
 class StageTimedOut(StageFailed):
-    """A stage took longer than it may; typed again, it goes on with as much time again."""
+    """A stage exceeded `run.stage_timeout`. The same command continues it, with the same time limit."""
 
 
 class WorkerDied(InfrastructureError):
@@ -123,8 +123,9 @@ class WorkerStuck(InfrastructureError):
 
 
 class OutOfMemory(InfrastructureError):
-    """Memory of a device or of the host did not suffice. Once, others may have taken it; twice, the settings
-    ask for more.
+    """Memory of a device or of the host was exhausted.
+
+    It is retried once, because another process may have used the memory.
     """
 
 

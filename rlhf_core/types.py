@@ -1,4 +1,4 @@
-"""Small frozen records that cross the borders of stages, processes and packages.
+"""Small frozen records that stages, processes and packages exchange.
 
 Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tuples, no padding).
 """
@@ -20,15 +20,14 @@ PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class ArtifactRef:
-    """Where a finished stage's output lies. Small: this is all that crosses a stage border."""
+    """Reference to the output of a finished stage. Stages exchange nothing else."""
 
     kind: StageName
-    """The stage that made it."""
+    """The stage that produced it."""
     key: str
     """Stage key, 16 hex digits; the folder is `{store}/artifacts/{kind}/{key}/`."""
     digest: str
-    """sha256 over names, sizes and hashes of its files: the same content has the same digest, whenever made.
-    """
+    """sha256 over names, sizes and hashes of its files: equal content has an equal digest."""
     uri: str
     """Full address of the folder, for people and for lineage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -39,7 +38,7 @@ class ArtifactRef:
     """`StageResult.attributes` as text, copied from the manifest (`weights_sha256` of the policy, counts)."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict; `ArtifactRef(**d)` reads it back."""
+        """Return a plain dict. `ArtifactRef(**d)` is the inverse."""
         return asdict(self)
 
 
@@ -56,7 +55,7 @@ class PromptExample:
     has one.
     """
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever the source row had besides (`answer`, gold specification): JSON, for rule rewards."""
+    """The other fields of the source row (`answer`, gold specification) as JSON, for rule rewards."""
     source: str = ""
     """Name of the data source, for measures by source."""
 
@@ -178,7 +177,7 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a stage stands in the run."""
+    """The inputs of a stage and the run that it belongs to."""
 
     inputs: Mapping[StageName, ArtifactRef]
     """The artifacts this stage reads: digests and addresses for the registry."""
@@ -188,25 +187,25 @@ class Lineage:
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a stage may touch of the outside world."""
+    """Everything outside the configuration that a stage may use."""
 
     inputs: Mapping[str, Path]
     """Verified local folder of each input artifact, by stage name."""
     output: Path
-    """Empty local folder; what the stage leaves here becomes its artifact."""
+    """Empty local folder; its content becomes the artifact of the stage."""
     scratch: Path
     """Local scratch folder of this attempt."""
     checkpoints: Checkpoints
     metrics: MetricLogger
     progress: Progress
     lineage: Lineage | None = None
-    """None where a stage runs outside a pipeline (unit tests)."""
+    """None if the stage runs outside a pipeline, as in unit tests."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Whether this process was asked to stop."""
     monitor: Monitor | None = None
-    """Looks after the processes of this attempt; None outside a pipeline."""
+    """Monitors the processes of this attempt; None outside a pipeline."""
     rollout_cache: Path | None = None
-    """Local folder of this stage key that outlives an attempt; None outside a pipeline."""
+    """Local folder for rollouts that later attempts at the same stage key reuse; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the external inputs of the stage, from its key or the key of an input. Empty outside of a
     pipeline.
@@ -215,7 +214,7 @@ class StageContext:
     """
 
     def artifact_name(self, stage: StageName) -> str:
-        """An input artifact's place in whatever store, `artifacts/{stage}/{key}`; outside a pipeline its
+        """Return the name of an input artifact in its store, `artifacts/{stage}/{key}`, or outside a pipeline its
         folder.
         """
         if self.lineage is None:
@@ -225,9 +224,9 @@ class StageContext:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage returns; its files lie in `StageContext.output`."""
+    """What a stage returns, in addition to the files in `StageContext.output`."""
 
     metrics: Mapping[str, float]
-    """Headline numbers: they go into the manifest, the table at the end and the summary."""
+    """Headline metrics, for the manifest, the table at the end and the summary."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """What else the manifest shall know (counts, digests), as text."""
+    """Other values for the manifest, such as counts and digests. They are stored as text."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError
 from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, Events, Warnings
-from rlhf_core.run.guard import go_on_under_guard
+from rlhf_core.run.guard import fork_guard
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
@@ -30,7 +30,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 def main() -> int:
     """Run the stage of the spec named on the command line; the exit code."""
-    events = _settle()
+    events = _startup()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ScrubbingFormatter(_LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -65,7 +65,7 @@ def main() -> int:
     return 0
 
 
-def _settle() -> Events:
+def _startup() -> Events:
     """Take what the flow left in the environment out of it, and go on under guard if there is a flow."""
     flow, stop = os.environ.pop(PARENT_VARIABLE, ""), os.environ.pop(STOP_VARIABLE, "20")
     suspend = os.environ.pop(SUSPEND_VARIABLE, "600")
@@ -73,7 +73,7 @@ def _settle() -> Events:
         return Events.from_environment()
     if os.getppid() != int(flow):
         sys.exit(EXIT_STOPPED)
-    go_on_under_guard(int(flow), float(stop), float(suspend))
+    fork_guard(int(flow), float(stop), float(suspend))
     return Events.from_environment()
 
 

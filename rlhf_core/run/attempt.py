@@ -1,7 +1,7 @@
-"""One attempt at one stage: inputs fetched and verified, the stage run, its artifact published.
+"""One attempt at one stage: fetch and verify the inputs, run the stage, publish its artifact.
 
-The artifact is published here and not by the flow: this process holds the fence and the numbers, so a flow
-that dies in between loses nothing, and one that was wrongly thought dead cannot publish.
+The artifact is published by this process and not by the flow, because this process holds the fence and the
+metrics: if the flow dies, nothing is lost, and an attempt that was replaced cannot publish.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
     """Run the stage of `spec` and return its published artifact.
 
-    Raises whatever the stage raises; its MLflow run is then marked FAILED, or KILLED if the process was told
-    to stop.
+    Errors of the stage are raised. Its MLflow run is then FAILED, or KILLED if the process was asked to stop.
     """
     store = open_store(spec.config)
     waited = await_holder(store, spec.key, spec.stage)
@@ -79,7 +78,8 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     except Exception as error:
         status = "FAILED"
         if not isinstance(error, Superseded):
-            # A successor clears this attempt's folder: what then fails here fails because of it.
+            # A later attempt removes the folder of this one. The error may be a result of that: raise
+            # Superseded in its place.
             with suppress(StoreError):
                 fence.check()
         if isinstance(ours := classified(error), OutOfMemory):
@@ -92,10 +92,10 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
 
 
 def _advised(error: RLHFError, spec: StageSpec) -> RLHFError:
-    """The error, with what to lower where memory did not suffice."""
-    return (
-        OutOfMemory(f"{error.message}; {_memory_advice(spec)}") if isinstance(error, OutOfMemory) else error
-    )
+    """Return `error`. For OutOfMemory, the message gets the settings to lower."""
+    if not isinstance(error, OutOfMemory):
+        return error
+    return OutOfMemory(f"{error.message}; {_memory_advice(spec)}")
 
 
 def _memory_advice(spec: StageSpec) -> str:
@@ -108,8 +108,10 @@ def _memory_advice(spec: StageSpec) -> str:
 
 
 def _abort(error: RLHFError, monitor: Monitor, events: Events) -> NoReturn:
-    """What waits in vain cannot clean up: tell the flow, which ends the MLflow run, and leave nothing
-    running.
+    """Report `error` to the flow, kill all processes of the stage, and exit.
+
+    The main thread may wait forever for a process that is stuck, so nothing else can be cleaned up here. The
+    flow ends the MLflow run.
     """
     log.critical("%s: %s", type(error).__name__, error.message)
     events.error(error)
@@ -120,7 +122,7 @@ def _abort(error: RLHFError, monitor: Monitor, events: Events) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What this attempt holds: its claim on the key, and where it writes and reports to."""
+    """The resources of one attempt."""
 
     spec: StageSpec
     store: Store
@@ -132,7 +134,7 @@ class _Attempt:
     monitor: Monitor
 
     def run(self) -> ArtifactRef:
-        """The artifact: finished by an earlier attempt and only to be delivered, or made now."""
+        """Upload the artifact of an earlier attempt if one is pending, else make it."""
         spec = self.spec
         outbox = Outbox.of(self.store, spec.home.outbox)
         artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
@@ -177,7 +179,7 @@ class _Attempt:
             sources=spec.sources,
         )
         failpoint("stage.fetched")
-        # Stages with ranks and actors name their own parts in its place.
+        # Stages with ranks and actors register their own participants. This one detects a stage without them.
         register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
         result = STAGES[spec.stage].load()(spec.config, context)
@@ -203,7 +205,7 @@ class _Attempt:
 
 
 def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
-    """An empty scratch folder for this attempt; what killed attempts at the same key left is removed."""
+    """Return an empty scratch folder for this attempt, and remove those of killed attempts at the same key."""
     shutil.rmtree(spec.work, ignore_errors=True)
     work = spec.work / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
@@ -211,5 +213,5 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:
-    """The configuration of the stage, flat, as MLflow shows it."""
+    """Return the configuration of the stage with flat names, for MLflow."""
     return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", spec.stage))}

@@ -1,10 +1,10 @@
-"""Runs one stage in a child process and never leaves anything of it behind.
+"""Runs one stage in a child process and ends all processes of the stage.
 
 run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, output into a log file
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
 finally        SIGTERM to the child's guard (rlhf_core/run/guard.py), which stops the stage within 20 s and leaves
-               nothing of it; also when the flow is cancelled (Prefect's TerminationSignal) or interrupted
+               nothing of it, also when the flow is cancelled (Prefect's TerminationSignal) or interrupted
                (Ctrl-C)
 """
 
@@ -61,7 +61,7 @@ def run_child(
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
-        words = telling_lines(log_file)
+        words = log_excerpt(log_file)
         ends = f"; log: {log_file}" + (f"; its last words: {words}" if words else "")
         if time.monotonic() - started >= timeout:
             limit = f"run.stage_timeout={spec.config.run.stage_timeout:g}"
@@ -185,7 +185,7 @@ def _cause(code: int) -> str:
     return f"ended with exit code {code} and no result"
 
 
-def telling_lines(log_file: Path, count: int = 3) -> str:
+def log_excerpt(log_file: Path, count: int = 3) -> str:
     """The end of a log as one line: from the last exception's message on, or the last lines."""
     with contextlib.suppress(OSError), log_file.open("rb") as file:
         file.seek(max(0, log_file.stat().st_size - 16384))

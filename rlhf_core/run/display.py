@@ -1,4 +1,4 @@
-"""What a terminal shows while the pipeline runs: bars where there is a terminal, quiet lines elsewhere."""
+"""Progress of a run: bars on a terminal, few log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE_SECONDS = 15.0
 
 
 class Display(Protocol):
-    """Told by the tasks; must never fail or wait."""
+    """Receives the events of a run. The methods must not fail or wait."""
 
     def started(self, stage: str, log_file: str) -> None: ...
 
@@ -41,7 +41,7 @@ class Lines:
         self.summary: dict[str, Any] | None = None
         """Of the run, once all its stages have finished."""
         self._began: dict[str, tuple[float, int]] = {}
-        self._said: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
         log.info("%s: running, log %s", stage, log_file)
@@ -56,9 +56,9 @@ class Lines:
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
         began, first = self._began.setdefault(task, (now, done))
-        if done < total and task in self._said and now - self._said[task] < self._seconds:
+        if done < total and task in self._logged and now - self._logged[task] < self._seconds:
             return
-        self._said[task] = now
+        self._logged[task] = now
         numbers = headline("", event.get("metrics") or {})
         left = (
             f", {duration((now - began) / (done - first) * (total - done))} left"
@@ -168,12 +168,12 @@ _DISPLAY: contextvars.ContextVar[Display | None] = contextvars.ContextVar("displ
 
 
 def show_with(display: Display) -> None:
-    """Use `display` for what runs in this context from now on."""
+    """Use `display` for everything that runs in this context."""
     _DISPLAY.set(display)
 
 
 def current_display() -> Display:
-    """The display chosen by the command line; log lines if there is none, as on a worker."""
+    """Return the display of this context; log lines if none was chosen, as on a worker."""
     display = _DISPLAY.get()
     if display is None:
         display = Lines()

@@ -1,6 +1,6 @@
-"""The environments of the processes that a flow starts, in one place.
+"""The environments of child processes.
 
-Threads and devices must be settled before torch is imported, so they are set on the process, not inside it.
+Numbers of threads and visible devices must be set before torch is imported, so they are set by the parent.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The whole environment of a stage's child process.
+    """Return the whole environment of a stage's child process.
 
-    Prefect's variables stay behind: the child is no part of a flow run, and the reconciler takes whoever
-    carries `PREFECT__FLOW_RUN_ID` for the engine of that run.
+    Prefect's variables are removed. The reconciler takes every process with `PREFECT__FLOW_RUN_ID` for the
+    engine of that flow run, and the child is not one.
     """
     threads = str(config.run.threads or len(os.sched_getaffinity(0)))
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}

@@ -46,10 +46,10 @@ class Events:
 
     @classmethod
     def from_environment(cls) -> Events:
-        """Take over the pipe that the flow left in the environment.
+        """Return the events on the pipe that the flow passed in the environment.
 
-        The variable and the inheritance end here: a grandchild that held the write end would keep the pipe
-        open.
+        Neither the variable nor the descriptor is inherited by other processes: one that held the write end would
+        keep the pipe open.
         """
         text = os.environ.pop(FD_VARIABLE, "")
         if not text.isdigit():
@@ -59,7 +59,7 @@ class Events:
         return cls(fd)
 
     def send(self, event: str, **fields: Any) -> None:
-        """Write one event whole. A flow that is gone is not this process's failure."""
+        """Write one event. If the flow does not exist any more, events are dropped."""
         if self._fd is None:
             return
         data = (json.dumps({"event": event, **fields}, default=str) + "\n").encode()
@@ -71,11 +71,11 @@ class Events:
                 self._fd = None
 
     def error(self, error: BaseException) -> None:
-        """The last word of a stage that fails, without secrets."""
+        """Send the final event of a stage that failed, without secrets."""
         self.send("error", **{name: scrubbed(text) for name, text in to_record(error).items()})
 
     def progress(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
-        """`rlhf_core.types.Progress`."""
+        """Report progress, see `rlhf_core.types.Progress`."""
         now = time.monotonic()
         if 0 < done < total and now - self._sent.get(task, 0.0) < MIN_SECONDS:
             return
@@ -84,38 +84,39 @@ class Events:
 
 
 class Warnings(logging.Handler):
-    """Sends the log's errors, and its warnings: of each kind one (they differ by numbers), and the first
-    `most`.
+    """Sends errors and warnings of the log as events.
+
+    Messages that differ only in numbers are sent once, and at most `most` warnings are sent.
     """
 
     def __init__(self, events: Events, most: int = 20) -> None:
         super().__init__(logging.WARNING)
         self._events = events
         self._left = most
-        self._said: set[str] = set()
+        self._sent_kinds: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Not what has a traceback, or is critical: such a record comes with the error that ends the stage."""
+        """Send a record. Records with a traceback are skipped, because the final error event contains them."""
         if record.exc_info or record.levelno >= logging.CRITICAL:
             return
         try:
             message = printable(scrubbed(record.getMessage()))[:1000]
-        except Exception:  # a wrong format is the log's own to tell
+        except Exception:  # a wrong format string: logging reports it
             self.handleError(record)
             return
         kind = re.sub(r"\d+", "#", message)
         guard = getattr(record, "guard", None)
         counts = record.levelno < logging.ERROR and guard is None
-        if kind in self._said or (counts and not self._left):
+        if kind in self._sent_kinds or (counts and not self._left):
             return
-        self._said.add(kind)
+        self._sent_kinds.add(kind)
         self._left -= counts
         last = "; further warnings are in the log" if counts and not self._left else ""
         self._events.send("warning", message=message + last, **({} if guard is None else {"guard": guard}))
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The event in a line, or None if it is none."""
+    """Return the event in a line, or None if the line is not an event."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -124,5 +125,5 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """JSON has no NaN: what is not a finite number is left out of the progress line."""
+    """Return the finite values; JSON has no NaN and no infinity."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

@@ -1,17 +1,17 @@
-"""A small process between the flow and its stage, which leaves nothing of the stage behind.
+"""The guard: a small process between the flow and its stage that ends all processes of the stage.
 
     flow --(SIGTERM, or its death)--> guard --(SIGINT)--> stage --> Ray's daemons, actors, training ranks
 
 The kernel gives every orphaned descendant to the guard ("child subreaper"), so that it knows all of them, in
 whatever session, under whatever name: Ray's agents outlive their driver's SIGKILL by half a minute and hide
-their environment. Temporary files (the meeting places of engines and ranks; Ray's sockets and logs) lie in
-private folders, which the guard clears as well; what actors say is in the stage's log.
+their environment. Temporary files (sockets of engines and ranks, Ray's sockets and logs) are in private
+folders, which the guard removes as well; the output of actors is in the stage's log.
 
     stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
     SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
     a second one         SIGKILL of all at once
-    flow dies            SIGKILL of all at once: there is nobody left to continue for
-    stage is suspended   by a SIGSTOP, for `suspend_seconds`: SIGKILL; nobody else could tell, for all its threads are
+    flow dies            SIGKILL of all at once: no process uses the result
+    stage is suspended   by a SIGSTOP, for `suspend_seconds`: SIGKILL; no thread of its own could report that
     guard dies           the kernel kills the stage
 
 SIGINT and not SIGTERM, because Ray replaces the stage's SIGTERM handler by one that ends the process on the
@@ -33,14 +33,14 @@ import time
 import psutil
 
 LEFTOVER_SECONDS = 5.0
-"""What a stage started may outlive it so long; Ray's daemons take 2 s after an orderly end."""
+"""How long descendants may outlive the stage. Ray's daemons need 2 s after a normal end."""
 _KILL_SECONDS = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
-def go_on_under_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
+def fork_guard(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     """Fork: the child returns and is the stage, the original process stays behind as its guard and never
     returns.
 
@@ -146,7 +146,7 @@ def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -
             )
             os.kill(stage, signal.SIGKILL)
         if signum is not None and signum.si_signo in _REQUESTS:
-            # Asked again, nobody wants to wait.
+            # A second request is not given any time.
             deadline = time.monotonic() + (stop_seconds if deadline == float("inf") else 0.0)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stage, signal.SIGINT)
@@ -176,10 +176,10 @@ def _reap(stage: int) -> int | None:
     return code if code is None or code >= 0 else 128 - code
 
 
-def _clear(patience: float, stage: int) -> list[str]:
+def _clear(grace_seconds: float, stage: int) -> list[str]:
     """Wait for the descendants, then SIGKILL them; the names of those killed, the stage itself left out."""
     killed: dict[int, str] = {}
-    kill_from = time.monotonic() + patience
+    kill_from = time.monotonic() + grace_seconds
     while time.monotonic() < kill_from + _KILL_SECONDS:
         _reap(stage)
         left = psutil.Process().children(recursive=True)

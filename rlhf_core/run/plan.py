@@ -45,12 +45,12 @@ KINDS = {
     "buffers": "buffer",
     "cache": "cache",
 }
-"""What lies in memory, and its column."""
+"""Kinds of memory and the headings of their columns."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that `rlhf plan` says."""
+    """The result of `rlhf plan`."""
 
     config: PipelineConfig
     shape: ModelShape

@@ -29,7 +29,7 @@ def serve_reward(
     micro_batch_tokens: int,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal comes. `ready` is told the url. Raises InputError for a model or address that
+    """Serve until a signal arrives. `ready` is called with the URL. Raises InputError for a model or address that
     cannot be used.
     """
     if micro_batch_tokens < 1:

@@ -1,4 +1,4 @@
-"""What a stage's child process is told: one JSON file, written by the flow, read once."""
+"""The input of a stage's child process, as a JSON file, and the outcome of a stage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StageSpec:
 
     @property
     def rollout_cache(self) -> Path:
-        """What outlives an attempt on this machine: rollouts of the step in hand."""
+        """Rollouts of the unfinished step, which later attempts on this machine reuse."""
         return self.home.rollout_cache(self.stage, self.key)
 
     def write(self, path: Path) -> None:

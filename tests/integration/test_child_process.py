@@ -31,7 +31,7 @@ from rlhf_core.errors import (
     Superseded,
     UnexpectedError,
 )
-from rlhf_core.run.child import run_child, telling_lines
+from rlhf_core.run.child import log_excerpt, run_child
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
@@ -269,7 +269,7 @@ def test_the_child_and_what_it_started_die_with_a_flow_that_is_killed(
 def test_the_quoted_log_begins_at_the_last_exception_and_steers_no_terminal(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("ValueError: first\nnoise\nray.exceptions.ActorDiedError: gone \x1b[31m\nend\n")
-    assert telling_lines(log) == "ray.exceptions.ActorDiedError: gone \\x1b[31m | end"
+    assert log_excerpt(log) == "ray.exceptions.ActorDiedError: gone \\x1b[31m | end"
     log.write_text("one\ntwo\nthree\nfour\n")
-    assert telling_lines(log) == "two | three | four"
-    assert telling_lines(tmp_path / "none.log") == ""
+    assert log_excerpt(log) == "two | three | four"
+    assert log_excerpt(tmp_path / "none.log") == ""
