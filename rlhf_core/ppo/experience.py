@@ -211,10 +211,10 @@ def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
     about twenty windows of the response recurs. One of the windows begins among the first `window` tokens of
     the loop. One period later, still within the loop, the same tokens follow.
 
-    A window of a few tokens over and over (spaces, dashes) recurs nearly everywhere in a row of them. If the
-    row is longer than the loop's period, the whole loop has the period of the row. If it is not, its end
-    belongs to what recurs. Windows that overlap by more than half are of this kind, so that few periods are
-    left in all cases.
+    A window that repeats a few tokens (spaces, dashes) recurs at nearly every position of a long series of them. If
+    the series is longer than the loop's period, the whole loop has the period of the series. If it is shorter, the
+    window is extended to the end of the series before the search. Windows that overlap their recurrence by more than
+    half are of this kind, so the number of periods is small in all cases.
     """
     length, size, text = len(ids_T), ids_T.itemsize, ids_T.tobytes()
     seen = set()
@@ -230,10 +230,11 @@ def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
                 continue
             end = start + small + int(breaks[0]) + 1
         piece = text[start * size : end * size]
-        for place in _places(text, piece, start + 1, end + length // 3, size):
-            if place - start not in seen:
-                seen.add(place - start)
-                yield place - start
+        for position in _occurrences(text, piece, start + 1, end + length // 3, size):
+            period = position - start
+            if period not in seen:
+                seen.add(period)
+                yield period
 
 
 def _small_period(piece: bytes, size: int) -> int:
@@ -241,21 +242,20 @@ def _small_period(piece: bytes, size: int) -> int:
     bytes.
     """
     half = len(piece) // size // 2
-    for period in _places(piece, piece[: half * size], 1, 2 * half, size):
+    for period in _occurrences(piece, piece[: half * size], 1, 2 * half, size):
         if piece[period * size :] == piece[: -period * size]:
             return period
     return 0
 
 
-def _places(text: bytes, piece: bytes, first: int, end: int, size: int) -> Iterator[int]:
-    """Yield where the tokens of `piece` stand in `text` from the token `first` on, and before the token
-    `end`.
-    """
-    at = first * size
-    while (at := text.find(piece, at, end * size)) >= 0:
-        if at % size == 0:
-            yield at // size
-        at += size - at % size  # the next token: `find` looks at bytes
+def _occurrences(text: bytes, piece: bytes, first: int, end: int, size: int) -> Iterator[int]:
+    """Yield the positions of the tokens of `piece` in `text`, between the tokens `first` and `end`."""
+    offset = text.find(piece, first * size, end * size)
+    while offset >= 0:
+        if offset % size == 0:
+            yield offset // size
+        # `find` compares bytes, so it can stop within a token. Continue at the next one.
+        offset = text.find(piece, offset + size - offset % size, end * size)
 
 
 def _score_length(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:

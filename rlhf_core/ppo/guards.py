@@ -10,7 +10,7 @@ are sampled from the SFT model. docs/guards.md lists all guards with an example 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
@@ -58,7 +58,7 @@ class Guards:
         """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
         if not self._initial:
             self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
-        conditions = dict(self._conditions(metrics))
+        conditions = self._conditions(metrics)
         failures = []
         for name in NAMES:
             action = getattr(self._guards, name)
@@ -74,84 +74,75 @@ class Guards:
                 failures.append(f"guard {name}: {conditions[name]}")
         return failures
 
-    def _conditions(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        guards, now, first = self._guards, metrics.get, self._initial.get
-        if (eos := now("rollout/eos_rate", 1.0)) < guards.eos_loss_ratio * first("rollout/eos_rate", 0.0):
-            yield (
-                "eos_loss",
-                (
-                    f"{eos:.1%} of the responses end with EOS, initially {first('rollout/eos_rate'):.1%};"
-                    " raise ppo.missing_eos_penalty or ppo.kl.coef"
-                ),
+    def _conditions(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return a description of each condition that is met, by the name of the guard."""
+        guards, initial = self._guards, self._initial
+        met: dict[str, str] = {}
+
+        eos, initial_eos = metrics.get("rollout/eos_rate", 1.0), initial.get("rollout/eos_rate", 0.0)
+        if eos < guards.eos_loss_ratio * initial_eos:
+            met["eos_loss"] = (
+                f"{eos:.1%} of the responses end with EOS, initially {initial_eos:.1%};"
+                " raise ppo.missing_eos_penalty or ppo.kl.coef"
             )
-        entropy, at_first = now("policy/entropy", 0.0), first("policy/entropy", 0.0)
-        if entropy < guards.entropy_collapse_ratio * at_first:
-            yield (
-                "entropy_collapse",
-                (
-                    f"the policy's entropy is {entropy:.2g} nats per token, initially {at_first:.2g}; raise"
-                    " ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
-                ),
+
+        entropy, initial_entropy = metrics.get("policy/entropy", 0.0), initial.get("policy/entropy", 0.0)
+        if entropy < guards.entropy_collapse_ratio * initial_entropy:
+            met["entropy_collapse"] = (
+                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g}; raise"
+                " ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
             )
-        if entropy > guards.entropy_explosion_ratio * at_first:
-            yield (
-                "entropy_explosion",
-                (
-                    f"the policy's entropy is {entropy:.2g} nats per token, initially {at_first:.2g}; lower "
-                    "ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
-                ),
+        if entropy > guards.entropy_explosion_ratio * initial_entropy:
+            met["entropy_explosion"] = (
+                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g}; lower"
+                " ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
             )
-        if (kl := now("objective/kl", 0.0)) < -guards.negative_kl_limit:
-            yield (
-                "negative_kl",
-                (
-                    f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"
-                    " responses of the trained policy; check rollout/logprob_gap_mean and the sampling"
-                    " settings"
-                ),
+
+        kl = metrics.get("objective/kl", 0.0)
+        if kl < -guards.negative_kl_limit:
+            met["negative_kl"] = (
+                f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"
+                " responses of the trained policy; check rollout/logprob_gap_mean and the sampling"
+                " settings"
             )
-        length, long = now("rollout/length", 0.0), first("rollout/length", 0.0)
-        if length > guards.length_drift_ratio * long or length < long / guards.length_drift_ratio:
-            yield (
-                "length_drift",
-                (
-                    f"responses have {length:.0f} tokens on average, initially {long:.0f}; check whether the"
-                    " reward depends on the length, or raise ppo.kl.coef"
-                ),
+
+        length, initial_length = metrics.get("rollout/length", 0.0), initial.get("rollout/length", 0.0)
+        ratio = guards.length_drift_ratio
+        if length > ratio * initial_length or length < initial_length / ratio:
+            met["length_drift"] = (
+                f"responses have {length:.0f} tokens on average, initially {initial_length:.0f}; check whether"
+                " the reward depends on the length, or raise ppo.kl.coef"
             )
-        if (share := now("rollout/repeating_rate", 0.0)) >= guards.loops_share > 0:
-            yield (
-                "loops",
-                (
-                    f"{share:.0%} of the responses contain loops; raise ppo.kl.coef, or add a reward of type"
-                    " repetition"
-                ),
+
+        share = metrics.get("rollout/repeating_rate", 0.0)
+        if share >= guards.loops_share > 0:
+            met["loops"] = (
+                f"{share:.0%} of the responses contain loops; raise ppo.kl.coef, or add a reward of type"
+                " repetition"
             )
-        if (correlation := now("rollout/score_length_correlation", 0.0)) >= guards.score_length_correlation:
-            yield (
-                "score_length",
-                (
-                    f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the"
-                    " reward mostly depends on the length; check the reward model's length bias"
-                ),
+
+        correlation = metrics.get("rollout/score_length_correlation", 0.0)
+        if correlation >= guards.score_length_correlation:
+            met["score_length"] = (
+                f"scores and lengths of the responses have a correlation of {correlation:.2f}, so the"
+                " reward mostly depends on the length; check the reward model's length bias"
             )
+
         # With equal scores, the returns only contain the KL and the critic's own values, and say nothing about the
         # critic.
-        scores_vary = now("objective/scores_std", 1.0) > 0
-        if (explained := now("value/explained_variance", 1.0)) <= 0 and scores_vary:
-            yield (
-                "blind_critic",
-                (
-                    f"the critic does not predict the returns (explained variance {explained:.2g}); raise "
-                    "ppo.critic.learning_rate or ppo.critic_warmup_steps"
-                ),
+        scores_vary = metrics.get("objective/scores_std", 1.0) > 0
+        explained = metrics.get("value/explained_variance", 1.0)
+        if explained <= 0 and scores_vary:
+            met["blind_critic"] = (
+                f"the critic does not predict the returns (explained variance {explained:.2g}); raise"
+                " ppo.critic.learning_rate or ppo.critic_warmup_steps"
             )
-        if (clipped := now("objective/score_clipfrac", 0.0)) > guards.score_clip_share:
-            yield (
-                "score_clip",
-                (
-                    f"{clipped:.1%} of the reward model's scores are beyond"
-                    f" ppo.score_clip={self._ppo.score_clip:g} and are clipped; raise it, or check the"
-                    " responses with these scores"
-                ),
+
+        clipped = metrics.get("objective/score_clipfrac", 0.0)
+        if clipped > guards.score_clip_share:
+            met["score_clip"] = (
+                f"{clipped:.1%} of the reward model's scores are beyond"
+                f" ppo.score_clip={self._ppo.score_clip:g} and are clipped; raise it, or check the"
+                " responses with these scores"
             )
+        return met

@@ -1,11 +1,11 @@
-"""Engines and ranks that die or do not move in PPO: Ray, vLLM and DeepSpeed for real, two ZeRO-3 policy
+"""Engines and ranks that die or are suspended in PPO, with real Ray, vLLM and DeepSpeed and two ZeRO-3 policy
 ranks.
 
-- an engine that is killed in a rollout, one that is killed in a weight sync, and a reference worker that is
-  killed or suspended are replaced without a restart of the stage; what they were asked is asked again, with the
-  same seeds, and the weights end in the bits of the undisturbed run
-- a policy rank, a critic rank, or an engine without restarts left, suspended by a SIGSTOP, is named within its
-  timeout and 10 s; the stacks of the others are saved, and no process is left 10 s after the end
+- an engine that is killed in a rollout or in a weight sync, and a reference worker that is killed or suspended, are
+  replaced without a restart of the stage; their calls are repeated with the same seeds, and the weights are
+  bit-identical to those of an undisturbed run
+- a suspended policy rank, critic rank, or engine without restarts is named in the error within its timeout and 10 s;
+  the stacks of the others are saved, and no process is left 10 s after the end
 """
 
 from __future__ import annotations
