@@ -1,4 +1,4 @@
-"""Regular expressions of the configuration, with the syntax and meaning of Python's `re` and a time limit.
+"""Regular expressions of the configuration: the syntax and meaning of Python's `re`, with a time limit.
 
 `re` has no time limit, so the package `regex` is used for matching. `regex` has additional syntax: for
 example, `{e<2}` means fuzzy matching and `[[:alpha:]]` is a POSIX class, while `re` treats these characters
@@ -21,9 +21,7 @@ _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Return the reason for which `pattern` cannot be used, or None. It must compile with `re` and with
-    `regex`.
-    """
+    """Return why `pattern` cannot be used, or None. It must compile with `re` and with `regex`."""
     if _VERBOSE.search(pattern):
         return "has the flag x (verbose), which is not supported; leave it out, with the blanks and comments"
     try:
@@ -50,30 +48,31 @@ def compiled(pattern: str) -> Any:
 def _escaped(pattern: str) -> str:
     """Escape the braces and brackets in `pattern` that `re` treats literally and `regex` does not."""
     parts: list[str] = []
-    at, start_of_set = 0, -1
-    while at < len(pattern):
-        char = pattern[at]
-        if (plain := _PLAIN.match(pattern, at)) and (char == "\\" or start_of_set < 0):
-            parts.append(plain[0])
-            at = plain.end()
-            continue
-        if start_of_set >= 0:
+    position = 0
+    start_of_set = -1  # of the first character in the set, or -1 outside of sets
+    while position < len(pattern):
+        character = pattern[position]
+        in_set = start_of_set >= 0
+        unchanged = _PLAIN.match(pattern, position)
+        quantifier = _QUANTIFIER.match(pattern, position)
+        if unchanged and (character == "\\" or not in_set):
+            parts.append(unchanged[0])
+            position = unchanged.end()
+        elif in_set:
             # A closing bracket at the beginning of a set is a literal character of the set.
-            if char == "]" and at > start_of_set:
+            if character == "]" and position > start_of_set:
                 start_of_set = -1
-            parts.append("\\[" if char == "[" else char)
-        elif char == "[":
-            start_of_set = at + 2 if pattern[at + 1 : at + 2] == "^" else at + 1
-            parts.append(pattern[at:start_of_set])
-            at = start_of_set
-            continue
-        elif char == "{" and not (quantifier := _QUANTIFIER.match(pattern, at)):
-            parts.append("\\{")
-        elif char == "{" and quantifier:
+            parts.append("\\[" if character == "[" else character)
+            position += 1
+        elif character == "[":
+            negated = pattern[position + 1 : position + 2] == "^"
+            start_of_set = position + 2 if negated else position + 1
+            parts.append(pattern[position:start_of_set])
+            position = start_of_set
+        elif quantifier:
             parts.append("{0,}" if quantifier[0] == "{,}" else quantifier[0])
-            at = quantifier.end()
-            continue
+            position = quantifier.end()
         else:
-            parts.append(char)
-        at += 1
+            parts.append("\\{" if character == "{" else character)
+            position += 1
     return "".join(parts)
