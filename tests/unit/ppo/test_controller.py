@@ -1,11 +1,11 @@
-"""The loop of PPO around its parts, which are scripted here.
+"""The PPO loop with scripted parts.
 
-- the adaptive KL coefficient stays while the critic's warm-up leaves the policy alone
-- a step that is skipped is logged like any other, with its samples, and the run goes on
-- what the guards say is logged, but is not in the artifact: their settings are not in its key
-- bad steps in a row are counted across a restart
-- a checkpoint is kept by the score of the policy it holds: that of the next step's responses, less
-  ppo.kl.coef times their KL, wherever the KL is paid and however scores are normalised
+- the adaptive KL coefficient is constant during the critic's warm-up, in which the policy does not change
+- a skipped step is logged with its samples, and the run continues
+- metrics of guards are logged, but are not part of the artifact, because their settings are not part of its key
+- the counters of consecutive bad steps survive a restart
+- the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus ppo.kl.coef
+  times their KL, for every place of the KL and every normalization of the scores
 """
 
 from __future__ import annotations

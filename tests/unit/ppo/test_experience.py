@@ -1,18 +1,15 @@
-"""Experience: what a rollout batch becomes, against numbers worked out by hand.
+"""The experience of a rollout batch, compared with numbers that are computed by hand.
 
-- token rewards are minus the KL everywhere, by the estimator asked for, and the score at the last token;
-  returns follow from unwhitened advantages; gamma discounts and lambda blends
-- what pads shorter responses changes nothing
-- a response cut by the length limit pays the penalty; KL of a policy equal to its reference is 0
-- the gap between engine and trainer is measured on response tokens alone; the weights that correct for it are
-  trainer over engine, within their bounds
-- each algorithm without a critic makes the advantages of its paper; a KL paid in the loss is not paid in the
-  reward
-- an empty response is one that is its end alone; the spread of the scores, and the share of the returns that
-  the critic explains, are those of statistics
-- one NaN among log-probabilities or values shows in a metric that is watched; responses that repeat are
-  counted
-- a response without a score takes no part; groups that score alike are found and counted
+- token rewards are minus the KL of the configured estimator, plus the score at the last token; returns follow from
+  unwhitened advantages, gamma and lambda
+- padding of shorter responses changes nothing
+- a response that is cut by the length limit gets the penalty; the KL of a policy equal to its reference is 0
+- the gap between engine and trainer counts only response tokens; importance weights are trainer over engine, within
+  their bounds
+- each algorithm without a critic has the advantages of its paper; a KL in the loss is not in the reward
+- empty responses, the deviation of scores, and the explained variance are those of their definitions
+- one NaN among log-probabilities or values makes a checked metric NaN; repeating responses are counted
+- a response without a score is masked; uniform groups are found and counted
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The signs of a training that goes wrong: a planted failure for each, and what must raise none.
+"""The guards, each with a planted failure and with cases that must not raise an alarm.
 
-- each failure, three steps in a row, is one warning with its name, `guards/<name>` = 1, and with `stop` the
-  end
-- two steps, a step in between, and what is short of the limit are none; `off` is not looked at
-- what was counted, and how the first step looked, outlive a restart
-- docs/guards.md has a row for each, with this failure
+- three failing steps in a row give one warning with the name of the guard, `guards/<name>` = 1, and with `stop` the
+  end of the run
+- two failing steps, an interruption, and values within the limit give no alarm; a guard that is `off` is not checked
+- counters and initial values survive a restart
+- docs/guards.md has a row for each guard, with the failure of this test
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The update of one rank, with a model of two tables, against losses written out token by token.
+"""The update of one rank with a model of two tables, compared with losses that are computed token by token.
 
-- every knob of the policy's loss reaches it as itself: unequal clips, the dual clip, importance weights, the
-  entropy bonus, the KL and its coefficient, the aggregation
-- the new log-probabilities and the entropy have the sampling temperature
-- the critic's values are held near the old ones, or not, as configured
-- the schedule of each counts its own optimizer steps: the critic's those of its warm-up too
-- what is counted as clipped is what the clip held; cutting and packing change nothing
+- the loss uses each setting of the policy: unequal clips, dual clip, importance weights, entropy bonus, KL and its
+  coefficient, aggregation
+- new log-probabilities and entropy are computed at the sampling temperature
+- the clip of the critic's values is used as configured
+- the learning rate schedules of policy and critic count their own optimizer steps, the critic's with its warm-up
+- the clip fraction counts the clipped tokens; splitting and packing change nothing
 """
 
 from __future__ import annotations

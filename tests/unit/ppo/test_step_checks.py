@@ -1,11 +1,9 @@
-"""When PPO stops before a policy that has gone wrong does more harm.
+"""The conditions under which PPO skips a step, warns, or stops.
 
-- engines whose log-probabilities differ by more than float32 explains hold other weights: a WeightSyncError;
-  half of it is an alarm, in the log and among the metrics; without the canary there is only the alarm
-- the KL above its limit in three steps in a row, and 90 % of empty responses, end the stage; one step, or 20
-  %, do not
-- a step whose numbers are not finite is skipped; the third in a row ends the stage, a good one in between
-  starts anew
+- log-probabilities of engines that differ by more than float32 rounding are a WeightSyncError; half of that limit
+  is an alarm; without the canary there is only the alarm
+- a KL above its limit for three steps in a row, or 90 % of empty responses, end the stage; one step, or 20 %, do not
+- a step with numbers that are not finite is skipped; the third in a row ends the stage
 """
 
 from __future__ import annotations

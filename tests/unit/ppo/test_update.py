@@ -1,12 +1,12 @@
-"""What each rank is told to train on, and what its sums become; the ranks are scripted.
+"""The optimizer steps of each rank, and the metrics from the sums of the ranks, which are scripted.
 
-- every scored response of every minibatch is trained on once per epoch, over all ranks, which have equally
-  many micro-batches; one without a score is left out, and no denominator counts it
-- epochs x minibatches make as many optimizer steps, in an order that follows from seed and step; during the
-  critic's warm-up the policy is not asked
-- with a pretraining loss every optimizer step has its own demonstrations, each once per pass over them
-- metrics are the ranks' sums over the tokens and steps of all of them
-- a row of a sample ends with its response
+- every scored response is used once per epoch over all ranks; all ranks have the same number of micro-batches; a
+  response without a score is left out and not counted in a denominator
+- there are epochs x minibatches optimizer steps, in an order that follows from seed and step; the policy is not
+  trained during the critic's warm-up
+- with a pretraining loss, every optimizer step has its own demonstrations, each used once per pass
+- metrics are means over the tokens and steps of all ranks
+- the rows of a sample have the length of its response
 """
 
 from __future__ import annotations
