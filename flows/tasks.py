@@ -1,6 +1,7 @@
 """A stage of the pipeline as a Prefect task. The work is done by `rlhf_core.run.stage_runner`.
 
-Prefect shows each attempt, asks the retry policy of the run, and gets a reused artifact as the state `Skipped`.
+Prefect shows each attempt, asks the retry policy of the run, and gets a reused artifact as the state
+`Skipped`.
 Its own result cache is off: it cannot see whether an artifact still exists, and it stores pickles.
 """
 
@@ -27,7 +28,9 @@ MAX_RETRIES = 1000
 
 
 def make_stage(run: PipelineRun, stage: StageName, *inputs: ArtifactRef | None) -> ArtifactRef | None:
-    """Return the artifact of `stage`, reused or made by its task; None if this run does not have the stage."""
+    """Return the artifact of `stage`, reused or made by its task;
+    None if this run does not have the stage.
+    """
     if not run.has(stage):
         return None
     policy = RetryPolicy(run.config.run.retries)

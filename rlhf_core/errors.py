@@ -14,9 +14,9 @@
     │   ├── OutOfMemory            of a device or of the host; tried again once
     │   ├── WeightSyncError        an engine's weights are not the trainer's
     │   └── StoreError             the store, or the disk below it, does not take or give what it should
-    │       └── StoreUnavailable   a bucket that does not answer, or not well, for longer than it was waited for
-    ├── UnexpectedError            an exception that nobody foresaw, of the kind that only a change of the code ends;
-    │                              not retried
+    │       └── StoreUnavailable   a bucket that did not answer, or failed, for the whole time of retries
+    ├── UnexpectedError            an unexpected exception that only a change of the code can prevent; not
+    │                              retried
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
     ├── GateFailed                 a model is too bad to go on with (accuracy, KL, empty answers); not retried
@@ -117,8 +117,8 @@ class WorkerDied(InfrastructureError):
 
 
 class WorkerStuck(InfrastructureError):
-    """A worker, engine or training rank did not move within its timeout: suspended, or waiting for what does not
-    come.
+    """A worker, engine or training rank did not move within its timeout: suspended, or waiting for what does
+    not come.
     """
 
 
@@ -168,9 +168,10 @@ class RewardError(RLHFError):
 _BY_NAME: dict[str, type[RLHFError]] = {
     cls.__name__: cls
     for cls in (
-        RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError, StageFailed,
-        StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError, StoreUnavailable,
-        UnexpectedError, CorruptArtifact, Superseded, GateFailed, NonFiniteError, RewardError,
+        RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError,
+        StageFailed, StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError,
+        StoreUnavailable, UnexpectedError, CorruptArtifact, Superseded, GateFailed, NonFiniteError,
+        RewardError,
     )
 }  # fmt: skip
 

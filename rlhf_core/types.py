@@ -153,7 +153,9 @@ class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 
     def latest(self) -> tuple[int, Path] | None:
-        """(step, verified local folder) of the newest whole checkpoint, or None when none was ever committed."""
+        """(step, verified local folder) of the newest whole checkpoint,
+        or None when none was ever committed.
+        """
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
         """Make `folder` empty for the checkpoint of `step`. Raises StoreError unless its disk has `size`

@@ -39,7 +39,9 @@ _COUNTS = pytest.StashKey[Counter[str]]()
 
 @pytest.fixture(scope="session")
 def summary_lines(pytestconfig: pytest.Config) -> list[str]:
-    """Lines that are shown at the end of the whole run, also when all is well: tables of faults and counts."""
+    """Lines that are shown at the end of the whole run, also when all is well:
+    tables of faults and counts.
+    """
     return pytestconfig.stash[_LINES]
 
 

@@ -5,7 +5,8 @@
 
 Definitions:
 
-- *lines* are all lines of the `.py` files. A function's lines include its decorators, signature and docstring.
+- *lines* are all lines of the `.py` files. A function's lines include its decorators, signature and
+  docstring.
 - *import cycles* are groups of modules that import each other, also inside a package. The first number counts
   imports that run when a module is imported, the second also imports inside functions and `TYPE_CHECKING`.
 - *a PPO step crosses* the files that contain a function or class that the step methods of `PPOController` may

@@ -87,7 +87,9 @@ def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
 def write(
     folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
 ) -> None:
-    """`{name}_{split}.parquet` with exactly the columns of the record; the same examples give the same bytes."""
+    """`{name}_{split}.parquet` with exactly the columns of the record;
+    the same examples give the same bytes.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

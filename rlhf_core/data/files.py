@@ -459,7 +459,9 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Return the number of rows that fit in `_BATCH_BYTES` according to the sizes in the file, at most 1024."""
+    """Return the number of rows that fit in `_BATCH_BYTES` according to the sizes in the file,
+    at most 1024.
+    """
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=0)
     return max(1, min(1024, int(_BATCH_BYTES / max(largest, 1))))

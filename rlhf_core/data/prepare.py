@@ -1,7 +1,7 @@
 """Preparation of the data artifact: token files of the three sets, tokenizer, quarantine and data card.
 
-out/  tokenizer/  response.json  model/config.json (model from scratch only)  quarantine.jsonl  data_card.{json,md}
-      {sft,pairs,prompts}_{train,eval}.parquet
+output/  tokenizer/  response.json  model/config.json (model from scratch only)  quarantine.jsonl
+         data_card.{json,md}  {sft,pairs,prompts}_{train,eval}.parquet
 """
 
 from __future__ import annotations

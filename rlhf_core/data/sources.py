@@ -185,7 +185,9 @@ def model_state(config: PipelineConfig) -> ModelState:
 
 
 def require_same_state(before: ModelState, config: PipelineConfig) -> None:
-    """Raise DataError if a file of the base model was written since `before`, which `model_state` returned."""
+    """Raise DataError if a file of the base model was written since `before`,
+    which `model_state` returned.
+    """
     if model_state(config) != before:
         raise DataError(f"model: {config.model.path} {_CHANGED.format('its digest was taken')}")
 
@@ -319,7 +321,9 @@ def _read_files(
 
 @contextmanager
 def _unwritten(file: str, stream: IO[bytes]) -> Generator[None]:
-    """Raise DataError if the open file was modified in the meantime, even if this caused another exception."""
+    """Raise DataError if the open file was modified in the meantime,
+    even if this caused another exception.
+    """
     descriptor = os.dup(stream.fileno())  # the parsers close the stream
     try:
         before = os.fstat(descriptor)

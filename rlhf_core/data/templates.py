@@ -131,7 +131,9 @@ class Encoder:
 
     @property
     def response_prefix(self) -> str:
-        """The blank that the chat template puts before an answer as part of the response, or an empty string."""
+        """The blank that the chat template puts before an answer as part of the response,
+        or an empty string.
+        """
         if self.template == "plain":
             return ""
         _, ids = self.response([Message("user", _NEUTRAL)], _NEUTRAL)
@@ -155,7 +157,10 @@ class Encoder:
         return Encoded(tuple(ids), tuple(mask))
 
     def text(self, text: str, max_tokens: int) -> Encoded:
-        """Plain text cut to `max_tokens`; EOS follows only where nothing was cut. The mask is 1 but on BOS."""
+        """Plain text cut to `max_tokens`; EOS follows only where nothing was cut.
+
+        The mask is 1 but on BOS.
+        """
         ids = self._with_bos(self._pieces(text[: max_tokens * _CHARS_PER_TOKEN]).ids)
         ids = [*ids, self.eos_id][:max_tokens]
         skip = int(self._bos is not None)
@@ -251,7 +256,9 @@ class Encoder:
     # -- text to tokens --
 
     def _escape(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """Messages whose special-token spellings are single private-use characters, and what those stand for."""
+        """Messages whose special-token spellings are single private-use characters,
+        and what those stand for.
+        """
         found = {match for message in messages for match in self._special_pattern.findall(message.content)}
         used = (
             {char for message in messages for char in message.content if "\ue000" <= char <= "\uf8ff"}
@@ -384,7 +391,8 @@ class Encoder:
 
         if "strftime_now" in template:
             log.warning(
-                "the chat template of %s writes today's date; %s is used instead, so that prompts stay the same",
+                "the chat template of %s writes today's date; %s is used instead, so that prompts stay the"
+                " same",
                 self.name, DATE.strftime("%d %b %Y"),
             )  # fmt: skip
         ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")

@@ -1,5 +1,5 @@
-"""Checkpoints of a training loop: the DeepSpeed state of every rank and the state of the loop, committed as one
-folder. Also the table of the batch whose optimizer step was skipped.
+"""Checkpoints of a training loop: the DeepSpeed state of every rank and the state of the loop, committed as
+one folder. Also the table of the batch whose optimizer step was skipped.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from rlhf_core.config.training import Packing
 log = logging.getLogger(__name__)
 
 _COLLECTIVE_EXTRA_SECONDS = {"cpu": 3.0, "cuda": 60.0}
-"""Seconds that a collective may take beyond the timeout of a rank, so that `rlhf_core.system.heartbeat` sees the
-stalled rank first. A collective of gloo that times out raises an error. NCCL's watchdog ends the process, so
-the stage must have ended before.
+"""Seconds that a collective may take beyond the timeout of a rank, so that `rlhf_core.system.heartbeat` sees
+the stalled rank first. A collective of gloo that times out raises an error. NCCL's watchdog ends the process,
+so the stage must have ended before.
 """
 
 

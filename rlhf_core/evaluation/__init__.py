@@ -1,1 +1,3 @@
-"""Comparison of the policy with the SFT model on held-out prompts: sampling, scores, win rate, plots and report."""
+"""Comparison of the policy with the SFT model on held-out prompts: sampling, scores, win rate, plots and
+report.
+"""

@@ -25,7 +25,10 @@ class Calibration:
     """Accuracy by predicted probability, in bins of equal width."""
 
     error: float
-    """Expected calibration error (Guo et al. 2017): mean over pairs of |accuracy - mean confidence| of their bin."""
+    """Expected calibration error (Guo et al.
+
+    2017): mean over pairs of |accuracy - mean confidence| of their bin.
+    """
     confidence: list[float]
     """Mean predicted probability of the preferred response of each non-empty bin, 0.5 to 1."""
     accuracy: list[float]
@@ -59,8 +62,8 @@ def calibration(scores_P2: Any) -> Calibration:
 def length_bias(scores_P2: Any, lengths_P2: Any) -> dict[str, float]:
     """Measure whether the model prefers the longer response.
 
-    `lengths_P2` are response tokens (pairs, 2), with the chosen response first. The result has these entries, as
-    far as any pair defines them:
+    `lengths_P2` are response tokens (pairs, 2), with the chosen response first. The result has these entries,
+    as far as any pair defines them:
 
     - `longer_wins`: share of pairs in which the longer response has the higher score
     - `longer_chosen`: share of pairs in which the annotators chose the longer response

@@ -71,8 +71,8 @@ def run_match(
 ) -> MatchResult | None:
     """Compare the candidate in `context.inputs` with the champion, prompt by prompt.
 
-    Returns None and logs the reason if the champion is not in this store, has another tokenizer or template, or
-    cannot be served, or if no prompt is left.
+    Returns None and logs the reason if the champion is not in this store, has another tokenizer or template,
+    or cannot be served, or if no prompt is left.
 
     Args:
         config: Configuration of the candidate's run.
@@ -167,8 +167,8 @@ def _run_match(
     try:
         champion_answers = respond("champion", champion.policy)
     except Exception as error:
-        # The candidate was just served in the same way, so the cause is the champion: it may be larger, older or
-        # of another kind.
+        # The candidate was just served in the same way, so the cause is the champion: it may be larger, older
+        # or of another kind.
         raise MatchSkipped(f"it cannot be served here ({type(error).__name__}: {error})") from error
 
     code = code_digests(config.ppo.rewards, context.sources)

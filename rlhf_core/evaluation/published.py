@@ -1,9 +1,10 @@
 """Compares the files of a PPO run with an adapter with the policy that it trained.
 
     logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
-    logprob_update   mean |log p(trained files) - log p(SFT model)|: the change of the log-probabilities by training
+    logprob_update   mean |log p(trained files) - log p(SFT model)|: the effect of training
     loss             mean |log p(trained files) - log p(evaluated files)| / update
-    merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of training and engines
+    merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of training
+                     and engines
 
 Trained files are the SFT model and the adapter, which are not rounded. Evaluated files are described in
 `policy_files`. All measures except the first use models that this process loads, with the same batches, so

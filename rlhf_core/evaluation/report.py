@@ -1,8 +1,8 @@
 """The evaluation as one HTML file without scripts, links or external resources.
 
-`report.html.j2` is the page and `report.css` its style. Prompts and responses are untrusted text: jinja2 escapes
-every value, `_visible` replaces control and direction characters, and a content security policy in the page
-blocks scripts and requests.
+`report.html.j2` is the page and `report.css` its style. Prompts and responses are untrusted text: jinja2
+escapes every value, `_visible` replaces control and direction characters, and a content security policy in
+the page blocks scripts and requests.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _environment() -> Environment:
 def _finalize(value: Any) -> Any:
     """Replace invisible characters in a value before jinja2 escapes it.
 
-    Values with `__html__` are the output of macros and of `markdown_to_html`, where they are already replaced.
+    Values with `__html__` are the output of macros and of `markdown_to_html`, where they are already
+    replaced.
     """
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return _visible(value)
@@ -171,7 +172,9 @@ def _changes(source: Mapping[str, Any]) -> str:
 
 
 def _interval_bars(pair: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Return the positions in pixels of both models' means and intervals, on one scale, in an image 180 wide."""
+    """Return the positions in pixels of both models' means and intervals, on one scale,
+    in an image 180 wide.
+    """
     low = min(pair[model]["low"] for model in MODELS)
     high = max(pair[model]["high"] for model in MODELS)
     bars = []

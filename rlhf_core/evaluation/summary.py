@@ -84,7 +84,10 @@ def answers(
 
 
 class Intervals:
-    """Bootstrap intervals with the configured level. Each quantity has its own seed, the same for both models."""
+    """Bootstrap intervals with the configured level.
+
+    Each quantity has its own seed, the same for both models.
+    """
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config

@@ -3,9 +3,10 @@
 Axes: `B` rows, `L` columns, `N` selected tokens of the whole micro-batch (those with a label), `S` sequences.
 
 Two layouts, both without an attention mask over padding:
-  padded  one sequence per row, real tokens first. Causal attention never looks right, so what pads the end cannot
-          change a real token.
-  packed  all sequences in one row, position ids restart with each; attention is cut at the borders (`models.attention`).
+  padded  one sequence per row, real tokens first. Causal attention never looks right, so padding at the end
+          cannot change a real token.
+  packed  all sequences in one row, position ids restart with each; attention is cut at the borders
+          (`models.attention`).
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ class TokenBatch:
 
 
 def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = False) -> TokenBatch:
-    """One micro-batch. An empty list gives a one-token dummy without targets, for ranks that must take part."""
+    """One micro-batch.
+
+    An empty list gives a one-token dummy without targets, for ranks that must take part.
+    """
     if not sequences:
         sequences = [TokenSequence((pad_id,), (0,))]
     select: list[int] = []

@@ -32,7 +32,8 @@ from rlhf_core.system.files import UnfitFile, exists, read_bounded
 _JSON_LIMIT = 256 << 20
 """Maximum size of a JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""
 _COUNTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
 """Fields of a config.json that must be integers if they are present."""

@@ -48,7 +48,10 @@ class Float32Head(nn.Linear):
 
 
 class _Float32Logits(torch.autograd.Function):
-    """y = x W' + b in float32, (N, H) and (V, H) -> (N, V);  dx = dy W,  dW = dy' x,  db = sum of dy, in 16 bits."""
+    """y = x W' + b in float32, (N, H) and (V, H) -> (N, V).
+
+    In 16 bits: dx = dy W,  dW = dy' x,  db = sum of dy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -75,7 +75,9 @@ class ScoreModel(nn.Module):
         self._scale, self._offset = 1.0, 0.0
 
     def fold_statistics(self) -> None:
-        """Make the normalised score the model's own output: a critic then starts on the scale of the rewards."""
+        """Make the normalised score the model's own output: a critic then starts on the scale of the
+        rewards.
+        """
         weight, std = self.lm.score.weight, self.statistics.std
         # A power of two divides the weights of every precision exactly.
         divisor = std if weight.dtype == torch.float32 else 2.0 ** round(math.log2(std))

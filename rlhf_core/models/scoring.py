@@ -68,7 +68,10 @@ def sequence_logprobs(
 
 @torch.no_grad()
 def sequence_values(model: Any, batches: Batches) -> list[torch.Tensor]:
-    """The value before each response token: for each sequence a float32 tensor (T,). `model`: a `ScoreModel`."""
+    """The value before each response token: for each sequence a float32 tensor (T,).
+
+    `model`: a `ScoreModel`.
+    """
     values: list[torch.Tensor] = [torch.empty(0)] * len(batches)
     for micro_batch, batch in batches:
         _place(values, micro_batch, batch, model(batch, "tokens"))

@@ -133,7 +133,9 @@ def check_headers(folder: Path, *, attention: str) -> None:
 
 
 def model_config(folder: Path | str, *, attention: str, revision: str | None = None, **changes: Any) -> Any:
-    """Return the `config.json` of `folder` without dropout and with the configured attention implementation."""
+    """Return the `config.json` of `folder` without dropout and with the configured attention
+    implementation.
+    """
     from transformers import AutoConfig
 
     if Path(folder).is_dir() and (Path(folder) / "adapter_config.json").exists():

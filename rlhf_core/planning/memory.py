@@ -3,11 +3,11 @@
 Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `training.engine`, with
 P parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
 
-    ZeRO       weights   gradients   optimizer (master weights, two moments of Adam)      buffers
+    ZeRO       weights   gradients   optimizer (master weights, two moments)     buffers
     0          eP        eT          8T; bfloat16 12T
-    1          eP        eT          12T/N                                                a bucket of gradients
-    2          eP        eT/N        12T/N                                                a bucket of gradients
-    3          eP/N      eT/N        12T/N                                                the bucket, gathered weights
+    1          eP        eT          12T/N                                       a bucket of gradients
+    2          eP        eT/N        12T/N                                       a bucket of gradients
+    3          eP/N      eT/N        12T/N                                       the bucket, gathered weights
 
 Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`,
 each sequence of a micro-batch being as long as allowed and each token a target.
@@ -200,7 +200,9 @@ class Model:
     # -- at work: on top of `state` --
 
     def backward(self, batch: ForwardPass) -> Bytes:
-        """The largest moment of a forward and backward pass, with the gradients of the micro-batches before."""
+        """The largest moment of a forward and backward pass, with the gradients of the micro-batches
+        before.
+        """
         shape, size = self.shape, self.size
         layers = (
             batch.tokens * shape.layers * (size * shape.hidden if self._checkpoints else self._layer(batch))
@@ -278,7 +280,9 @@ class Model:
 
     @property
     def _head_copies(self) -> float:
-        """Bytes of the copies of a 16-bit head with float32 logits: on the CPU, a float32 copy of its weight."""
+        """Bytes of the copies of a 16-bit head with float32 logits: on the CPU,
+        a float32 copy of its weight.
+        """
         if self.scores or self._logit == self.size or self.device != "cpu":
             return 0.0
         return 4.0 * self.shape.hidden * self.shape.vocabulary

@@ -68,13 +68,16 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
     if source.file is not None:
         file = Path(source.file)
         if not exists(source.file) or not file.is_file():
-            return f"{field}.file: file not found: {file}; correct the path (relative ones start at {Path.cwd()})"
+            return (
+                f"{field}.file: file not found: {file}; correct the path"
+                f" (relative ones start at {Path.cwd()})"
+            )
         if file.suffix != ".py":
             return f"{field}.file: must be a *.py file; got {file}; rename it"
     elif module.partition(".")[0] in sys.stdlib_module_names:
         return (
-            f"{field}.function: must be your own; got {source.function} of Python's standard library; name your"
-            f" function, and its file as {field}.file"
+            f"{field}.function: must be your own; got {source.function} of Python's standard library; name"
+            f" your function, and its file as {field}.file"
         )
     else:
         location = module_file(module)
@@ -92,7 +95,8 @@ def _function_problem(source: PythonReward, field: str) -> str | None:
         position = f"{file}:{line}" if line else str(file)
         return f"{field}.function: {position} is not valid Python ({error}); correct it"
     if names is not None and name not in names:
-        return f"{field}.function: {file} has no function {name}; it has {', '.join(sorted(names)[:8]) or 'none'}"
+        known = ", ".join(sorted(names)[:8]) or "none"
+        return f"{field}.function: {file} has no function {name}; it has {known}"
     return None
 
 

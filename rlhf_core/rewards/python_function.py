@@ -1,8 +1,8 @@
 """Runs a user's reward function in a separate process, so that slow, crashing or hanging functions do not
 affect PPO.
 
-    with PythonFunction(source) as function:      starts the process and loads the function
-        outcome = function(samples)               values, and reasons for missing ones, after the retries (see `failures`)
+    with PythonFunction(source) as function:    starts the process and loads the function
+        outcome = function(samples)             values, and reasons for missing ones, after the retries
 
 The module of the function is read once, and all its processes use this content. Later edits during the run
 have no effect. Modules that it imports are read by each process. If a batch exceeds `timeout` seconds or the
@@ -138,7 +138,10 @@ class PythonFunction:
             )
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send `request` and return the reply. On any failure, the process is killed and `Failure` is raised."""
+        """Send `request` and return the reply.
+
+        On any failure, the process is killed and `Failure` is raised.
+        """
         assert self._channel is not None
         deadline = time.monotonic() + seconds
         number = secrets.token_hex(8)

@@ -116,8 +116,8 @@ def format_match(source: FormatReward, sample: RewardInput) -> float:
         return float(compiled(source.pattern).fullmatch(sample.response, timeout=MATCH_SECONDS) is not None)
     except TimeoutError:
         logger.warning(
-            "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts as no match; "
-            "rewrite the pattern without nested quantifiers",
+            "reward %s: the pattern was not decided within %g s on the response to prompt %s, which counts"
+            " as no match; rewrite the pattern without nested quantifiers",
             source.name or source.type, MATCH_SECONDS, sample.prompt_id,
         )  # fmt: skip
         return 0.0

@@ -1,13 +1,14 @@
 """Entry point of a stage's child process: `python -m rlhf_core.run SPEC.json`.
 
-    flow process                        guard (own session)       stage                     its processes
-    ------------                        -------------------       -----                     -------------
-    writes SPEC.json, opens a pipe ->   forks               ->    runs                 ->   Ray, vLLM, training ranks
-    reads JSON lines               <------------------------      progress ... result
-    SIGTERM, or dies               ->   SIGINT, SIGKILL     ->    ends its MLflow run  ->   none is left (guard.py)
+    flow process                      guard (own session)     stage                  its processes
+    ------------                      -------------------     -----                  -------------
+    writes SPEC.json, opens a pipe -> forks                -> runs                -> Ray, vLLM, training ranks
+    reads JSON lines               <------------------------- progress ... result
+    SIGTERM, or dies               -> SIGINT, SIGKILL      -> ends its MLflow run -> none is left (guard.py)
 
 Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
-The flow sets the environment (threads, telemetry) before this interpreter starts: see `rlhf_core/run/environment.py`.
+The flow sets the environment (threads, telemetry) before this interpreter starts: see
+`rlhf_core/run/environment.py`.
 """
 
 from __future__ import annotations

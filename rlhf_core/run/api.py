@@ -21,7 +21,8 @@ def run_pipeline(
     until: StageName = "register",
     tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run the pipeline: reuse finished stages, continue interrupted ones, and run the rest in child processes.
+    """Run the pipeline: reuse finished stages, continue interrupted ones, and run the rest in child
+    processes.
 
     Args:
         config: The configuration, as `load_config` returns it.
@@ -49,7 +50,8 @@ def run_stage(
         tags: Tags of the MLflow run of the pipeline.
 
     Raises:
-        InputError: The artifact of an earlier stage is missing, or this configuration does not have the stage.
+        InputError: The artifact of an earlier stage is missing, or this configuration does not have the
+            stage.
         RLHFError: See `run_pipeline`.
     """
     return _run(config, stage, stage, tags or {}).artifact(stage)

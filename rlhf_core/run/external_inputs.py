@@ -30,7 +30,10 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
 
 
 def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSet]:
-    """Return the data sources of `config` as MLflow data sets. `digests` uses the names of `source_digests`."""
+    """Return the data sources of `config` as MLflow data sets.
+
+    `digests` uses the names of `source_digests`.
+    """
     found = []
     for section in ("sft", "preference", "prompts"):
         sources: tuple[Source, ...] = getattr(config.data, section)

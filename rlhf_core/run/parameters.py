@@ -10,7 +10,9 @@ DEFAULT_CONFIG = "deployments/configs/demo.yaml"
 
 
 def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[str]:
-    """Return `section.field=value` for each of `fields` that is not None, followed by `overrides`, which win."""
+    """Return `section.field=value` for each of `fields` that is not None, followed by `overrides`,
+    which win.
+    """
     # JSON is valid YAML, and unlike YAML's plain scalars it keeps the name "1e3" a text.
     given = [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
     return [*given, *overrides]

@@ -49,7 +49,10 @@ _MAX_TAG_LENGTH = 4500
 
 
 class PipelineRun:
-    """The state of one execution, shared by its stages. Everything that a stage's process needs is in `spec`."""
+    """The state of one execution, shared by its stages.
+
+    Everything that a stage's process needs is in `spec`.
+    """
 
     def __init__(
         self,
@@ -140,8 +143,8 @@ class PipelineRun:
                 found = None
         if found is None and spec.stage not in self.stages:
             raise InputError(
-                f"--from {self.stages[0]} needs the artifact of stage {spec.stage} (key {spec.key}), which is not"
-                f" in {self.config.store_url}; leave --from out, or give --from {spec.stage}"
+                f"--from {self.stages[0]} needs the artifact of stage {spec.stage} (key {spec.key}), which"
+                f" is not in {self.config.store_url}; leave --from out, or give --from {spec.stage}"
             )
         return found
 

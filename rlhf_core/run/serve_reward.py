@@ -55,7 +55,9 @@ def serve_reward(
 
 
 def locate(address: str, home: Home, endpoint: str | None) -> tuple[Path, Template | None]:
-    """The verified model folder of an artifact and the template of its data; or a folder as it is, and None."""
+    """The verified model folder of an artifact and the template of its data; or a folder as it is,
+    and None.
+    """
     found = _ARTIFACT.match(address.rstrip("/"))
     if found is None:
         folder = Path(address)

@@ -25,14 +25,15 @@ def summarize(
 
     seconds                                     of the whole command, from the start of its process
     stages.<name>.{seconds,reused,artifact,metrics}  artifact: its address in the store
-    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint) or reused; null if unknown
+    stages.<name>.{how,made_in_seconds}         how: ran, continued (from a checkpoint), reused; null: unknown
     reward.accuracy                             held-out accuracy of the reward model
     reward.accuracy_exchanged                   the same with the prompts of the pairs exchanged
-    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}   if a true reward exists; the same for reward_model and
+    evaluate.gold_reward.{sft,ppo,difference}.{mean,low,high}
+                                                if a true reward exists; the same for reward_model and
                                                 rules/<name>; difference: paired by prompt, policy minus SFT
     evaluate.gold_reward_exchanged              the same, with each response judged against another prompt
     evaluate.win_rate.{mean,low,high}           policy against SFT
-    evaluate.judge, evaluate.judge_trained_on   the judge of the wins, and whether the policy was trained with it
+    evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors
     mlflow_run_id                               of the run that contains the stages' runs

@@ -12,7 +12,10 @@ from rlhf_core.types import StageContext, StageResult
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Prepare the three sets into `context.output`; log the data card and samples. Reads no input artifact."""
+    """Prepare the three sets into `context.output`; log the data card and samples.
+
+    Reads no input artifact.
+    """
 
     if config.model.path is not None and not is_hub_model(config.model.path):
         from rlhf_core.models.weights import check_headers

@@ -41,7 +41,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     lineage = context.lineage
     if lineage is None:
         raise InputError(
-            "The stage register needs the lineage of its inputs (StageContext.lineage); run it by the pipeline."
+            "The stage register needs the lineage of its inputs (StageContext.lineage); run it by the"
+            " pipeline."
         )
     digest = weights_sha256(context.inputs["ppo"] / "policy")
     content = _evaluation(context.inputs["evaluate"])

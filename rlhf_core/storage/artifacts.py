@@ -50,7 +50,9 @@ class ArtifactStore:
     """Finds, publishes and fetches artifacts."""
 
     def __init__(self, store: Store, cache: Path, outbox: Outbox | None = None) -> None:
-        """`cache` is a local folder for copies from a remote store, `outbox` keeps artifacts until it has them."""
+        """`cache` is a local folder for copies from a remote store, `outbox` keeps artifacts until it has
+        them.
+        """
         self._store = store
         self._cache = cache
         self._outbox = outbox
@@ -89,9 +91,9 @@ class ArtifactStore:
     ) -> ArtifactRef:
         """Make the local `folder` the artifact of `key` and delete the folder. An existing artifact is kept.
 
-        Raises InputError for files that may run code, Superseded if a later attempt holds the key, and StoreError
-        if the store fails. After a StoreError nothing is visible, and the artifact stays in the outbox if there
-        is one.
+        Raises InputError for files that may run code, Superseded if a later attempt holds the key, and
+        StoreError if the store fails. After a StoreError nothing is visible, and the artifact stays in the
+        outbox if there is one.
 
         Args:
             kind: the stage.
@@ -147,8 +149,8 @@ class ArtifactStore:
         """Return a read-only local folder with the artifact's files.
 
         Every file is checked against its sha256. The check is repeated only if a file has changed. Raises
-        CorruptArtifact with the name of the file. The artifact is then marked as damaged, so that the next run
-        makes it again.
+        CorruptArtifact with the name of the file. The artifact is then marked as damaged, so that the next
+        run makes it again.
         """
         identity = (ref.kind, ref.key, ref.digest)
         if identity in self._verified:
@@ -184,7 +186,9 @@ class ArtifactStore:
         return dict(manifest.body["config"])
 
     def upload_pending(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
-        """Upload the artifact of `key` if an earlier attempt made it and could not upload it; else return None."""
+        """Upload the artifact of `key` if an earlier attempt made it and could not upload it; else return
+        None.
+        """
         prefix = _prefix(kind, key)
         if self._outbox is None or not self._outbox.pending(prefix):
             return None

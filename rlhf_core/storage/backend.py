@@ -11,7 +11,10 @@ SMALL_BYTES = 64 * 2**20
 
 
 class Backend(Protocol):
-    """Storage for objects under keys. `Store` documents the methods, and checks keys and prefixes before each call."""
+    """Storage for objects under keys.
+
+    `Store` documents the methods, and checks keys and prefixes before each call.
+    """
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None: ...
     def get_file(self, key: str, target: Path, size: int | None = None) -> None: ...

@@ -1,8 +1,9 @@
-"""A bundle: a set of files in the store that exists completely or not at all. Artifacts and checkpoints are bundles.
+"""A bundle: a set of files in the store that exists completely or not at all. Artifacts and checkpoints are
+bundles.
 
-    {prefix}/manifest.json      written last, and only if absent: names the folder, and size and sha256 of each file
-    {prefix}/{folder}/...       the files; each attempt has its own folder, so that a writer that was believed dead
-                                cannot change a byte of what its successor has committed
+    {prefix}/manifest.json      written last, and only if absent: the folder, and size and sha256 of each file
+    {prefix}/{folder}/...       the files; each attempt has its own folder, so that a writer that was believed
+                                dead cannot change a byte of what its successor has committed
     {prefix}/damaged-*.json     the manifest of a bundle that was found damaged, with the reason
 
 Files without a manifest are leftovers and do not exist for readers.
@@ -104,8 +105,8 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
 def weights_sha256(folder: Path) -> str:
     """Return the sha256 of a model's weights.
 
-    It is that of the single `*.safetensors` file, or that over the sorted lines `name:sha256` of several. Raises
-    ModelError if there is none.
+    It is that of the single `*.safetensors` file, or that over the sorted lines `name:sha256` of several.
+    Raises ModelError if there is none.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -119,7 +120,10 @@ def weights_sha256(folder: Path) -> str:
 
 
 def checksum_of(content: Any) -> str:
-    """Return the sha256 of JSON content, independent of formatting. Raises ValueError for NaN and infinity."""
+    """Return the sha256 of JSON content, independent of formatting.
+
+    Raises ValueError for NaN and infinity.
+    """
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -166,8 +170,8 @@ def commit(
         raise
     if missing:
         _delete_uncommitted(store, manifest)
-        # The first writer that commits deletes all leftovers, which includes the files of a later attempt that
-        # is still uploading.
+        # The first writer that commits deletes all leftovers, which includes the files of a later attempt
+        # that is still uploading.
         if _existing(store, prefix) is not None:
             return None
         raise StoreError(f"The store did not keep {missing}; the same command tries again.")
@@ -230,7 +234,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read(store: Store, prefix: str) -> Manifest | None:
-    """Return the manifest of a bundle; None if there is no bundle. Raises CorruptArtifact if it was changed."""
+    """Return the manifest of a bundle; None if there is no bundle.
+
+    Raises CorruptArtifact if it was changed.
+    """
     key = f"{prefix}/{MANIFEST}"
     raw = store.read_bytes(key)
     if raw is None:
@@ -298,7 +305,9 @@ def find_damage(store: Store, manifest: Manifest) -> str:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Raise CorruptArtifact, with the file's name, unless `folder` has exactly the manifest's files, bit by bit."""
+    """Raise CorruptArtifact, with the file's name, unless `folder` has exactly the manifest's files, bit by
+    bit.
+    """
     expected = {entry.path for entry in manifest.files}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
@@ -377,7 +386,8 @@ def _total_size(manifest: Manifest) -> int:
 def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | None = None) -> str:
     """Rename the manifest of a bundle to `damaged-*.json`, with the reason, and return that file's address.
 
-    The bundle does not exist any more, and its files stay. `damaged` is the manifest that was found damaged, if it
+    The bundle does not exist any more, and its files stay. `damaged` is the manifest that was found damaged,
+    if it
     was readable: a bundle that another writer has committed in the meantime is left alone.
     """
     raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
@@ -395,8 +405,8 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
 def remove(store: Store, prefix: str, *, keep: str = "") -> None:
     """Delete a bundle with all leftovers, or only the leftovers next to its folder `keep`.
 
-    Bundles that are marked as damaged stay. The manifest is deleted first, so that a partly deleted bundle is a
-    leftover and not a damaged bundle.
+    Bundles that are marked as damaged stay. The manifest is deleted first, so that a partly deleted bundle is
+    a leftover and not a damaged bundle.
     """
     names = [key.removeprefix(f"{prefix}/") for key in store.list(prefix)]
     damaged = [_folder_of_damaged(store, f"{prefix}/{name}") for name in names if name.startswith(_DAMAGED)]
@@ -441,8 +451,8 @@ def require_free(folder: Path, size: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < size:
         raise StoreError(
-            f"{what} needs {_readable(size)}, but {existing} has {_readable(free)} free; free some space there and"
-            " type the same command again. What was saved before is untouched."
+            f"{what} needs {_readable(size)}, but {existing} has {_readable(free)} free; free some space"
+            " there and type the same command again. What was saved before is untouched."
         )
 
 

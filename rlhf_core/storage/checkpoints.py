@@ -1,10 +1,11 @@
-"""Checkpoints: the resumable states of one stage, `{store}/checkpoints/{stage key}/step-%08d/` (see `bundles`).
+"""Checkpoints: the resumable states of one stage, `{store}/checkpoints/{stage key}/step-%08d/` (see
+`bundles`).
 
-    save     hash -> (bucket: outbox -> upload in the background) -> files, sizes checked -> manifest -> newest.json
-             -> older checkpoints are deleted
+    save     hash -> (bucket: outbox -> upload in the background) -> files, sizes checked -> manifest
+             -> newest.json -> older checkpoints are deleted
     latest   pending uploads of an earlier attempt -> newest manifest -> every hash -> a local folder
-             damaged: marked as such, logged as an error, and the one before is used; none left: an error, never a
-             silent fresh start
+             damaged: marked as such, logged as an error, and the one before is used; none left: an error,
+             never a silent fresh start
 
 `newest.json` names the step that was committed last, so that the loss of a manifest is noticed.
 """
@@ -44,7 +45,9 @@ _NEWEST = "newest.json"
 _DAMAGED_POINTER = -1
 """Stands for the step in a `newest.json` that cannot be read."""
 _NOT_CODE = {"threads", "git", "ray", "datasets", "mlflow", "prefect"}
-"""Versions that do not affect results (`code` is a digest of the sources), and the threads, which the user sets."""
+"""Versions that do not affect results (`code` is a digest of the sources), and the threads, which the user
+sets.
+"""
 
 
 class CheckpointStore:
@@ -72,7 +75,8 @@ class CheckpointStore:
             fence: the right to commit; None only for a sole writer, such as a tool.
             outbox: if given, uploads run in the background.
             settings: settings that change results by rounding only; a change since the checkpoint is logged.
-            on_event: called with the step of a checkpoint that is resumed from, and of each that is committed.
+            on_event: called with the step of a checkpoint that is resumed from, and of each that is
+                committed.
         """
         self._store = store
         self._root = f"checkpoints/{stage_key}"
@@ -92,7 +96,8 @@ class CheckpointStore:
         return self._earlier_seconds + time.monotonic() - self._opened
 
     def latest(self) -> tuple[int, Path] | None:
-        """Return (step, verified local folder) of the newest intact checkpoint; None if none was ever committed.
+        """Return (step, verified local folder) of the newest intact checkpoint; None if none was ever
+        committed.
 
         A damaged one is marked as such and logged as an error, and the one before it is used. Raises
         CorruptArtifact if none is left, and ConfigError if other code wrote it and that is not allowed.
@@ -130,7 +135,8 @@ class CheckpointStore:
     def _check_origin(self, step: int, body: Mapping[str, Any]) -> None:
         """Compare the checkpoint's code, versions and settings with the present ones.
 
-        Raises ConfigError for other code or versions, unless `allow_other_code`; other differences are logged.
+        Raises ConfigError for other code or versions, unless `allow_other_code`; other differences are
+        logged.
         """
         settings = _changes(body.get("settings") or {}, self._settings)
         if settings:
@@ -147,7 +153,8 @@ class CheckpointStore:
         if not self._policy.allow_other_code and not set(changed) <= _NOT_CODE:
             raise ConfigError(
                 f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other"
-                f" code ({described}); go back to that, or set it to true to go on, perhaps not in the same bits"
+                f" code ({described}); go back to that, or set it to true to go on, perhaps not in the same"
+                f" bits"
             )
         log.warning("The checkpoint of step %d was made with other versions (%s).", step, described)
 
@@ -165,8 +172,9 @@ class CheckpointStore:
     ) -> None:
         """Commit a local folder as the checkpoint of `step`. The folder is consumed.
 
-        Raises Superseded if a later attempt holds the stage key, and StoreError if the store fails. With background
-        uploads, a StoreError can also refer to the previous save. Earlier checkpoints are not affected.
+        Raises Superseded if a later attempt holds the stage key, and StoreError if the store fails. With
+        background uploads, a StoreError can also refer to the previous save. Earlier checkpoints are not
+        affected.
 
         Args:
             step: the step, which no committed checkpoint has.
@@ -212,7 +220,10 @@ class CheckpointStore:
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
 
     def finish(self) -> None:
-        """Wait for the last upload for `LAST_SECONDS`, and log if it is unfinished or failed. Raises nothing."""
+        """Wait for the last upload for `LAST_SECONDS`, and log if it is unfinished or failed.
+
+        Raises nothing.
+        """
         if self._background_upload is not None:
             self._background_upload.report(LAST_SECONDS)
 

@@ -1,4 +1,7 @@
-"""Storage in a local folder. Each file appears complete: it is written under a temporary name, synced and renamed."""
+"""Storage in a local folder.
+
+Each file appears complete: it is written under a temporary name, synced and renamed.
+"""
 
 from __future__ import annotations
 

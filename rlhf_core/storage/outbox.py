@@ -1,4 +1,5 @@
-"""Bundles that are to be uploaded to a bucket. They are on the local disk first: a kill or an outage loses none.
+"""Bundles that are to be uploaded to a bucket. They are on the local disk first: a kill or an outage loses
+none.
 
     add -> {folder}/{prefix}/... with its manifest -> upload -> the store, manifest last -> removed here
 

@@ -1,11 +1,12 @@
 """Storage in a bucket of S3 or of a compatible server.
 
-A file is complete on the local disk before its upload starts. An upload that a signal interrupts therefore leaves
+A file is complete on the local disk before its upload starts. An upload that a signal interrupts therefore
+leaves
 nothing or the complete object: a single put announces its length, and a multipart upload must be completed.
 
     answer                                   result
-    5xx, SlowDown, timeout, reset, cut body  retried with random back-off until `retry_seconds` have passed since
-                                             the first failure; then StoreUnavailable
+    5xx, SlowDown, timeout, reset, cut body  retried with random back-off until `retry_seconds` have passed
+                                             since the first failure; then StoreUnavailable
     403, expired credentials, no bucket      StoreError at once: a retry cannot help
 """
 
@@ -40,10 +41,14 @@ slower than 0.25 MB/s counts as an outage.
 LISTED = 100_000
 """Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 SETTLE_SECONDS = 0.5
-"""Time before concurrent writers of one key read back which of them won, on servers without conditional puts."""
+"""Time before concurrent writers of one key read back which of them won,
+on servers without conditional puts.
+"""
 
 _LEAST_SECONDS = 10.0
-"""Minimum time limit for a small call, even with a small `retry_seconds`: the first call initializes the client."""
+"""Minimum time limit for a small call, even with a small `retry_seconds`: the first call initializes the
+client.
+"""
 _BYTES_PER_SECOND = 250_000
 _PART_BYTES = 16 * 2**20
 _CONCURRENCY = 4
@@ -66,7 +71,8 @@ _T = TypeVar("_T")
 
 
 def filesystem(endpoint: str | None) -> Any:
-    """Return an `s3fs.S3FileSystem` that limits the time and size of every request; combine with `with_retries`.
+    """Return an `s3fs.S3FileSystem` that limits the time and size of every request; combine with
+    `with_retries`.
 
     `endpoint` is the address of an S3-compatible server; None is AWS.
     """
@@ -74,9 +80,9 @@ def filesystem(endpoint: str | None) -> Any:
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
         async def _call_s3(self, *method: Any, **arguments: Any) -> Any:
-            # A server that stops reading blocks a request forever: the client limits only the time between reads.
-            # `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same time as
-            # the answer.
+            # A server that stops reading blocks a request forever: the client limits only the time between
+            # reads. `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same
+            # time as the answer.
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await super()._call_s3(*method, **arguments)
 
@@ -207,7 +213,8 @@ class S3Objects:
             except FileNotFoundError as error:
                 if _code(error) != "NoSuchUpload":
                     raise
-                # The answer to the completion of a multipart upload was lost, and the client completed it again.
+                # The answer to the completion of a multipart upload was lost, and the client completed it
+                # again.
                 raise ConnectionResetError(f"lost the answer to the end of an upload: {error}") from error
 
         self._call("write", key, put)
@@ -318,8 +325,8 @@ class S3Objects:
 def with_retries(what: str, retry_seconds: float, call: Callable[[], _T]) -> _T:
     """Return `call()`, retried after temporary failures for `retry_seconds` from the first one.
 
-    Raises StoreUnavailable if the failure persists and StoreError if a retry cannot help; both messages start with
-    `what`. FileNotFoundError and FileExistsError pass through.
+    Raises StoreUnavailable if the failure persists and StoreError if a retry cannot help; both messages start
+    with `what`. FileNotFoundError and FileExistsError pass through.
     """
 
     def attempt() -> _T:

@@ -1,7 +1,7 @@
 """Objects under keys, in a local folder or in a bucket: the only access to data that outlives a process.
 
-A key is a relative POSIX path. An object becomes visible at its key when it is complete. Decisions that must be
-made only once (a manifest, the number of an attempt) use `put_if_absent`.
+A key is a relative POSIX path. An object becomes visible at its key when it is complete. Decisions that must
+be made only once (a manifest, the number of an attempt) use `put_if_absent`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def check_key(key: str) -> str:
         or any(not name or name in (".", "..") or name.startswith(TEMPORARY) for name in names)
     ):
         raise InputError(
-            f"The storage key {key[:80]!r} must be a relative path of at most {_MAX_KEY_BYTES} bytes without empty"
-            f" parts, '.', '..', control characters, '?', backslashes or names starting with {TEMPORARY!r}; rename"
-            " the file."
+            f"The storage key {key[:80]!r} must be a relative path of at most {_MAX_KEY_BYTES} bytes without"
+            f" empty parts, '.', '..', control characters, '?', backslashes or names starting with"
+            f" {TEMPORARY!r}; rename the file."
         )
     if any(len(name.encode()) > _MAX_NAME_BYTES for name in names):
         raise InputError(
@@ -124,8 +124,8 @@ class Store:
     def abort_multipart_uploads(self, prefix: str) -> None:
         """Delete the parts of interrupted uploads below the folder `prefix`.
 
-        A bucket keeps and bills them, but does not list them. Only for the sole writer at `prefix`. If the bucket
-        does not allow it, the parts stay, which is logged.
+        A bucket keeps and bills them, but does not list them. Only for the sole writer at `prefix`. If the
+        bucket does not allow it, the parts stay, which is logged.
         """
         self._backend.abort_multipart_uploads(check_key(prefix))
 
@@ -140,8 +140,8 @@ class Store:
     def check(self, retry_seconds: float = _CHECK_SECONDS) -> None:
         """Write, list, read and delete a small object.
 
-        Raises StoreUnavailable for a failure that may be temporary and lasts `retry_seconds`, ConfigError for any
-        other.
+        Raises StoreUnavailable for a failure that may be temporary and lasts `retry_seconds`, ConfigError for
+        any other.
         """
         key, data = f"probe-{uuid.uuid4().hex}", b"probe"
         backend = _open(self.url, self._endpoint, retry_seconds)

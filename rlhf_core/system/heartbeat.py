@@ -2,7 +2,7 @@
 
     participant  a training rank, Ray worker, engine, or the stage's own process; it keeps one file up to date
                      register(folder, "critic rank 0", stall_after)  once; SIGUSR1 then writes its stacks
-                     heartbeat("optimizer step 7")                   on each progress, from any depth of the code
+                     heartbeat("optimizer step 7")                   on progress, from any depth of the code
                      idle()                                          it waits for a call, without a time limit
                      unregister()                                    at its end
     Monitor      in the stage's own process: a thread polls all files and counts how long each has not changed
@@ -13,8 +13,8 @@
                  itself stuck, the monitor calls `fail`.
 
 The monitoring thread counts the seconds, so clocks are never compared and a suspended machine is not mistaken
-for a stall. Participants on other hosts are monitored if the folder is shared, but they cannot be signalled, and
-their stacks cannot be requested.
+for a stall. Participants on other hosts are monitored if the folder is shared, but they cannot be signalled,
+and their stacks cannot be requested.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def unregister() -> None:
 
 
 def heartbeat(activity: str, stall_after: float | None = None) -> None:
-    """Report progress: this process now does `activity`, for at most `stall_after` seconds (None: as registered).
+    """Report progress: this process now does `activity`, for at most `stall_after` seconds (None: as
+    registered).
 
     Does nothing in a process that is not registered.
     """
@@ -147,7 +148,10 @@ class Participant:
 
     @property
     def stalled(self) -> bool:
-        """Whether it has been stuck beyond its limit. An idle one needs no progress, but must not be suspended."""
+        """Whether it has been stuck beyond its limit.
+
+        An idle one needs no progress, but must not be suspended.
+        """
         if self.seconds <= self.stall_after:
             return False
         return self.state == "suspended" or (self.state == "running" and self.activity != "")
@@ -229,8 +233,8 @@ class Monitor:
     def diagnose(self, waiting_for: str, limit: str) -> InfrastructureError:
         """Return the error of a wait that failed, and save the stacks of all participants.
 
-        It is a WorkerDied or WorkerStuck and names the dead participants; if there are none the suspended ones,
-        then the stalled ones, then those with the longest current activity.
+        It is a WorkerDied or WorkerStuck and names the dead participants; if there are none the suspended
+        ones, then the stalled ones, then those with the longest current activity.
 
         Args:
             waiting_for: what the caller waited for.
@@ -268,7 +272,9 @@ class Monitor:
         self._wait_for_stacks(sizes_before)
 
     def kill(self, names: Sequence[str] | None = None) -> None:
-        """Send SIGKILL to the participants `names` (None: all but this process) on this host, and forget them."""
+        """Send SIGKILL to the participants `names` (None: all but this process) on this host, and forget
+        them.
+        """
         killed = [
             participant
             for participant in self._all()

@@ -15,7 +15,8 @@ _random = random.Random()
 def backoff(
     first: float, longest: float = math.inf, jitter: tuple[float, float] = (0.0, 1.0)
 ) -> Callable[[RetryCallState], float]:
-    """Return a wait function: `first` seconds, doubled after each attempt up to `longest`, times a random factor.
+    """Return a wait function: `first` seconds, doubled after each attempt up to `longest`, times a random
+    factor.
 
     The factor is drawn uniformly from `jitter`, so that clients which failed together do not retry together.
     """
@@ -29,8 +30,8 @@ def backoff(
 def stop_after_failing(seconds: float) -> Callable[[RetryCallState], bool]:
     """Return a stop function: no attempt starts later than `seconds` after the first failure.
 
-    tenacity's own `stop_before_delay` counts from the first start: a call that needs minutes, such as an upload,
-    would not be retried at all.
+    tenacity's own `stop_before_delay` counts from the first start: a call that needs minutes, such as an
+    upload, would not be retried at all.
     """
     first_failure: float | None = None
 

@@ -33,8 +33,8 @@ _FILE = "scripted_trainer.json"
 class ScriptedTrainer(TrainingEngine):
     """An engine that counts steps and changes no weights. DeepSpeed is not started.
 
-    It has the parameters of `TrainingEngine`, so that it can also replace that class. What it saves as a model or
-    adapter are the weights of `module`.
+    It has the parameters of `TrainingEngine`, so that it can also replace that class. What it saves as a
+    model or adapter are the weights of `module`.
 
     Args:
         module: The model. Only `save_model` and `save_adapter` need a real one.

@@ -105,7 +105,10 @@ class _Call:
             raise Timeout(f"no whole answer within {self._seconds:.0f} s") from error
 
     def use(self, connection: HTTPConnection) -> None:
-        """Register `connection` to be shut down when the time is over. Raises _Overdue if it is over already."""
+        """Register `connection` to be shut down when the time is over.
+
+        Raises _Overdue if it is over already.
+        """
         with self._lock:
             if self._over:
                 raise _Overdue

@@ -255,7 +255,10 @@ _Measured = tuple[float | None, float | None]
 def _difference(
     rule: str, candidate: _Measured, champion: _Measured, gate: Gate, number: int
 ) -> Decision | None:
-    """One-sided z-test of two means on different prompts. None if a standard error is missing or both are 0."""
+    """One-sided z-test of two means on different prompts.
+
+    None if a standard error is missing or both are 0.
+    """
     (ours, our_error), (theirs, their_error) = candidate, champion
     if ours is None or theirs is None or our_error is None or their_error is None:
         return None

@@ -339,7 +339,9 @@ def _artifact(data: ArtifactRef) -> DataSet:
 
 
 def origin_tags(source: str, git: str = "") -> dict[str, str]:
-    """Return MLflow's tags for the user, the `source` file and the `git` commit, which may end in `-dirty`."""
+    """Return MLflow's tags for the user, the `source` file and the `git` commit,
+    which may end in `-dirty`.
+    """
     tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
     with suppress(OSError, KeyError, ImportError):  # the user of a container may have no name
         tags["mlflow.user"] = getpass.getuser()

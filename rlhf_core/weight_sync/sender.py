@@ -219,7 +219,9 @@ class _GlooTransport:
 
 
 class _VllmTransport:
-    """vLLM's own trainer engines for GPUs: `nccl` (packed, double-buffered broadcast) and `ipc` (same GPU)."""
+    """vLLM's own trainer engines for GPUs:
+    `nccl` (packed, double-buffered broadcast) and `ipc` (same GPU).
+    """
 
     def __init__(
         self,

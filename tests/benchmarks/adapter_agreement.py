@@ -2,7 +2,9 @@
 the adapter onto the SFT model, and the merged model stands alone. Prints the largest differences of the
 log-probabilities that they give to the same sampled responses, beside those of the SFT model without adapter.
 
-    python -m tests.benchmarks.adapter_agreement SUMMARY        the summary.json that `rlhf run` named at its end
+    python -m tests.benchmarks.adapter_agreement SUMMARY
+
+SUMMARY is the path of the summary.json that `rlhf run` prints at its end.
 """
 
 from __future__ import annotations

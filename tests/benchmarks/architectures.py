@@ -27,14 +27,16 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "num_hidden_layers": 4,
-    "n_layer": 4, "num_layers": 4, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "vocab_size": 64, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64,
+    "num_hidden_layers": 4, "n_layer": 4, "num_layers": 4, "num_attention_heads": 4, "n_head": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Values for the fields that a configuration has."""
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
           "num_key_value_heads": 4}  # fmt: skip
 """Fields of multi-head latent attention, which replace `head_dim`."""
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 64}
@@ -102,7 +104,10 @@ def tried(model_type: str) -> tuple[str, list[str]]:
 
 
 def known_to_vllm() -> set[str]:
-    """Return the classes in vLLM's registry. They are read from its source, because importing vLLM is slow."""
+    """Return the classes in vLLM's registry.
+
+    They are read from its source, because importing vLLM is slow.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return set()

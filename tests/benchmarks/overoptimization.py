@@ -28,18 +28,20 @@ WINDOW = 5
 """Steps that are averaged: the rewards of one step are means over 128 responses."""
 PAGE = """# Over-optimisation
 
-A reward model is an approximation. A policy that is trained against it for long enough finds responses that the reward
-model scores too high (Gao et al. 2022, "Scaling Laws for Reward Model Overoptimization"). On the demo's task the true
-("gold") reward is known, so this can be measured.
+A reward model is an approximation. A policy that is trained against it for long enough finds responses that
+the reward model scores too high (Gao et al. 2022, "Scaling Laws for Reward Model Overoptimization"). On the
+demo's task the true ("gold") reward is known, so this can be measured.
 
-The configuration is [overoptimization.yaml](../deployments/configs/overoptimization.yaml): the demo with {pairs} noisy
-preference pairs, {epochs} epochs of SFT and {steps} PPO steps, without a KL penalty (`ppo.kl.coef: 0`) and with the demo's (`ppo.kl.coef: 0.05`).
-Both runs share the SFT model and the reward model, whose accuracy on held-out pairs is {accuracy:.3f}.
+The configuration is [overoptimization.yaml](../deployments/configs/overoptimization.yaml): the demo with
+{pairs} noisy preference pairs, {epochs} epochs of SFT and {steps} PPO steps, without a KL penalty
+(`ppo.kl.coef: 0`) and with the demo's (`ppo.kl.coef: 0.05`). Both runs share the SFT model and
+the reward model, whose accuracy on held-out pairs is {accuracy:.3f}.
 
-![Reward by step: without a KL penalty the score of the reward model keeps rising while the true reward falls]({figure})
+![Without a KL penalty the score of the reward model rises while the true reward falls]({figure})
 
-Means of {window} steps, seed {seed}; `ppo.kl.coef` in parentheses. Score: mean of the reward model over the responses of a
-step. Gold: the true reward of the same responses. KL: mean per response, in nats, against the SFT model.
+Means of {window} steps, seed {seed}; `ppo.kl.coef` in parentheses. Score: mean of the reward model over the
+responses of a step. Gold: the true reward of the same responses. KL: mean per response, in nats, against the
+SFT model.
 
 {table}
 

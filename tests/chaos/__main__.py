@@ -26,17 +26,18 @@ from tests.chaos.harness import Case, Golden, Result, run_case
 
 PREFACE = """# Kills of a run
 
-Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real Prefect, DeepSpeed, Ray, vLLM and MLflow
-on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
+Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real Prefect, DeepSpeed, Ray, vLLM
+and MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
 
-- **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the flow, the stage, a training
-  rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at random until there are enough
-  kills, so not all of them occur.
-- **a random process**: a random process is killed at a random time, including the servers of Ray and Prefect.
-- **same bits**: all files of the artifact, all metrics in it, and all values of all metrics in MLflow (each once) equal
-  those of an undisturbed run. Times and rates are not compared.
-- **recovery**: seconds from the kill until the run reaches the same point again, or until its end if it does not reach
-  that point again. Most of it is the start of processes.
+- **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the flow, the
+  stage, a training rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at random
+  until there are enough kills, so not all of them occur.
+- **a random process**: a random process is killed at a random time. The servers of Ray and Prefect are
+  included.
+- **same bits**: all files of the artifact, all metrics in it, and all values of all metrics in MLflow (each
+  once) equal those of an undisturbed run. Times and rates are not compared.
+- **recovery**: seconds from the kill until the run reaches the same point again, or until its end if it does
+  not reach that point again. Most of it is the start of processes.
 
 """
 NEGATIVE = Path(__file__).parent / "forget_kl"

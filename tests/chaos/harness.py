@@ -1,10 +1,10 @@
 """Run, kill, type the same command again, compare with the run that nobody disturbed.
 
-golden    each stage once, alone and undisturbed: its points (failpoints passed) and its outcome are noted, and the
-          home folder is copied before it
+golden    each stage once, alone and undisturbed: its points (failpoints passed) and its outcome are noted,
+          and the home folder is copied before it
 case      such a copy; `rlhf run --until STAGE` with kills, again until it ends well
-outcome   what the stage made: files by sha256, metrics in the artifact and in MLflow, each value and how often;
-          not what is measured in seconds
+outcome   what the stage made: files by sha256, metrics in the artifact and in MLflow, each value and how
+          often; not what is measured in seconds
 """
 
 from __future__ import annotations

@@ -6,9 +6,12 @@ Losses go through the real loops: `sft` (token loss), `policy` (clipped surrogat
 loss, with a moving average of the weights), `value` (clipped squared error), `reward` (Bradley-Terry). What
 else a name may have:
 
-    @token-mean    that aggregation                       resumed    another engine takes the second step, from a checkpoint
-    lora           adapters only are trained              hpz        the ranks share a second copy of the parameters
-    parts          the head sees seven tokens at a time   offload    optimizer and parameters as if there were a GPU to spare
+    @token-mean    that aggregation
+    lora           only adapters are trained
+    parts          the head sees seven tokens at a time
+    resumed        another engine takes the second step, from a checkpoint
+    hpz            the ranks share a second copy of the parameters
+    offload        optimizer and parameters are offloaded
 
 `nan`, which may be offloaded, takes the policy through three steps of which the second has a gradient that is
 not finite.

@@ -28,7 +28,9 @@ STALL_SECONDS = 30.0
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """`fault(n)` says what happens to request n = 1, 2, ... of those for `path`; `seen` counts what happened."""
+    """`fault(n)` says what happens to request n = 1, 2, ... of those for `path`;
+    `seen` counts what happened.
+    """
 
     daemon_threads = True
     request_queue_size = 64

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow  # a start of a fleet for each
 
 STEPS = 2
 COMPARED = (
-    "loss/policy", "loss/value", "objective/kl", "objective/scores", "objective/rlhf_reward", "policy/grad_norm",
-    "value/grad_norm", "policy/entropy", "rollout/length",
+    "loss/policy", "loss/value", "objective/kl", "objective/scores", "objective/rlhf_reward",
+    "policy/grad_norm", "value/grad_norm", "policy/entropy", "rollout/length",
 )  # fmt: skip
 PLAIN: dict[str, Any] = {
     "prompts_per_step": 12,

@@ -48,7 +48,8 @@ def shape(found: dict[str, Any]) -> ModelShape:
     heads = found["num_attention_heads"]
     return ModelShape(
         found["hidden_size"], found["intermediate_size"], found["num_hidden_layers"], heads,
-        found.get("num_key_value_heads", heads), found["hidden_size"] // heads, found["vocab_size"], tied=False,
+        found.get("num_key_value_heads", heads), found["hidden_size"] // heads, found["vocab_size"],
+        tied=False,
     )  # fmt: skip
 
 

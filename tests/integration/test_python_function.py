@@ -54,7 +54,8 @@ def by_text(samples):
             pass
     if text == "die":
         os._exit(7)
-    return {"good": [1.0] * len(samples), "text": ["a"] * len(samples), "short": [], "none": None, "number": 3.0, "nested": [[1.0]],
+    return {"good": [1.0] * len(samples), "text": ["a"] * len(samples), "short": [], "none": None,
+        "number": 3.0, "nested": [[1.0]],
             "nan": [0.0, float("nan")], "string": "0.5"}[text]
 
 def flaky(samples):

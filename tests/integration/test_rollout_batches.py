@@ -22,7 +22,9 @@ from tests.support.tiny_llama import save_tiny_llama
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """A token takes 2 x 3 layers x 32 heads x 256 x 4 bytes: a KV cache of 1 GiB has 42 blocks of 128 tokens."""
+    """A token takes 2 x 3 layers x 32 heads x 256 x 4 bytes: a KV cache of 1 GiB has 42 blocks of 128
+    tokens.
+    """
     # vLLM looks for `__dict__` in every value of every module. A proxy of Flask, which the S3 server of other
     # tests has loaded, raises at that.
     for name, module in list(sys.modules.items()):

@@ -1,6 +1,7 @@
 """Corruption of stored bundles: every mutation of every file, for tests of local folders and S3 buckets.
 
-`cases` lists the mutations. `undetected` applies each one, opens the bundle with an empty cache and restores it.
+`cases` lists the mutations. `undetected` applies each one, opens the bundle with an empty cache and restores
+it.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ FORGERIES: dict[str, Mutation] = {
 }
 
 
-# A file with content: 11 of ANY_FILE + swap + additional file = 13. An empty file: 4 of ANY_FILE change it + 2 = 6.
-# A manifest: 15 + 14 forgeries = 29. newest.json: 11 + 2 = 13.
+# A file with content: 11 of ANY_FILE + swap + additional file = 13. An empty file: 4 of ANY_FILE change it +
+# 2 = 6. A manifest: 15 + 14 forgeries = 29. newest.json: 11 + 2 = 13.
 ARTIFACT_CASES = 3 * 13 + 6 + 29
 CHECKPOINT_CASES = 5 * 13 + 29 + 13
 

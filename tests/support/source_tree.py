@@ -96,7 +96,8 @@ class SourceTree:
                 targets = []
                 for alias in child.names:
                     full = f"{base}.{alias.name}"
-                    # `from rlhf_core import errors` imports a module, `from rlhf_core.errors import X` a name.
+                    # `from rlhf_core import errors` imports a module, `from rlhf_core.errors import X` a
+                    # name.
                     targets.append(full if full in self.modules else base)
             else:
                 runs_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -142,7 +143,10 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Return all modules that `start` imports directly or indirectly. It contains `start` if there is a cycle."""
+    """Return all modules that `start` imports directly or indirectly.
+
+    It contains `start` if there is a cycle.
+    """
     seen: set[str] = set()
     waiting = list(graph[start])
     while waiting:

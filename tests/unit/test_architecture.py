@@ -1,8 +1,8 @@
 """The architecture, read from the source.
 
 Locked here:
-- imports go one way, from `flows` down to `rlhf_core.errors` (`LAYERS`), and packages do not import each other in
-  a circle;
+- imports go one way, from `flows` down to `rlhf_core.errors` (`LAYERS`), and packages do not import each
+  other in a circle;
 - prefect, vllm, deepspeed, ray and mlflow each have their home and are imported nowhere else;
 - configuration, types and algorithms start without any of them;
 - every shipped configuration loads;

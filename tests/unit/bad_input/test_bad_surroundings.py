@@ -43,28 +43,40 @@ REWARD_FILES = {
 }
 PYTHON = "type: python, function: "
 REWARDS = (
-    Bad("no such file", reward(PYTHON + "'x:f', file: none.py"), ("ppo.rewards.0.file", "file not found: none.py")),
+    Bad("no such file", reward(PYTHON + "'x:f', file: none.py"),
+        ("ppo.rewards.0.file", "file not found: none.py")),
     Bad("a folder", reward(PYTHON + "'x:f', file: ."), ("ppo.rewards.0.file", "file not found: .")),
-    Bad("not Python's suffix", reward(PYTHON + "'x:f', file: c.yaml"), ("ppo.rewards.0.file", "*.py", "c.yaml")),
+    Bad("not Python's suffix", reward(PYTHON + "'x:f', file: c.yaml"),
+        ("ppo.rewards.0.file", "*.py", "c.yaml")),
     Bad("no such function", reward(PYTHON + "'x:f', file: r.py"), ("r.py has no function f", "score")),
     Bad("broken Python", reward(PYTHON + "'x:f', file: broken.py"), ("broken.py:1", "not valid Python")),
     Bad("bytes", reward(PYTHON + "'x:f', file: binary.py"), ("binary.py", "not valid Python")),
-    Bad("a constant", reward(PYTHON + "'x:score', file: constant.py"), ("constant.py has no function score",)),
-    Bad("no such module", reward(PYTHON + "'no_such_module_x:f'"), ("module no_such_module_x not found", "0.file")),
+    Bad("a constant", reward(PYTHON + "'x:score', file: constant.py"),
+        ("constant.py has no function score",)),
+    Bad("no such module", reward(PYTHON + "'no_such_module_x:f'"),
+        ("module no_such_module_x not found", "0.file")),
     Bad("no such part of a package", reward(PYTHON + "'yaml.nothing:f'"), ("module yaml.nothing not found",)),
-    Bad("no such function of a module", reward(PYTHON + "'yaml.tokens:nothing'"), ("has no function nothing",)),
-    Bad("a command of the system", reward(PYTHON + "'os:system'"), ("ppo.rewards.0.function", "os", "your own")),
-    Bad("a part of the standard library", reward(PYTHON + "'json.decoder:scanstring'"), ("json.decoder", "your own")),
+    Bad("no such function of a module", reward(PYTHON + "'yaml.tokens:nothing'"),
+        ("has no function nothing",)),
+    Bad("a command of the system", reward(PYTHON + "'os:system'"),
+        ("ppo.rewards.0.function", "os", "your own")),
+    Bad("a part of the standard library", reward(PYTHON + "'json.decoder:scanstring'"),
+        ("json.decoder", "your own")),
     Bad("a builtin", reward(PYTHON + "'builtins:exec'"), ("builtins", "your own")),
     Bad("nothing to count", reward("type: keywords, words: []"), ("ppo.rewards.0.words", "at least 1")),
-    Bad("a service in the private network", reward("type: remote, urls: [http://private.example/x], allowed_hosts: [private.example]"),
+    Bad("a service in the private network",
+        reward("type: remote, urls: [http://private.example/x], allowed_hosts: [private.example]"),
         ("ppo.rewards.0.urls", "got private.example, which is 10.1.2.3", "ppo.rewards.0.allowed_hosts")),
-    *(Bad(f"a service at {host}", reward(f"type: remote, urls: ['http://{host}/x'], allowed_hosts: ['{listed}']"),
+    *(Bad(f"a service at {host}",
+        reward(f"type: remote, urls: ['http://{host}/x'], allowed_hosts: ['{listed}']"),
         ("ppo.rewards.0", "its host"))
-      for host, listed in (("0177.0.0.1", "0177.0.0.1"), ("0x7f.1", "0x7f.1"), ("a..b", "a..b"), ("xn--", "xn--"))),
-    *(Bad(f"a token {title}", reward("type: remote, urls: ['http://127.0.0.1/x'], allowed_hosts: ['127.0.0.1', '10.1.2.3']"),
+      for host, listed in (("0177.0.0.1", "0177.0.0.1"), ("0x7f.1", "0x7f.1"), ("a..b", "a..b"),
+          ("xn--", "xn--"))),
+    *(Bad(f"a token {title}",
+        reward("type: remote, urls: ['http://127.0.0.1/x'], allowed_hosts: ['127.0.0.1', '10.1.2.3']"),
         ("RLHF_REWARD_TOKEN", "must"), environment={"RLHF_REWARD_TOKEN": value})
-      for title, value in (("with an accent", "hunter2-é"), ("of two lines", "hunter2\nhunter2"), ("that is blank", " \n"))),
+      for title, value in (("with an accent", "hunter2-é"), ("of two lines", "hunter2\nhunter2"),
+          ("that is blank", " \n"))),
 )  # fmt: skip
 
 
@@ -121,52 +133,66 @@ def test_an_address_or_folder_that_cannot_work_is_refused(command: Command, over
 
 
 SETTINGS = {
-    "pairs that are missing": (("data.preference=[]", "ppo.rewards=[{type: gold}]"), ("reward.enabled", "data.preference is empty")),
+    "pairs that are missing": (("data.preference=[]", "ppo.rewards=[{type: gold}]"),
+        ("reward.enabled", "data.preference is empty")),
     "a judge that is not trained": (
-        ("reward.enabled=false", "ppo.rewards=[{type: gold}]", "evaluate.judge=reward_model"), ("evaluate.judge",),
+        ("reward.enabled=false", "ppo.rewards=[{type: gold}]", "evaluate.judge=reward_model"),
+        ("evaluate.judge",),
     ),
     "a judge without rules": (("evaluate.judge=rules",), ("evaluate.judge", "ppo.rewards")),
     "more ranks than a batch": (
         ("sft.batch_size=2", "sft.deepspeed.ranks=4"), ("sft.deepspeed.ranks", "sft.batch_size (2)", "got 4"),
     ),
     "a GPU where there is none": (("run.device=cuda",), ("run.device", "0 visible GPUs")),
-    "NCCL without a GPU": (("ppo.weight_sync.backend=nccl",), ("ppo.weight_sync.backend", "use auto or gloo")),
-    "CUDA IPC without a GPU": (("ppo.weight_sync.backend=ipc", "ppo.colocate=all"), ("ppo.weight_sync.backend", "use auto or gloo")),
+    "NCCL without a GPU": (("ppo.weight_sync.backend=nccl",),
+        ("ppo.weight_sync.backend", "use auto or gloo")),
+    "CUDA IPC without a GPU": (("ppo.weight_sync.backend=ipc", "ppo.colocate=all"),
+        ("ppo.weight_sync.backend", "use auto or gloo")),
     "an engine in more parts than heads divide into": (
-        ("ppo.engine.tensor_parallel=3",), ("ppo.engine.tensor_parallel", "4 attention heads", "got 3; use 2"),
+        ("ppo.engine.tensor_parallel=3",),
+            ("ppo.engine.tensor_parallel", "4 attention heads", "got 3; use 2"),
     ),
-    "flash attention without a GPU": (("model.attention=flash_attention_2",), ("model.attention", "use sdpa")),
+    "flash attention without a GPU": (("model.attention=flash_attention_2",),
+        ("model.attention", "use sdpa")),
     "offload without a GPU": (
-        ("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.offload", "use none"),
+        ("sft.deepspeed.offload=optimizer", "sft.deepspeed.zero_stage=2"),
+        ("sft.deepspeed.offload", "use none"),
     ),
-    "offload without ZeRO": (("ppo.policy_deepspeed.offload=optimizer",), ("ppo.policy_deepspeed.zero_stage", "got 0")),
+    "offload without ZeRO": (("ppo.policy_deepspeed.offload=optimizer",),
+        ("ppo.policy_deepspeed.zero_stage", "got 0")),
     "parameters offloaded without ZeRO-3": (
         ("sft.deepspeed.offload=all", "sft.deepspeed.zero_stage=2"), ("sft.deepspeed.zero_stage 3", "got 2"),
     ),
-    "a second copy without ZeRO-3": (("sft.deepspeed.hpz=2", "sft.deepspeed.ranks=2"), ("sft.deepspeed.hpz", "zero_stage=3")),
+    "a second copy without ZeRO-3": (("sft.deepspeed.hpz=2", "sft.deepspeed.ranks=2"),
+        ("sft.deepspeed.hpz", "zero_stage=3")),
     "a second copy over ranks that do not divide": (
-        ("sft.deepspeed.hpz=2", "sft.deepspeed.zero_stage=3"), ("sft.deepspeed", "hpz must divide ranks (1)", "got 2"),
+        ("sft.deepspeed.hpz=2", "sft.deepspeed.zero_stage=3"),
+        ("sft.deepspeed", "hpz must divide ranks (1)", "got 2"),
     ),
     **{
         f"float32 sums with {title}": (
-            ("ppo.policy_deepspeed.grad_accum_dtype=float32", *(f"ppo.policy_deepspeed.{one}" for one in said)),
+            ("ppo.policy_deepspeed.grad_accum_dtype=float32",
+                *(f"ppo.policy_deepspeed.{one}" for one in said)),
             ("ppo.policy_deepspeed.grad_accum_dtype", *words),
         )
         for title, said, words in (
             ("no ZeRO", ("dtype=bfloat16",), ("zero_stage 2 or 3", "got 0", "zero_stage=2")),
             ("ZeRO 1", ("dtype=bfloat16", "zero_stage=1"), ("zero_stage 2 or 3", "got 1")),
-            ("offload", ("dtype=bfloat16", "zero_stage=2", "offload=optimizer"), ("offload=none", "got optimizer")),
+            ("offload", ("dtype=bfloat16", "zero_stage=2", "offload=optimizer"),
+                ("offload=none", "got optimizer")),
             ("float16", ("dtype=float16", "zero_stage=2"), ("dtype=bfloat16", "got float16")),
         )
     },
-    "sums in float64": (("sft.deepspeed.grad_accum_dtype=float64",), ("sft.deepspeed.grad_accum_dtype", "float32")),
+    "sums in float64": (("sft.deepspeed.grad_accum_dtype=float64",),
+        ("sft.deepspeed.grad_accum_dtype", "float32")),
     "a head in bfloat16": (("model.head_dtype=bfloat16",), ("model.head_dtype", "model, float32")),
     "float16 without ZeRO": (("sft.deepspeed.dtype=float16",), ("sft.deepspeed.zero_stage", "got 0")),
     "float16 without a GPU": (
         ("reward.deepspeed.dtype=float16", "reward.deepspeed.zero_stage=1"),
         ("reward.deepspeed.dtype", "needs a GPU"),
     ),
-    "a cache larger than memory": (("ppo.engine.kv_cache_gib=1000000",), ("ppo.engine.kv_cache_gib", "must fit")),
+    "a cache larger than memory": (("ppo.engine.kv_cache_gib=1000000",),
+        ("ppo.engine.kv_cache_gib", "must fit")),
 }  # fmt: skip
 
 
@@ -178,9 +204,11 @@ def test_settings_that_contradict_each_other_or_the_machine_are_refused(command:
 
 FLASH = "model.attention=flash_attention_2"
 ON_GPUS = {
-    "flash attention that is not installed": ((FLASH,), False, ("model.attention", "package flash_attn", "use sdpa")),
+    "flash attention that is not installed": ((FLASH,), False,
+        ("model.attention", "package flash_attn", "use sdpa")),
     "flash attention in float32": (
-        (FLASH, "reward.deepspeed.dtype=float32"), True, ("model.attention", "no float32", "reward.deepspeed.dtype is here"),
+        (FLASH, "reward.deepspeed.dtype=float32"), True,
+        ("model.attention", "no float32", "reward.deepspeed.dtype is here"),
     ),
 }  # fmt: skip
 
@@ -200,37 +228,48 @@ def test_settings_that_gpus_cannot_serve_are_refused(
 SECRET = "hunter2hunter2"
 ENVIRONMENTS = {
     "a tracker of an unknown kind": ({"MLFLOW_TRACKING_URI": "ftp://host"}, ("MLFLOW_TRACKING_URI", "scheme ftp://")),
-    "a tracker that is a word": ({"MLFLOW_TRACKING_URI": "databricks"}, ("MLFLOW_TRACKING_URI", "'databricks'")),
-    "a tracker's token with a line break": ({"MLFLOW_TRACKING_TOKEN": f"{SECRET}\n"}, ("MLFLOW_TRACKING_TOKEN", "(hidden)")),
-    "a tracker's token with an umlaut": ({"MLFLOW_TRACKING_TOKEN": f"{SECRET}\u00e4"}, ("MLFLOW_TRACKING_TOKEN", "ASCII")),
+    "a tracker that is a word": ({"MLFLOW_TRACKING_URI": "databricks"},
+        ("MLFLOW_TRACKING_URI", "'databricks'")),
+    "a tracker's token with a line break": ({"MLFLOW_TRACKING_TOKEN": f"{SECRET}\n"},
+        ("MLFLOW_TRACKING_TOKEN", "(hidden)")),
+    "a tracker's token with an umlaut": ({"MLFLOW_TRACKING_TOKEN": f"{SECRET}\u00e4"},
+        ("MLFLOW_TRACKING_TOKEN", "ASCII")),
     "a timeout of the tracker that is a word": (
         {"MLFLOW_HTTP_REQUEST_TIMEOUT": "ten"}, ("MLFLOW_HTTP_REQUEST_TIMEOUT", "whole number", "'ten'"),
     ),
-    "more tries than MLflow allows": ({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "99"}, ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "10")),
+    "more tries than MLflow allows": ({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "99"},
+        ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "10")),
     "an endpoint without a scheme": ({"AWS_ENDPOINT_URL_S3": "localhost:9000"}, ("AWS_ENDPOINT_URL_S3", "http(s)://")),
-    "an endpoint with a password": ({"AWS_ENDPOINT_URL_S3": f"http://me:{SECRET}@host"}, ("AWS_ENDPOINT_URL_S3", "credentials")),
+    "an endpoint with a password": ({"AWS_ENDPOINT_URL_S3": f"http://me:{SECRET}@host"},
+        ("AWS_ENDPOINT_URL_S3", "credentials")),
     "a failpoint that is none": ({"RLHF_FAIL": "ppo.after_rollout"}, ("RLHF_FAIL", "name:nth:action")),
     "a failpoint without a number": ({"RLHF_FAIL": "a:b:kill"}, ("RLHF_FAIL", "name:nth:action")),
     "assertions turned off": ({"PYTHONOPTIMIZE": "1"}, ("PYTHONOPTIMIZE", "unset")),
-    "insecure serialization": ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}, ("VLLM_ALLOW_INSECURE_SERIALIZATION", "unset")),
+    "insecure serialization": ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        ("VLLM_ALLOW_INSECURE_SERIALIZATION", "unset")),
     "Ray without authentication": ({"RAY_AUTH_MODE": "disabled"}, ("RAY_AUTH_MODE", "unset")),
     "models of the registry that run code": (
         {"MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "true"}, ("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "unset"),
     ),
     "a folder for temporary files that is a file": ({"TMPDIR": "c.yaml"}, ("TMPDIR", "c.yaml", "is a file")),
-    "a folder for Ray's files that is a file": ({"RAY_TMPDIR": "c.yaml"}, ("RAY_TMPDIR", "c.yaml", "is a file")),
-    "a Ray cluster that is not there": ({"RAY_ADDRESS": "127.0.0.1:1"}, ("RAY_ADDRESS", "127.0.0.1:1", "unset it")),
-    "a Ray cluster without a host": ({"RAY_ADDRESS": "nonsense:1"}, ("RAY_ADDRESS", "nonsense:1", "unset it")),
+    "a folder for Ray's files that is a file": ({"RAY_TMPDIR": "c.yaml"},
+        ("RAY_TMPDIR", "c.yaml", "is a file")),
+    "a Ray cluster that is not there": ({"RAY_ADDRESS": "127.0.0.1:1"},
+        ("RAY_ADDRESS", "127.0.0.1:1", "unset it")),
+    "a Ray cluster without a host": ({"RAY_ADDRESS": "nonsense:1"},
+        ("RAY_ADDRESS", "nonsense:1", "unset it")),
     "any Ray cluster": ({"RAY_ADDRESS": "auto"}, ("RAY_ADDRESS", "host:port", "'auto'", "unset it")),
     "a Ray client": ({"RAY_ADDRESS": "ray://host:10001"}, ("RAY_ADDRESS", "host:port", "unset it")),
     "a token in Prefect's address": (
-        {"PREFECT_API_URL": f"http://{SECRET}@127.0.0.1:9/api"}, ("PREFECT_API_URL", "credentials", "PREFECT_API_KEY"),
+        {"PREFECT_API_URL": f"http://{SECRET}@127.0.0.1:9/api"},
+        ("PREFECT_API_URL", "credentials", "PREFECT_API_KEY"),
     ),
     "a password in Prefect's address": (
         {"PREFECT_API_URL": f"http://me:{SECRET}@127.0.0.1:9/api"}, ("PREFECT_API_URL", "credentials"),
     ),
     "Prefect's address without a scheme": ({"PREFECT_API_URL": "localhost:4200"}, ("PREFECT_API_URL", "http(s)://")),
-    "checkpoints that run code": ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "unset")),
+    "checkpoints that run code": ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
+        ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "unset")),
 }  # fmt: skip
 
 
@@ -332,22 +371,31 @@ def test_a_command_line_that_cannot_be_read_ends_with_2_and_the_usage(
 
 
 COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "stages in the wrong order": (["run", "c.yaml", "--from", "ppo", "--until", "sft"], ("--from ppo comes after --until sft",)),
+    "stages in the wrong order": (["run", "c.yaml", "--from", "ppo", "--until", "sft"],
+        ("--from ppo comes after --until sft",)),
     "a word that is no override": (["run", "c.yaml", "again"], ("override again", "section.field=value")),
-    "no such GPUs": (["plan", "c.yaml", "--gpus", "8xZ9"], ("--gpus", "8xA100-80G", "'8xZ9'", "known: A100-40G")),
+    "no such GPUs": (["plan", "c.yaml", "--gpus", "8xZ9"],
+        ("--gpus", "8xA100-80G", "'8xZ9'", "known: A100-40G")),
     "no GPUs": (["plan", "c.yaml", "--gpus", "0xA100-80G"], ("--gpus", "'0xA100-80G'")),
     "no such reward model": (["serve-reward", "./none"], ("none must hold a reward model",)),
     "a folder without a model": (["serve-reward", "."], ("config.json is missing",)),
     "a service for everybody": (["serve-reward", ".", "--host", "0.0.0.0"], ("--host", "RLHF_REWARD_TOKEN")),
-    "a service for everybody by a short token": (["serve-reward", ".", "--host", "0.0.0.0"], ("RLHF_REWARD_TOKEN", "at least 16")),
+    "a service for everybody by a short token": (["serve-reward", ".", "--host", "0.0.0.0"],
+        ("RLHF_REWARD_TOKEN", "at least 16")),
     "no such address": (["serve-reward", ".", "--host", "192.0.2.1"], ("--host", "192.0.2.1")),
     "no such port": (["serve-reward", ".", "--port", "99999"], ("--port", "99999")),
-    "no such shape": (["plan", "c.yaml", "--model-config", "none.json"], ("none.json", "readable config.json")),
-    "a shape that is a list": (["plan", "c.yaml", "--model-config", "list.json"], ("list.json", "is no JSON object")),
-    "a shape without a width": (["plan", "c.yaml", "--model-config", "empty.json"], ("hidden_size", "must be integers")),
-    "a shape nested deeply": (["plan", "c.yaml", "--model-config", "deep.json"], ("deep.json", "readable config.json")),
-    "a shape in Latin-1": (["plan", "c.yaml", "--model-config", "latin.json"], ("latin.json", "readable config.json")),
-    "a shape without heads": (["plan", "c.yaml", "--model-config", "zero.json"], ("num_attention_heads", "above 0")),
+    "no such shape": (["plan", "c.yaml", "--model-config", "none.json"],
+        ("none.json", "readable config.json")),
+    "a shape that is a list": (["plan", "c.yaml", "--model-config", "list.json"],
+        ("list.json", "is no JSON object")),
+    "a shape without a width": (["plan", "c.yaml", "--model-config", "empty.json"],
+        ("hidden_size", "must be integers")),
+    "a shape nested deeply": (["plan", "c.yaml", "--model-config", "deep.json"],
+        ("deep.json", "readable config.json")),
+    "a shape in Latin-1": (["plan", "c.yaml", "--model-config", "latin.json"],
+        ("latin.json", "readable config.json")),
+    "a shape without heads": (["plan", "c.yaml", "--model-config", "zero.json"],
+        ("num_attention_heads", "above 0")),
     "a plan of a bad configuration": (["plan", "c.yaml", "ppo.stpes=3"], ("ppo.stpes: unknown key",)),
     "a home that is a file": (["up", "--home", "c.yaml"], ("--home", "c.yaml")),
     "a home below a file": (["status", "--home", "c.yaml/x"], ("--home", "c.yaml")),
@@ -482,7 +530,8 @@ def test_what_is_asked_of_this_machine_goes_past_a_proxy() -> None:
 NO_PROXY = {
     "every host": ({"NO_PROXY": "*"}, "*"),
     "every host, in lower case": ({"no_proxy": "*", "NO_PROXY": "a.example"}, "*"),
-    "both spellings": ({"no_proxy": "a.example", "NO_PROXY": "b.example,a.example"}, "a.example,b.example,127.0.0.1,localhost"),
+    "both spellings": ({"no_proxy": "a.example", "NO_PROXY": "b.example,a.example"},
+        "a.example,b.example,127.0.0.1,localhost"),
     "blanks and empty parts": ({"NO_PROXY": " a.example, ,localhost"}, "a.example,localhost,127.0.0.1"),
     "neither": ({}, "127.0.0.1,localhost"),
 }  # fmt: skip

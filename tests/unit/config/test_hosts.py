@@ -24,8 +24,8 @@ def test_a_plain_url_has_no_problem(url: str) -> None:
     "url",
     ["", "h/score", "ftp://h/x", "http://", "http:///x", "http://h:port/", "http://h:0/", "http://h:99999/", "http://[::1/",
      "http://u:p@h/", "http://u@h/", "http://h/?key=1", "http://h/#a", "http://h/a b", "http://h/\n", "file:///etc/passwd",
-     "http://0177.0.0.1/", "http://127.1/", "http://2130706433/", "http://0x7f.1/", "http://h..x/", "http://-h/", "http://b\u00fccher/",
-     "http://xn--/", "http://xn--\u0100/", f"http://{'a' * 64}/"],
+     "http://0177.0.0.1/", "http://127.1/", "http://2130706433/", "http://0x7f.1/", "http://h..x/",
+     "http://-h/", "http://b\u00fccher/", "http://xn--/", "http://xn--\u0100/", f"http://{'a' * 64}/"],
 )  # fmt: skip
 def test_any_other_url_has_one(url: str) -> None:
     assert url_problem(url) is not None
@@ -54,10 +54,14 @@ def test_the_host_of_a_url_has_no_port_brackets_or_capitals() -> None:
     assert [host_of("http://A.B:80/x"), host_of("http://[::1]:80/x")] == ["a.b", "::1"]
 
 
-PRIVATE = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
-           "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "ff02::1",
-           "64:ff9b::a9fe:a9fe", "64:ff9b::127.0.0.1", "64:ff9b:1::1", "2002:7f00:1::", "2002:5db8:d70e::1", "::127.0.0.1",
-           "::93.184.215.14", "fec0::1", "192.88.99.1", "3fff::1", "5f00::1", "2001:db8::1", "100::1", "198.18.0.1"]  # fmt: skip
+PRIVATE = ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
+    "224.0.0.1",
+           "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
+           "ff02::1", "64:ff9b::a9fe:a9fe", "64:ff9b::127.0.0.1", "64:ff9b:1::1", "2002:7f00:1::",
+           "2002:5db8:d70e::1", "::127.0.0.1", "::93.184.215.14", "fec0::1", "192.88.99.1", "3fff::1",
+           "5f00::1", "2001:db8::1",
+           "100::1",
+           "198.18.0.1"]  # fmt: skip
 
 
 @pytest.mark.parametrize("address", PRIVATE)

@@ -61,8 +61,10 @@ GOOD: dict[str, bytes] = {
     "a.parquet": parquet(),
 }
 NASTY = st.sampled_from(
-    [b"\0", b"\n", b"\r\n", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\\ud800", b"\xff", b"\xef\xbb\xbf",
-     b"NaN", b"-Infinity", b"1e999", b"null", b"true", b"\xe2\x80\xa8", b"9" * 5000, b"[" * 2000, b"\x1f\x8b", b"PAR1"]
+    [b"\0", b"\n", b"\r\n", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\\ud800", b"\xff",
+        b"\xef\xbb\xbf",
+     b"NaN", b"-Infinity", b"1e999", b"null", b"true", b"\xe2\x80\xa8", b"9" * 5000, b"[" * 2000, b"\x1f\x8b",
+     b"PAR1"]
 )  # fmt: skip
 
 
@@ -166,12 +168,16 @@ def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
 
 
 PIECES = st.sampled_from(
-    ["{% for m in messages %}", "{% endfor %}", "{{ m['content'] }}", "{{ m.role }}", "{{ bos_token }}", "{{ eos_token }}",
-     "{% if m['role'] == 'assistant' %}", "{% else %}", "{% endif %}", "{% generation %}", "{% endgeneration %}",
-     "{% if add_generation_prompt %}", "{% set x = messages %}", "{{ x | length }}", "{{ messages[9] }}", "{{ 1/0 }}",
-     "{{ messages | tojson }}", "{{ 'x' * 9 }}", "{{ m.content | trim }}", "{% raw %}", "{{", "}}", "{#", "text", "\n",
-     "{{ raise_exception('no') }}", "{{ range(99999) | list | length }}", "{{ messages.pop() }}", "{% break %}", "{{ [] | first }}",
-     "{{ ''.join([]) }}", "{{ namespace(a=1).a }}", "{% macro f(x) %}{{ x }}{% endmacro %}", "{{ f(1) }}", "{{ m.content[5:] }}"]
+    ["{% for m in messages %}", "{% endfor %}", "{{ m['content'] }}", "{{ m.role }}", "{{ bos_token }}",
+        "{{ eos_token }}",
+     "{% if m['role'] == 'assistant' %}", "{% else %}", "{% endif %}", "{% generation %}",
+     "{% endgeneration %}", "{% if add_generation_prompt %}", "{% set x = messages %}", "{{ x | length }}",
+     "{{ messages[9] }}", "{{ 1/0 }}", "{{ messages | tojson }}", "{{ 'x' * 9 }}", "{{ m.content | trim }}",
+     "{% raw %}", "{{", "}}", "{#", "text", "\n", "{{ raise_exception('no') }}",
+     "{{ range(99999) | list | length }}", "{{ messages.pop() }}", "{% break %}", "{{ [] | first }}",
+     "{{ ''.join([]) }}", "{{ namespace(a=1).a }}",
+     "{% macro f(x) %}{{ x }}{% endmacro %}", "{{ f(1) }}",
+     "{{ m.content[5:] }}"]
 )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ Locked here:
 - the reward of a response is the documented sum (worked out by hand), and each fault costs;
 - degenerate texts do not pay; the best response is far above the demonstrations, whose rewards are 0 +- 1;
 - annotators agree with the truth in 95 to 98 %, or always at temperature 0;
-- in about a third of the pairs, the responses differ only in the words of the topic, and the preferred one has
-  the animal of the prompt;
+- in about a third of the pairs, the responses differ only in the words of the topic, and the preferred one
+  has the animal of the prompt;
 - prompts are enough, distinct, and all of the task.
 """
 

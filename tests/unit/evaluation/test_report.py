@@ -32,9 +32,9 @@ HOSTILE = (
     "{{ 7 * 7 }}{% raw %}{# #}",
 )
 TAGS = {
-    "html", "head", "meta", "title", "style", "body", "main", "header", "section", "article", "div", "p", "span", "b",
-    "i", "em", "small", "strong", "h1", "h2", "h3", "h4", "table", "thead", "tbody", "tr", "th", "td", "code", "pre",
-    "figure", "figcaption", "img", "svg", "g", "line", "circle", "details", "summary",
+    "html", "head", "meta", "title", "style", "body", "main", "header", "section", "article", "div", "p",
+    "span", "b", "i", "em", "small", "strong", "h1", "h2", "h3", "h4", "table", "thead", "tbody", "tr", "th",
+    "td", "code", "pre", "figure", "figcaption", "img", "svg", "g", "line", "circle", "details", "summary",
 }  # fmt: skip
 
 
@@ -65,8 +65,10 @@ def interval(mean: float, spread: float = 0.1) -> dict[str, float]:
 def evaluation(win: float = 0.8) -> dict[str, Any]:
     pair = {"sft": interval(0.25), "ppo": interval(1.5), "difference": interval(1.25)}
     return {
-        "win_rate": interval(win), "judge": "gold", "inconsistent": 0.0, "gold_reward": pair, "reward_model": None,
-        "rules": {"keywords": pair}, "kl": 3.25, "lengths": {"sft": interval(30), "ppo": interval(34), "difference": interval(4)},
+        "win_rate": interval(win), "judge": "gold", "inconsistent": 0.0, "gold_reward": pair,
+        "reward_model": None,
+        "rules": {"keywords": pair}, "kl": 3.25,
+            "lengths": {"sft": interval(30), "ppo": interval(34), "difference": interval(4)},
         "eos_rate": {"sft": 0.9, "ppo": 1.0}, "prompts": 128, "confidence": 0.95,
         "judge_trained_on": False, "by_source": {}, "kl_interval": interval(3.25),
         "distinct": {model: {"1": 0.1, "2": 0.2, "3": 0.3} for model in ("sft", "ppo")},
@@ -80,8 +82,10 @@ def sample(text: str = "A fox.", winner: str = "ppo") -> dict[str, Any]:
 
 def report(**changes: Any) -> Report:
     fields: dict[str, Any] = {
-        "name": "demo", "evaluation": evaluation(), "samples": [sample()], "plots": [Plot("t", "c", b"\x89PNG")],
-        "config": "ppo: {}\n", "lineage": [("sft", "0123", "abcd")], "data_card": "# Data\n", "facts": {"seed": "0"},
+        "name": "demo", "evaluation": evaluation(), "samples": [sample()],
+        "plots": [Plot("t", "c", b"\x89PNG")],
+        "config": "ppo: {}\n", "lineage": [("sft", "0123", "abcd")], "data_card": "# Data\n",
+        "facts": {"seed": "0"},
     }  # fmt: skip
     return Report(**(fields | changes))
 

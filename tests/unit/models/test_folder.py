@@ -50,7 +50,8 @@ FILES = {
 }
 HEADERS = st.dictionaries(
     st.sampled_from(["a", "embed_tokens.weight", "__metadata__"]),
-    st.dictionaries(st.sampled_from(["shape", "data_offsets", "dtype"]), JSON | st.lists(st.integers(0, 9), max_size=3)) | JSON,
+    st.dictionaries(st.sampled_from(["shape", "data_offsets", "dtype"]),
+        JSON | st.lists(st.integers(0, 9), max_size=3)) | JSON,
     max_size=2,
 )  # fmt: skip
 

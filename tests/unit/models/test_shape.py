@@ -23,7 +23,8 @@ from rlhf_core.models.shape import ModelShape
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50, "num_attention_heads": 4,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
 

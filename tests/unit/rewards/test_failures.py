@@ -22,7 +22,9 @@ def batch(count: int) -> list[RewardInput]:
 
 
 class Scripted:
-    """Values are the place among the samples of the call; the whole call fails if it holds a sample of `bad`."""
+    """Values are the place among the samples of the call; the whole call fails if it holds a sample of
+    `bad`.
+    """
 
     def __init__(self, *bad: int, searchable: bool = True) -> None:
         self.bad = {str(i) for i in bad}

@@ -179,13 +179,16 @@ def test_every_rule_is_reached_by_its_type() -> None:
     assert gold == gold_reward(prompt, text.response, True)
     # tell, about, small, garden: the response says small and garden
     assert values == {
-        "length": 1.0, "keywords": 1.0, "format": 1.0, "repetition": 0.0, "relevance": 0.5, "well_formed": 1.0,
+        "length": 1.0, "keywords": 1.0, "format": 1.0, "repetition": 0.0, "relevance": 0.5,
+        "well_formed": 1.0,
         "token_share": 0.75,
     }  # fmt: skip
 
 
-PIECES = ["a", "e", "i", "{", "}", "{2}", "{,2}", "{,}", "{e}", "{i<2}", "{e<=1}", "[", "]", "[^", "[[:alpha:]]", "[a-d]",
-    "(", ")", "(?:", "(?i:", "|", "*", "+", "?", ".", "^", "$", r"\d", r"\{", r"\[", r"\1", "[:", "(?#", "(?>", "-", "<",
+PIECES = ["a", "e", "i", "{", "}", "{2}", "{,2}", "{,}", "{e}", "{i<2}", "{e<=1}", "[", "]", "[^",
+    "[[:alpha:]]", "[a-d]",
+    "(", ")", "(?:", "(?i:", "|", "*", "+", "?", ".", "^", "$", r"\d", r"\{", r"\[", r"\1", "[:", "(?#",
+    "(?>", "-", "<",
     r"\N{DIGIT ONE}"]  # fmt: skip
 
 

@@ -140,7 +140,8 @@ def texts(*lengths: int) -> list[dict[str, str]]:
 def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: Scorer, start: Start) -> None:
     encoder = Encoder(scorer._encoder.tokenizer, "chat")
     said = [("Tell me about the cat.", "It sleeps."), ("Tell me.", "It is warm </s> <eos>"), ("Who?", "")]
-    pairs = [encoder.response([Message("user", p)], r) if r else (encoder.prompt([Message("user", p)]), (encoder.eos_id,))
+    pairs = [encoder.response([Message("user", p)], r) if r else (encoder.prompt([Message("user", p)]),
+        (encoder.eos_id,))
              for p, r in said]  # fmt: skip
     samples = [RewardInput(str(i), p, r, *pairs[i], True) for i, (p, r) in enumerate(said)]
     # The policy may have written the same text in other tokens: then only the tokens tell.
@@ -448,7 +449,9 @@ def test_a_client_without_the_token_is_told_so(start: Start, monkeypatch: pytest
 
 
 def test_without_a_token_no_web_page_from_elsewhere_is_answered(start: Start) -> None:
-    """A page whose name was pointed to 127.0.0.1 (DNS rebinding) may send JSON, and has its own name as Host."""
+    """A page whose name was pointed to 127.0.0.1 (DNS rebinding) may send JSON,
+    and has its own name as Host.
+    """
     scripted = Scripted()
     url = start(scripted)
     port = url.rpartition(":")[2]

@@ -39,8 +39,10 @@ CANARY = "canary-0f8c1e77d2"
 
 NAMES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
-    "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING", "RLHF_REWARD_TOKEN",
-    "RAY_AUTH_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "DB_PWD", "MY_SECRET", "GOOGLE_APPLICATION_CREDENTIALS",
+    "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING",
+    "RLHF_REWARD_TOKEN", "RAY_AUTH_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "GITHUB_TOKEN", "DB_PASSWORD",
+    "DB_PWD", "MY_SECRET",
+    "GOOGLE_APPLICATION_CREDENTIALS",
 )  # fmt: skip
 
 
@@ -52,8 +54,8 @@ def test_value_of_a_secret_variable_is_removed(name: str) -> None:
 
 
 LESS_COMMON = (
-    "PGPASSWORD", "SSHPASS", "DB_PASS", "MINIO_SECRET_KEY", "MLFLOW_FLASK_SERVER_SECRET_KEY", "OPENAI_KEY", "AZURE_STORAGE_KEY",
-    "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "GPG_PASSPHRASE", "CI_JOB_TOKEN_V2",
+    "PGPASSWORD", "SSHPASS", "DB_PASS", "MINIO_SECRET_KEY", "MLFLOW_FLASK_SERVER_SECRET_KEY", "OPENAI_KEY",
+    "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "SENTRY_DSN", "GPG_PASSPHRASE", "CI_JOB_TOKEN_V2",
 )  # fmt: skip
 
 
@@ -63,8 +65,8 @@ def test_value_of_a_less_common_secret_variable_is_removed(name: str) -> None:
 
 
 BY_NAME = (
-    "MY_CREDS", "AUTHORIZATION", "PROXY_AUTHORIZATION", "SESSION_COOKIE", "SLACK_WEBHOOK_URL", "TLS_CERT", "AZURE_SAS",
-    "CI_JOB_JWT", "HF_HUB_AUTH", "my_creds",
+    "MY_CREDS", "AUTHORIZATION", "PROXY_AUTHORIZATION", "SESSION_COOKIE", "SLACK_WEBHOOK_URL", "TLS_CERT",
+    "AZURE_SAS", "CI_JOB_JWT", "HF_HUB_AUTH", "my_creds",
 )  # fmt: skip
 
 
@@ -133,10 +135,14 @@ def test_password_of_an_address_is_removed_outside_of_it(name: str, value: str) 
 WITHOUT_A_VARIABLE = (
     "https://{}@host/x", "https://{}:x-oauth-basic@github.com/x.git", "http://h/?token={}", "http://h/?a=1&api_key={}#top",
     "https://b.s3.amazonaws.com/k?X-Amz-Expires=60&X-Amz-Signature={}", "http://h/cb#access_token={}&x=1", "http://h/?%74oken={}",
-    "host=db user=me password={} dbname=x", "host=db password='{} x' dbname=x", '{{"user": "me", "password": "{}"}}',
-    "Authorization: Bearer {}", "{{'Authorization': 'Basic {}='}}", "Bearer {} is not known", "Cookie: a=b; session={}; c=d",
-    "https://hooks.slack.com/services/T0/B0/{}", "https://discord.com/api/webhooks/1/{}", "https:/\\me:{}@host", "//me:{}@host/x",
-    "hf_{}", "client_secret={}&grant_type=x", "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
+    "host=db user=me password={} dbname=x", "host=db password='{} x' dbname=x",
+    '{{"user": "me", "password": "{}"}}', "Authorization: Bearer {}", "{{'Authorization': 'Basic {}='}}",
+    "Bearer {} is not known",
+    "Cookie: a=b; session={}; c=d",
+    "https://hooks.slack.com/services/T0/B0/{}", "https://discord.com/api/webhooks/1/{}",
+    "https:/\\me:{}@host", "//me:{}@host/x",
+    "hf_{}", "client_secret={}&grant_type=x",
+        "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
 )  # fmt: skip
 
 
@@ -167,8 +173,10 @@ def test_ordinary_text_is_unchanged(text: str) -> None:
 
 CREDENTIALS_IN_URLS = (
     *(f"http://h/?{name}=SECRET" for name in (
-        "token", "api_key", "apikey", "api-key", "auth", "sas", "sig", "pwd", "passwd", "password", "client_secret", "jwt",
-        "X-Goog-Signature", "X-Amz-Credential", "code", "access_token", "%74oken", "a=1&key", "a=1;secret", "db_password",
+        "token", "api_key", "apikey", "api-key", "auth", "sas", "sig", "pwd", "passwd", "password",
+        "client_secret", "jwt", "X-Goog-Signature", "X-Amz-Credential", "code", "access_token", "%74oken",
+        "a=1&key", "a=1;secret",
+        "db_password",
     )),
     "http://h/#token=SECRET", "http://h/cb#id_token=SECRET", "https://h%3Ftoken=SECRET", "https://SECRET@h", "https://u:SECRET@h",
     "https:/\\u:SECRET@h", "https:\\\\u:SECRET@h", "https:/u:SECRET@h", "//u:SECRET@h", "https://u%3ASECRET%40h",
@@ -302,7 +310,8 @@ def test_command_does_not_print_a_secret_of_its_environment(tmp_path: Path) -> N
     environment = {**os.environ, "HF_TOKEN": CANARY, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     (tmp_path / "c.yaml").write_text(f"ppo: {{steps: {CANARY}}}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "c.yaml"], cwd=tmp_path, env=environment, capture_output=True,
+        [sys.executable, "-m", "flows.cli", "run", "c.yaml"], cwd=tmp_path, env=environment,
+        capture_output=True,
         text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "ppo.steps" in done.stderr

@@ -107,7 +107,8 @@ def test_code_that_a_model_brings_is_not_run(tiny: Path, tmp_path: Path, changes
     from rlhf_core.models.score import load_score_model
 
     folder = planted(tiny, tmp_path / "m", **changes)
-    warnings = check(config_from_tree({"model": {"path": str(folder)}, "data": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+    warnings = check(config_from_tree({"model": {"path": str(folder)},
+        "data": {"max_prompt_tokens": 8, "max_response_tokens": 8},
                                        "ppo": {"max_new_tokens": 8}}))  # fmt: skip
     assert any("auto_map" in text and "never run" in text for text in warnings)
     known = "model_type" not in changes
@@ -228,8 +229,10 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                     yield f"{file.relative_to(ROOT)}:{node.lineno}", node
 
 
-CLOSED = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "marshal.loads",
-          "shelve.open", "tarfile.open", "shutil.unpack_archive", "zipfile.ZipFile", "numpy.load", "np.load"}  # fmt: skip
+CLOSED = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load",
+    "marshal.loads",
+          "shelve.open", "tarfile.open", "shutil.unpack_archive", "zipfile.ZipFile", "numpy.load",
+          "np.load"}  # fmt: skip
 
 
 RUNS_NAMED_CODE = "rlhf_core/rewards/python_worker.py"

@@ -75,7 +75,8 @@ GOLD = record(
     judge="gold", judge_digest="g", gold_reward=1.0, gold_error=0.05, gold_digest="g", sft_digest="s"
 )
 MODEL = record(
-    judge="reward_model", judge_digest="m", reward_model=1.0, reward_model_error=0.05, reward_model_digest="m", sft_digest="s"
+    judge="reward_model", judge_digest="m", reward_model=1.0, reward_model_error=0.05,
+    reward_model_digest="m", sft_digest="s"
 )  # fmt: skip
 
 
@@ -86,13 +87,19 @@ MODEL = record(
         (replace(GOLD, gold_reward=1.1), GOLD, False, "gold_reward"),  # 1.4
         (GOLD, replace(GOLD, gold_reward=1.2), False, "gold_reward"),
         (replace(MODEL, reward_model=1.2), MODEL, True, "reward_model"),
-        (replace(MODEL, reward_model=9.0, reward_model_digest="other", judge_digest="other"), MODEL, False, "incomparable"),
+        (replace(MODEL, reward_model=9.0, reward_model_digest="other", judge_digest="other"), MODEL, False,
+            "incomparable"),
         # The review's case: 0.96 by a reward model against 0.95 by the true reward.
-        (replace(MODEL, win_rate=0.96, wins=96, losses=4), replace(GOLD, win_rate=0.95, wins=95, losses=5), False, "incomparable"),
-        (record(96, judge="rules", judge_digest="r", sft_digest="s"), record(80, judge="rules", judge_digest="r", sft_digest="s"), True, "win_rate"),
-        (record(81, judge="rules", judge_digest="r", sft_digest="s"), record(80, judge="rules", judge_digest="r", sft_digest="s"), False, "win_rate"),
-        (record(96, judge="rules", judge_digest="r", sft_digest="s"), record(80, judge="rules", judge_digest="r", sft_digest="t"), False, "incomparable"),
-        (record(96, judge="rules", judge_digest="r", sft_digest="s"), record(80, judge="rules", judge_digest="q", sft_digest="s"), False, "incomparable"),
+        (replace(MODEL, win_rate=0.96, wins=96, losses=4), replace(GOLD, win_rate=0.95, wins=95, losses=5),
+            False, "incomparable"),
+        (record(96, judge="rules", judge_digest="r", sft_digest="s"),
+            record(80, judge="rules", judge_digest="r", sft_digest="s"), True, "win_rate"),
+        (record(81, judge="rules", judge_digest="r", sft_digest="s"),
+            record(80, judge="rules", judge_digest="r", sft_digest="s"), False, "win_rate"),
+        (record(96, judge="rules", judge_digest="r", sft_digest="s"),
+            record(80, judge="rules", judge_digest="r", sft_digest="t"), False, "incomparable"),
+        (record(96, judge="rules", judge_digest="r", sft_digest="s"),
+            record(80, judge="rules", judge_digest="q", sft_digest="s"), False, "incomparable"),
         (record(96), record(80), False, "incomparable"),  # records of older code
         (replace(GOLD, gold_reward=1.2), Evaluation(0.5, gold_reward=1.0), False, "min_prompts"),
     ],
