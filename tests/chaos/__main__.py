@@ -30,8 +30,8 @@ Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real
 and MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
 
 - **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the flow, the
-  stage, a training rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at random
-  until there are enough kills, so not all of them occur.
+  stage, a training rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at
+  random until there are enough kills, so not all of them occur.
 - **a random process**: a random process is killed at a random time. The servers of Ray and Prefect are
   included.
 - **same bits**: all files of the artifact, all metrics in it, and all values of all metrics in MLflow (each
