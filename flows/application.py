@@ -1,6 +1,6 @@
 """The servers of Prefect and MLflow with additional access checks.
 
-    uvicorn --factory flows.application:create_app      Prefect
+    uvicorn --factory flows.application:create_app   Prefect
     mlflow server --app-name rlhf                       MLflow; the entry point names `create_mlflow_app`
 
 The rules in `rlhf_core.system.loopback` refuse requests of web pages from other origins. In addition, Prefect

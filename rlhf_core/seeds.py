@@ -1,4 +1,7 @@
-"""Seeds and orders, computed from their purpose. There is no generator whose state a checkpoint must contain."""
+"""Seeds and orders, computed from their purpose.
+
+There is no generator whose state a checkpoint must contain.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from functools import lru_cache
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:
-    """Return a 63-bit seed: blake2b of the run's seed and of parts such as (stage, step, prompt id, sample index).
+    """Return a 63-bit seed: blake2b of the run's seed and of parts such as (stage, step, prompt id, sample
+    index).
 
     >>> derive_seed(0, "ppo", 3, "p17", 0) == derive_seed(0, "ppo", 3, "p17", 0)
     True

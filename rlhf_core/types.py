@@ -216,8 +216,8 @@ class StageContext:
     """
 
     def artifact_name(self, stage: StageName) -> str:
-        """Return the name of an input artifact in its store, `artifacts/{stage}/{key}`, or outside a pipeline its
-        folder.
+        """Return the name of an input artifact in its store, `artifacts/{stage}/{key}`, or outside a pipeline
+        its folder.
         """
         if self.lineage is None:
             return str(self.inputs[stage])

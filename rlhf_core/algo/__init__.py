@@ -3,6 +3,6 @@
 Axes, in every module: `B` sequences, `T` response tokens, `V` vocabulary. A `mask` is true on the response
 tokens that the policy generated (the first EOS included) and false on padding and on tokens put in by tools
 or environments. Values under a false mask may be arbitrary or NaN: functions select with `torch.where` before
-they calculate, so that these values change neither a loss nor a gradient. float32 and float64 keep their dtype;
-narrower dtypes are raised to float32.
+they calculate, so that these values change neither a loss nor a gradient. float32 and float64 keep their
+dtype; narrower dtypes are raised to float32.
 """

@@ -80,8 +80,8 @@ class AdaptiveKL:
     def update(self, kl: float, n_sequences: int) -> None:
         """Move `coef` after `n_sequences` whose mean KL was `kl`: the token SUM of k1 per sequence, in nats.
 
-        A `kl` that is not finite changes nothing. It belongs to a skipped step, and must not enter the coefficient
-        and its checkpoints.
+        A `kl` that is not finite changes nothing. It belongs to a skipped step, and must not enter the
+        coefficient and its checkpoints.
         """
         if not math.isfinite(kl):
             return

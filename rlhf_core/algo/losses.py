@@ -4,8 +4,8 @@ Axes: B sequences, T response tokens. Every loss is a scalar to be minimised.
 
 Where a loss takes `aggregation` and `denominator`, they are `aggregate`'s. With the denominator of the whole
 optimizer step (all ranks, all micro-batches) the losses of its parts ADD UP to the loss of the whole,
-gradients included, for every way to split the tokens. A caller that averages over ranks or divides by accumulation
-steps must undo both.
+gradients included, for every way to split the tokens. A caller that averages over ranks or divides by
+accumulation steps must undo both.
 
 Only the newest numbers of a loss (`logprobs`, `values`, the policy's in DPO) receive gradients. Old and
 reference log-probabilities, advantages, returns and weights are constants, even if they require gradients.
@@ -76,7 +76,9 @@ def aggregate(
 
 
 def step_denominator(mode: Aggregation, tokens: int, sequences: int) -> float:
-    """Return the `denominator` of `mode` for an optimizer step with these valid tokens and non-empty sequences."""
+    """Return the `denominator` of `mode` for an optimizer step with these valid tokens and non-empty
+    sequences.
+    """
     if mode == "token-sum":
         return 1.0
     return float(tokens if mode == "token-mean" else sequences)

@@ -1,8 +1,8 @@
 """One model that DeepSpeed trains on the ranks of this process group.
 
-The result does not depend on how a batch is split. DeepSpeed averages gradients over ranks; here each loss is a
-part of one global mean, and is scaled by the world size. Each `step` is an accumulation boundary, so the number of
-micro-batches does not matter.
+The result does not depend on how a batch is split. DeepSpeed averages gradients over ranks; here each loss is
+a part of one global mean, and is scaled by the world size. Each `step` is an accumulation boundary, so the
+number of micro-batches does not matter.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _LARGE_SCALE = 8.0
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (0-based): a linear warm-up, then the schedule down to
-    `min_lr_ratio` of the peak.
+    """Return the learning rate of optimizer step `step` (0-based): a linear warm-up, then the schedule down
+    to `min_lr_ratio` of the peak.
     """
     warmup = round(config.warmup_ratio * total_steps)
     if step < warmup:
@@ -118,16 +118,16 @@ class TrainingEngine:
             dist_init_required=False,
         )
         if torch_optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype != "float32":
-            # DeepSpeed allocates Adam's state by a step with zero gradients, which counts as a step and applies
-            # weight decay to the float32 weights. Undo both.
+            # DeepSpeed allocates Adam's state by a step with zero gradients, which counts as a step and
+            # applies weight decay to the float32 weights. Undo both.
             torch_optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
         self._own_clipping = (
             optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
         )
         if self._own_clipping and torch_optimizer is not None:
-            # With ZeRO 0 in float32, DeepSpeed does not return the norm that it clipped. In this hook the gradients
-            # are already reduced.
+            # With ZeRO 0 in float32, DeepSpeed does not return the norm that it clipped. In this hook the
+            # gradients are already reduced.
             torch_optimizer.register_step_pre_hook(self._clip)
         lm, device = self.module.lm, rank.torch_device
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
@@ -144,7 +144,8 @@ class TrainingEngine:
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
             "steps_per_print": 10**9,
-            # The whole buffer is allocated. Adapters have far fewer parameters than DeepSpeed's default of 5e8.
+            # The whole buffer is allocated. Adapters have far fewer parameters than DeepSpeed's default of
+            # 5e8.
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": False,
@@ -190,8 +191,8 @@ class TrainingEngine:
 
         Each loss is a part of one global sum: its denominator counts the whole optimizer step on all ranks.
 
-        A step whose gradient is not finite is skipped and counted in `skipped_steps`. In float16 such steps are
-        normal while the loss scale is large, because each of them halves it.
+        A step whose gradient is not finite is skipped and counted in `skipped_steps`. In float16 such steps
+        are normal while the loss scale is large, because each of them halves it.
 
         Args:
             micro_losses: Losses of this rank; every rank must have the same number.
@@ -378,8 +379,8 @@ class TrainingEngine:
     def checkpoint_bytes(self) -> int:
         """Approximate size of a checkpoint of all ranks in bytes.
 
-        It contains the weights, for trained weights a float32 copy and two moments, and further copies if there
-        are any. With an adapter, frozen weights are left out.
+        It contains the weights, for trained weights a float32 copy and two moments, and further copies if
+        there are any. With an adapter, frozen weights are left out.
         """
         copies = 12 + sum(copy.bytes_per_parameter for copy in self._copies)
         return sum(
@@ -414,8 +415,8 @@ class TrainingEngine:
 
         Raises:
             ConfigError: Another number of ranks saved it, and `allow_other_ranks` is not set.
-            CorruptArtifact: There is no usable state (DeepSpeed alone would start from scratch), or a pickle has
-                classes that are not on the list of `distributed.join`. None of them is called.
+            CorruptArtifact: There is no usable state (DeepSpeed alone would start from scratch), or a pickle
+                has classes that are not on the list of `distributed.join`. None of them is called.
         """
         ranks = resharding.noted_ranks(folder)
         if ranks != self.rank.world_size and not self._allow_other_ranks:

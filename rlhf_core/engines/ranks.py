@@ -1,7 +1,7 @@
 """Training ranks of one stage on one host. Rank 0 is the process of the stage, which spawns the others.
 
-rank 0    waits until all other ranks have started, and runs the work. If a collective fails, it raises the error of
-          the rank that failed; if one times out, an error that names the stalled rank
+rank 0    waits until all other ranks have started, and runs the work. If a collective fails, it raises the
+          error of the rank that failed; if one times out, an error that names the stalled rank
           (`rlhf_core.system.heartbeat`)
 rank r    sends "up" through its pipe, runs the work, and sends its error, if any, before it ends
 """
@@ -40,8 +40,8 @@ _ERROR_SECONDS = 5.0
 def resolve_device(wanted: str) -> str:
     """Return "cuda" or "cpu" for `wanted` (auto, cuda, cpu).
 
-    The decision is the one that keys and precision are based on. Raises ConfigError if it is a GPU and torch cannot
-    use one.
+    The decision is the one that keys and precision are based on. Raises ConfigError if it is a GPU and torch
+    cannot use one.
     """
     import torch
 
@@ -49,8 +49,8 @@ def resolve_device(wanted: str) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not available; fix the driver"
-            " (see `nvidia-smi`), or set run.device=cpu"
+            f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not available; fix the"
+            " driver (see `nvidia-smi`), or set run.device=cpu"
         )
     return "cuda"
 
@@ -71,8 +71,8 @@ def run_ranks(
         ranks: Number of ranks.
         device: "cpu" or "cuda".
         args: Further arguments of `work`. They must be picklable.
-        rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on the
-            others.
+        rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on
+            the others.
         timeouts: Section `run.timeouts`.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
 

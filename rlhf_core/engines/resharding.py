@@ -36,8 +36,8 @@ def is_sharded(state: Path) -> bool:
 def convert(state: Path, target: Path) -> None:
     """Convert DeepSpeed's folder `state` to a universal one at `target`.
 
-    It runs in this process and not as DeepSpeed's script, so that the allow-list of `distributed.join` applies to
-    its pickles.
+    It runs in this process and not as DeepSpeed's script, so that the allow-list of `distributed.join`
+    applies to its pickles.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -73,8 +73,8 @@ def loading_universal(engine: Any) -> Any:
     # Under ZeRO-3 every group has got the settings of the first one, so that norms would have weight decay.
     for group, settings in zip(engine.optimizer.param_groups, own_settings, strict=True):
         group.update(settings)
-    # All parameters share one step count, which AdamW would increment once per parameter. It is on the CPU, which
-    # a fused AdamW does not support.
+    # All parameters share one step count, which AdamW would increment once per parameter. It is on the CPU,
+    # which a fused AdamW does not support.
     for parameter, state in engine.optimizer.optimizer.state.items():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(parameter.device, copy=True)

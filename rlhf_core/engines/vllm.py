@@ -22,7 +22,10 @@ _EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
 
 
 class Engine:
-    """Samples responses. The same prompts, seeds and weights give the same tokens, on the CPU the same bits."""
+    """Samples responses.
+
+    The same prompts, seeds and weights give the same tokens, on the CPU the same bits.
+    """
 
     def __init__(
         self,
@@ -52,8 +55,8 @@ class Engine:
         if eos is None:
             raise ModelError(f"{model}/config.json: eos_token_id is missing; without it no response can end")
         self._stop_ids = list(eos) if isinstance(eos, list) else [eos]
-        # By default vLLM starts workers with Ray if it runs in an actor, but the placement group has no bundles
-        # for them.
+        # By default vLLM starts workers with Ray if it runs in an actor, but the placement group has no
+        # bundles for them.
         options: dict[str, Any] = {
             "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp"
         }
@@ -104,8 +107,8 @@ class Engine:
     ) -> list[Rollout]:
         """Sample `n` responses to each prompt, in the order of prompts, then of samples.
 
-        Only the temperature changes the distribution: with top-p or top-k, the log-probabilities of PPO would be
-        wrong.
+        Only the temperature changes the distribution: with top-p or top-k, the log-probabilities of PPO would
+        be wrong.
 
         Args:
             prompts: All are sampled at the same time.
@@ -167,8 +170,8 @@ class Engine:
         """Free the model and its KV cache."""
         import gc
 
-        # First, while the engine still refers to the model: hooks of torch.compile would keep its weights on the
-        # device.
+        # First, while the engine still refers to the model: hooks of torch.compile would keep its weights on
+        # the device.
         if (unhook := getattr(self.llm.llm_engine, "_finalizer", None)) is not None:
             unhook()
         self.llm.llm_engine.engine_core.shutdown()
@@ -192,8 +195,8 @@ _TAKEN = (
     "is less than requested memory for kv",
     "Error in memory profiling",  # another process freed memory during the measurement
 )
-"""Parts of vLLM's error messages for too little memory, and for memory that other processes use. vLLM raises them
-as ValueError or AssertionError.
+"""Parts of vLLM's error messages for too little memory, and for memory that other processes use. vLLM raises
+them as ValueError or AssertionError.
 """
 
 
@@ -212,7 +215,9 @@ def _memory_error(error: Exception) -> RLHFError | None:
 
 
 def _with_heartbeats(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return vLLM's `step` with a heartbeat, so that an engine with a long batch does not count as stalled."""
+    """Return vLLM's `step` with a heartbeat, so that an engine with a long batch does not count as
+    stalled.
+    """
 
     def run() -> Any:
         heartbeat("decode")

@@ -48,7 +48,10 @@ class WeightCopy:
         return name in self._shards
 
     def full(self, name: str) -> torch.Tensor:
-        """Return the whole tensor in the model's dtype on the rank's device. Under ZeRO-3 this is a collective."""
+        """Return the whole tensor in the model's dtype on the rank's device.
+
+        Under ZeRO-3 this is a collective.
+        """
         parameter = self._parameters[name]
         # Offloaded weights and their copies are in host memory, and NCCL gathers only from devices.
         shard = self._shards[name].to(self._rank_device)

@@ -98,8 +98,8 @@ def _cpu_limits(config: PipelineConfig) -> Iterator[Finding]:
             )
     if placement.concurrent > cores:
         yield (
-            f"ppo has {placement.concurrent} processes at work at once ({placement.describe()}) on {cores} CPU"
-            " cores: they will take turns; lower ranks or ppo.engine.count for speed"
+            f"ppo has {placement.concurrent} processes at work at once ({placement.describe()}) on {cores}"
+            " CPU cores: they will take turns; lower ranks or ppo.engine.count for speed"
         )
     engine = config.ppo.engine
     memory = engine.count * engine.kv_cache_gib

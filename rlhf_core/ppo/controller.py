@@ -5,10 +5,11 @@
                           reference,             critic    -> engines
                           critic, reward         (both at once)
 
-Consumes the prompts of the data artifact; produces `metrics.jsonl`, tables of samples, checkpoints and, at the
-end, the policy. Waits for engines and ranks as long as they send heartbeats (`rlhf_core.system.heartbeat`); dead
-engines are replaced. The steps are synchronous: the engines hold the weights that the previous step produced, so
-the policy version of every rollout is the number of completed steps.
+Consumes the prompts of the data artifact; produces `metrics.jsonl`, tables of samples, checkpoints and, at
+the end, the policy. Waits for engines and ranks as long as they send heartbeats
+(`rlhf_core.system.heartbeat`); dead engines are replaced. The steps are synchronous: the engines hold the
+weights that the previous step produced, so the policy version of every rollout is the number of completed
+steps.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ class PPOController:
             self._kl = AdaptiveKL(ppo.kl.coef, ppo.kl.target, ppo.kl_horizon)
         self._metrics_file = context.output / "metrics.jsonl"
         self._timings: Metrics = {}
-        """Metrics of the current step that were measured with clocks. They are logged, but are not part of the
-        artifact, whose digest must not depend on the speed of the machine.
+        """Metrics of the current step that were measured with clocks. They are logged, but are not part of
+        the artifact, whose digest must not depend on the speed of the machine.
         """
         self._scores: dict[int, float] = {}
-        """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled the
-        rollouts of the next step.
+        """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled
+        the rollouts of the next step.
         """
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
         self._last_sequences: Sequence[PromptAndResponse] = []
@@ -105,8 +106,8 @@ class PPOController:
     # -- the loop --
 
     def run(self) -> None:
-        """Run all steps, from the last checkpoint if there is one. A stop request takes effect after the current
-        step.
+        """Run all steps, from the last checkpoint if there is one. A stop request takes effect after the
+        current step.
         """
         self._restore()
         self.sync()
@@ -213,8 +214,8 @@ class PPOController:
             metrics["rollout/replaced_prompts"] = float(batch.replaced)
             if batch.scores_before is not None:
                 metrics["objective/scores_before_filtering"] = batch.scores_before
-        # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over the
-        # batch, and the KL counts with the configured coefficient wherever it is paid.
+        # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over
+        # the batch, and the KL counts with the configured coefficient wherever it is paid.
         scores = weighted_sum(
             ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False
         )

@@ -1,4 +1,6 @@
-"""A vLLM engine as a Ray actor, and the client through which policy rank 0 updates the weights of all engines."""
+"""A vLLM engine as a Ray actor, and the client through which policy rank 0 updates the weights of all
+engines.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +100,8 @@ class EngineActor(Actor):
     @rpc("start")
     def init_weight_transfer_engine(self, init_info: dict[str, Any], position: int) -> None:
         """Connect to the sender. `position` is the place of this engine among those that receive."""
-        # Each worker of an engine has a rank of its own. The first rank of an engine follows from its position
-        # and not from its index, because engines that were given up have no ranks.
+        # Each worker of an engine has a rank of its own. The first rank of an engine follows from its
+        # position and not from its index, because engines that were given up have no ranks.
         offset = init_info.get("rank_offset")
         if offset is not None:
             workers_before = position * self._config.ppo.engine.tensor_parallel

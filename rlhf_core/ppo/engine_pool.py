@@ -6,9 +6,9 @@
                 ^                                                         |
                 +------------------------ restart ------------------------+
 
-Only a serving engine gets requests: one that was restarted holds old weights until the next complete sync. Each
-engine has a number of restarts, which starts again with each answer. An engine without restarts left is given
-up, and the stage fails if fewer engines than `ppo.engine.min_count` remain.
+Only a serving engine gets requests: one that was restarted holds old weights until the next complete sync.
+Each engine has a number of restarts, which starts again with each answer. An engine without restarts left is
+given up, and the stage fails if fewer engines than `ppo.engine.min_count` remain.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class EnginePool:
     """Engines 0 .. `config.count` - 1.
 
     Args:
-        start: `start(index, starts)` returns a new actor for an engine that was started `starts` times before.
+        start: `start(index, starts)` returns a new actor for an engine that was started `starts` times
+            before.
         config: Section `ppo.engine`.
         client: Waits for the engines.
     """
@@ -177,7 +178,10 @@ class EnginePool:
         return [engine for engine in self._engines if engine.state != "dead" or self._can_restart(engine)]
 
     def _is_stalled(self, engine: _Engine, what: str, suspended: set[int]) -> bool:
-        """Mark the engine dead if it is stalled. A suspended engine is only logged until its limit has passed."""
+        """Mark the engine dead if it is stalled.
+
+        A suspended engine is only logged until its limit has passed.
+        """
         monitor = self._client.monitor
         participant = monitor.participant(engine.name)
         if participant is None:

@@ -65,7 +65,9 @@ def padded(arrays: Sequence[Any]) -> torch.Tensor:
 
 
 def shaped_scores(rollouts: Sequence[Rollout], scores: Sequence[float], ppo: PPOConfig) -> torch.Tensor:
-    """Return scores (B,) minus the penalties for responses that were cut by the length limit or came close to it."""
+    """Return scores (B,) minus the penalties for responses that were cut by the length limit or came close to
+    it.
+    """
     scores_B = torch.tensor(scores, dtype=torch.float32)
     finished_B = torch.tensor([r.finished for r in rollouts])
     scores_B = scores_B - ppo.eos_penalty * (~finished_B).float()
@@ -211,10 +213,10 @@ def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
     about twenty windows of the response recurs. One of the windows begins among the first `window` tokens of
     the loop. One period later, still within the loop, the same tokens follow.
 
-    A window that repeats a few tokens (spaces, dashes) recurs at nearly every position of a long series of them. If
-    the series is longer than the loop's period, the whole loop has the period of the series. If it is shorter, the
-    window is extended to the end of the series before the search. Windows that overlap their recurrence by more than
-    half are of this kind, so the number of periods is small in all cases.
+    A window that repeats a few tokens (spaces, dashes) recurs at nearly every position of a long series of
+    them. If the series is longer than the loop's period, the whole loop has the period of the series. If it
+    is shorter, the window is extended to the end of the series before the search. Windows that overlap their
+    recurrence by more than half are of this kind, so the number of periods is small in all cases.
     """
     length, size, text = len(ids_T), ids_T.itemsize, ids_T.tobytes()
     seen = set()
@@ -269,7 +271,9 @@ def _score_length(scores_B: torch.Tensor, lengths_B: torch.Tensor) -> float:
 def _group_advantages(
     scores_B: torch.Tensor, kl_only_BT: torch.Tensor, mask_BT: torch.Tensor, ppo: PPOConfig
 ) -> torch.Tensor:
-    """Return (B, T): the advantage of a response in its group on each of its tokens, minus the future KL penalty."""
+    """Return (B, T): the advantage of a response in its group on each of its tokens, minus the future KL
+    penalty.
+    """
     groups_B = torch.arange(len(scores_B)) // ppo.samples_per_prompt
     advantages_B = group_advantages(scores_B, groups_B, cast(GroupKind, ppo.algorithm))
     return select(advantages_B.unsqueeze(1) + returns_to_go(kl_only_BT, mask_BT, ppo.gamma), mask_BT)

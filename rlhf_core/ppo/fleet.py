@@ -1,9 +1,10 @@
-"""The processes of PPO: starts them on Ray by a placement plan, calls them, replaces what can be replaced, ends
-them.
+"""The processes of PPO: starts them on Ray by a placement plan, calls them, replaces what can be replaced,
+ends them.
 
-A group with a model that trains is not replaced: if one of its ranks dies or stalls, the attempt fails, and the
-next one continues from the checkpoint. Processes without state of their own are replaced: a group of frozen
-models (reward, reference), whose call is then repeated, and engines, which serve again after a complete sync.
+A group with a model that trains is not replaced: if one of its ranks dies or stalls, the attempt fails, and
+the next one continues from the checkpoint. Processes without state of their own are replaced: a group of
+frozen models (reward, reference), whose call is then repeated, and engines, which serve again after a
+complete sync.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def scatter(
 
 
 def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
-    """Return indices into the concatenation of the micro-batches, where the first element has index `start`."""
+    """Return indices into the concatenation of the micro-batches,
+    where the first element has index `start`.
+    """
     indices = []
     for micro_batch in micro_batches:
         indices.append(list(range(start, start + len(micro_batch))))
@@ -296,8 +299,8 @@ class Fleet:
         self.wait(layouts, "all ranks to choose the layout of rows")
 
     def _environment(self) -> dict[str, dict[str, str]]:
-        """Return the environment of workers and engines: the cores are shared by the trainers, and also by the
-        engines, because trainers and engines never compute at the same time.
+        """Return the environment of workers and engines: the cores are shared by the trainers, and also by
+        the engines, because trainers and engines never compute at the same time.
         """
         if self._device == "cuda":
             return {"worker": {}, "engine": {}}
@@ -371,8 +374,8 @@ class Fleet:
     def retry_after_restart(self, call: Callable[[], T], what: str) -> T:
         """Return what `call` returns; repeat it after a restart of frozen models that died or stalled.
 
-        The error of `call` is raised if no process is unhealthy, if one of the unhealthy groups trains, or after
-        `FROZEN_RESTARTS` restarts.
+        The error of `call` is raised if no process is unhealthy, if one of the unhealthy groups trains, or
+        after `FROZEN_RESTARTS` restarts.
         """
         for restarts_left in reversed(range(FROZEN_RESTARTS + 1)):
             try:

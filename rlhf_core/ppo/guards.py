@@ -1,7 +1,7 @@
 """Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>` = 1,
-                                                                 and with `stop` the end of the run
+    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>`
+                                                                 = 1, and with `stop` the end of the run
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
 are sampled from the SFT model. docs/guards.md lists all guards with an example of a failure for each.
@@ -89,13 +89,13 @@ class Guards:
         entropy, initial_entropy = metrics.get("policy/entropy", 0.0), initial.get("policy/entropy", 0.0)
         if entropy < guards.entropy_collapse_ratio * initial_entropy:
             met["entropy_collapse"] = (
-                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g}; raise"
-                " ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
+                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g};"
+                " raise ppo.kl.coef or ppo.entropy_coef, or lower ppo.policy.learning_rate"
             )
         if entropy > guards.entropy_explosion_ratio * initial_entropy:
             met["entropy_explosion"] = (
-                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g}; lower"
-                " ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
+                f"the policy's entropy is {entropy:.2g} nats per token, initially {initial_entropy:.2g};"
+                " lower ppo.policy.learning_rate or ppo.entropy_coef, or raise ppo.kl.coef"
             )
 
         kl = metrics.get("objective/kl", 0.0)
@@ -110,8 +110,8 @@ class Guards:
         ratio = guards.length_drift_ratio
         if length > ratio * initial_length or length < initial_length / ratio:
             met["length_drift"] = (
-                f"responses have {length:.0f} tokens on average, initially {initial_length:.0f}; check whether"
-                " the reward depends on the length, or raise ppo.kl.coef"
+                f"responses have {length:.0f} tokens on average, initially {initial_length:.0f}; check"
+                " whether the reward depends on the length, or raise ppo.kl.coef"
             )
 
         share = metrics.get("rollout/repeating_rate", 0.0)
@@ -128,8 +128,8 @@ class Guards:
                 " reward mostly depends on the length; check the reward model's length bias"
             )
 
-        # With equal scores, the returns only contain the KL and the critic's own values, and say nothing about the
-        # critic.
+        # With equal scores, the returns only contain the KL and the critic's own values, and say nothing
+        # about the critic.
         scores_vary = metrics.get("objective/scores_std", 1.0) > 0
         explained = metrics.get("value/explained_variance", 1.0)
         if explained <= 0 and scores_vary:

@@ -1,8 +1,8 @@
 """The PPO update of one rank. Policy and critic run it at the same time, in different processes.
 
-The losses of the micro-batches of an optimizer step are summed. Their common denominator counts the whole step on
-all ranks. The metrics are returned as sums over the tokens of this rank; divided by the tokens of all ranks they
-are the means that the loss uses.
+The losses of the micro-batches of an optimizer step are summed. Their common denominator counts the whole
+step on all ranks. The metrics are returned as sums over the tokens of this rank; divided by the tokens of all
+ranks they are the means that the loss uses.
 
 Axes: `S` sequences of a micro-batch, `T` longest response among them, `N` response tokens.
 """
@@ -53,7 +53,10 @@ class OptimizerStep:
     """The part of one rank in one optimizer step."""
 
     micro_batches: list[list[int]]
-    """Indices into the rank's samples. Every rank has the same number of micro-batches, so some may be empty."""
+    """Indices into the rank's samples.
+
+    Every rank has the same number of micro-batches, so some may be empty.
+    """
     denominator: float
     """Tokens or sequences of the WHOLE step, over all ranks (see `losses.step_denominator`)."""
     ptx_micro_batches: list[list[int]] = field(default_factory=list)
@@ -72,8 +75,8 @@ def update_policy(
     kl_coef: float = 0.0,
     demonstrations: Sequence[TokenSequence] = (),
 ) -> dict[str, float]:
-    """Train the policy with the clipped surrogate, and the terms that are configured: entropy bonus, KL loss and
-    pretraining loss.
+    """Train the policy with the clipped surrogate, and the terms that are configured: entropy bonus, KL loss
+    and pretraining loss.
 
     Args:
         engine: The policy.
@@ -85,8 +88,8 @@ def update_policy(
         demonstrations: For the pretraining loss.
 
     Returns:
-        The sums `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped` and `grad_nonfinite` (skipped steps that no
-        loss scale explains), and `kl_loss` and `ptx_loss` if these losses exist.
+        The sums `loss`, `clipped`, `approx_kl`, `grad_norm`, `skipped` and `grad_nonfinite` (skipped steps
+        that no loss scale explains), and `kl_loss` and `ptx_loss` if these losses exist.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 
@@ -163,7 +166,8 @@ def update_critic(
 ) -> dict[str, float]:
     """Train the critic with the squared error, clipped by `ppo.value_clip` if `clip_values` is True.
 
-    The other arguments are those of `update_policy`. Returns the sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
+    The other arguments are those of `update_policy`. Returns the sums `loss`, `clipped`, `grad_norm`,
+    `skipped` and `grad_nonfinite`.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 

@@ -1,12 +1,12 @@
 """Rollouts of a PPO step, with their rewards where these decide which prompts are used.
 
     prompts -> engines -> rollouts                                        default
-    prompts -> engines -> rollouts -> rewards -> groups that differ       dynamic filtering: rounds of new prompts
+    prompts -> engines -> rollouts -> rewards -> groups that differ   dynamic filtering: rounds of new prompts
                  ^                                   | too few
                  +-----------------------------------+
 
-Consumes the prompts of the data artifact; produces a `RolloutBatch`, which always has the same size. Waits for
-all engines, and with filtering for the reward workers.
+Consumes the prompts of the data artifact; produces a `RolloutBatch`, which always has the same size. Waits
+for all engines, and with filtering for the reward workers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class RolloutBatch:
     replaced: int = 0
     """Number of prompts that were replaced because all their samples had equal scores."""
     scores_before: float | None = None
-    """Mean score with penalties of the first round, before any prompt was replaced. None without filtering."""
+    """Mean score with penalties of the first round, before any prompt was replaced.
+
+    None without filtering.
+    """
     from_cache: bool = False
     """Whether an earlier attempt sampled the batch."""
 
@@ -185,8 +188,8 @@ class Collector:
     ) -> dict[int, list[Rollout]]:
         """Return the rollouts of each prompt, by its index.
 
-        The share of an engine that is lost is sampled again as one batch, if possible by the engine that replaces
-        it, so that the result is the same.
+        The share of an engine that is lost is sampled again as one batch, if possible by the engine that
+        replaces it, so that the result is the same.
         """
         ppo, engines = self._ppo, self._fleet.engines
         shares = assign([len(p.input_ids) for p in prompts], len(engines.serving))
@@ -213,7 +216,9 @@ class Collector:
         return by_prompt
 
     def _replacements(self, step: int, round_: int, count: int, used: Sequence[int]) -> list[int]:
-        """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so far."""
+        """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so
+        far.
+        """
         order = permutation(len(self._prompts), derive_seed(self._seed, "replacements", step, round_))
         excluded = set(used)
         return [i for i in order if i not in excluded][:count]
@@ -239,9 +244,9 @@ class Collector:
 class RolloutCache:
     """The rollouts of the current step in a local file, for an attempt that is interrupted during this step.
 
-    The next attempt continues from the checkpoint with the weights that sampled them, and uses them instead of
-    sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint can be repeated
-    in this way, so the file holds one step. It starts with a checksum and is replaced atomically.
+    The next attempt continues from the checkpoint with the weights that sampled them, and uses them instead
+    of sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint can be
+    repeated in this way, so the file holds one step. It starts with a checksum and is replaced atomically.
 
     Args:
         folder: Local folder that outlives an attempt.

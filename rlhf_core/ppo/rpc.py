@@ -1,11 +1,11 @@
 """Typed calls of Ray actors, with timeouts.
 
-    controller                                     actor
-    ----------                                     -----
-    worker.call(ModelWorker.values, ...)      ->   `rpc`: sends a heartbeat (`rlhf_core.system.heartbeat`), runs
-                                                   the method, becomes idle
-    ActorClient.wait: polls once per second   <-   a result, or an error of the project, which the actor itself has
-                                                   classified, because only there its original class is known
+    controller                                   actor
+    ----------                                   -----
+    worker.call(ModelWorker.values, ...)      -> `rpc`: sends a heartbeat (`rlhf_core.system.heartbeat`),
+                                                 runs the method, becomes idle
+    ActorClient.wait: polls once per second   <- a result, or an error of the project, which the actor itself
+                                                 has classified: only there its original class is known
 
 Every wait ends: a participant without progress beyond its limit is reported as an error, no matter which wait
 is affected by it.
@@ -198,8 +198,8 @@ class ActorClient:
         """Return the results in order. `what` names them in error messages.
 
         Raises:
-            WorkerDied, WorkerStuck: A participant is dead, suspended or stalled. It is named, even where another
-                actor raised an error because of it.
+            WorkerDied, WorkerStuck: A participant is dead, suspended or stalled. It is named, even where
+                another actor raised an error because of it.
             RLHFError: The error of an actor in all other cases.
         """
         last_progress = time.monotonic()

@@ -1,10 +1,10 @@
 """Checks of each PPO step before it is used for training.
 
-is_finite   returns False   metrics are not finite: the step is skipped; the third such step in a row ends the run
-verify      raises          engines have other weights, the KL is above its limit for three steps, or nearly all
-                            responses are empty
-            warns           a gap to the engines, empty responses, equal scores, and the conditions of `guards.py`,
-                            which end the run if `ppo.guards` is set to `stop`
+is_finite   returns False   metrics are not finite: the step is skipped; the third one in a row ends the run
+verify      raises          engines have other weights, the KL is above its limit for three steps, or nearly
+                            all responses are empty
+            warns           a gap to the engines, empty responses, equal scores, and the conditions of
+                            `guards.py`, which end the run if `ppo.guards` is set to `stop`
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _BAD_STEPS = 3
 
 
 class StepChecks:
-    """The checks with their counters, which are part of the checkpoint, so that a restart does not reset them.
+    """The checks with their counters, which are part of the checkpoint, so that a restart does not reset
+    them.
 
     `best_checkpoint` returns the address of the best checkpoint, for error messages.
     """

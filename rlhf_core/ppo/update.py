@@ -1,5 +1,5 @@
-"""The update of one PPO step: from experience to the optimizer steps of each rank, and from the sums of the ranks
-to metrics.
+"""The update of one PPO step: from experience to the optimizer steps of each rank, and from the sums of the
+ranks to metrics.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Consumes: lists of sequences or samples, already cut into micro-batches, as many on every rank.
 Produces: numbers per sequence, and sums of metrics, which the controller adds up over ranks.
-Waits for: the other ranks of its group, in collectives with the timeout `run.timeouts.stall`. It does not call
-other groups. Policy ranks call the engines during a weight sync.
+Waits for: the other ranks of its group, in collectives with the timeout `run.timeouts.stall`. It does not
+call other groups. Policy ranks call the engines during a weight sync.
 
 Axes: `T` response tokens of one sequence.
 """
@@ -98,7 +98,10 @@ class ModelWorker(Actor):
 
     @rpc()
     def choose_layout(self, pack: bool) -> None:
-        """Select packed or padded rows. All groups use the same layout, which is known after all have loaded."""
+        """Select packed or padded rows.
+
+        All groups use the same layout, which is known after all have loaded.
+        """
         ppo = self._config.ppo.model_copy(update={"pack": pack})
         self._config = self._config.model_copy(update={"ppo": ppo})
 
@@ -278,7 +281,8 @@ class ModelWorker(Actor):
     def send_weights(self, version: int) -> SyncReport | None:
         """Send the policy's weights to all engines as `version`. This is a collective operation.
 
-        Returns a report on rank 0 and None on the others. Raises WeightSyncError unless all engines acknowledge.
+        Returns a report on rank 0 and None on the others. Raises WeightSyncError unless all engines
+        acknowledge.
         """
         return self._sender.send(version)
 

@@ -74,7 +74,9 @@ class RewardBatch:
     """
 
     def metrics(self) -> dict[str, float]:
-        """Return `{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures left out."""
+        """Return `{name}/{mean,std,min,max,failed}` of each source's raw values; population std, failures
+        left out.
+        """
         metrics: dict[str, float] = {}
         for name, values in self.by_source.items():
             known = [value for value in values if not math.isnan(value)]
@@ -124,15 +126,18 @@ class RewardComposer:
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
         """Return the scores of a batch.
 
-        `model_scores` are the (n,) scores of the reward model, normalised by its stored statistics; None without
-        one. A score of it that is not finite is masked (NaN), with a warning. Raises `RewardError` for missing
-        model scores, failures that `on_error` does not mask, and a rule's value that is not finite.
+        `model_scores` are the (n,) scores of the reward model, normalised by its stored statistics; None
+        without one. A score of it that is not finite is masked (NaN), with a warning. Raises `RewardError`
+        for missing model scores, failures that `on_error` does not mask, and a rule's value that is not
+        finite.
         """
         by_source = {source_name(source): self._raw(source, batch, model_scores) for source in self._sources}
         return RewardBatch(self.total(by_source, len(batch)), by_source)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
-        """Return the (n,) weighted sum of raw values; sources with `normalize` over these `count` responses."""
+        """Return the (n,) weighted sum of raw values; sources with `normalize` over these `count`
+        responses.
+        """
         return weighted_sum(self._sources, by_source, count, self._score_clip)
 
     def close(self) -> None:
@@ -225,7 +230,10 @@ def source_name(source: AnyReward) -> str:
 
 
 def normalize(values: Sequence[float]) -> list[float]:
-    """Return the (n,) values with mean 0 and population std 1; zeros if all are equal. NaN stays and is ignored."""
+    """Return the (n,) values with mean 0 and population std 1; zeros if all are equal.
+
+    NaN stays and is ignored.
+    """
     known = [value for value in values if not math.isnan(value)]
     # Equality is tested on the values: a mean of equal floats can differ from them in the last bit.
     if not known or min(known) == max(known):

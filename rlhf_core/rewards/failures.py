@@ -1,4 +1,5 @@
-"""Failures of external reward sources: retry a batch, find the samples that cause the failure, then mask or abort.
+"""Failures of external reward sources: retry a batch, find the samples that cause the failure, then mask or
+abort.
 
 the whole batch, 1 + retries times
   | raises                                         | answers, some values not finite
@@ -25,13 +26,16 @@ from rlhf_core.types import RewardInput
 logger = logging.getLogger(__name__)
 
 _MAX_BAD_SAMPLES = 3
-"""Approximate number of bad samples that the search finds in one batch. If there are more, all samples of the parts
-that were not searched to the end count as failed.
+"""Approximate number of bad samples that the search finds in one batch. If there are more, all samples of the
+parts that were not searched to the end count as failed.
 """
 
 
 class Failure(Exception):
-    """A batch got no values. `searchable` means that single samples may be the cause, so smaller parts may work."""
+    """A batch got no values.
+
+    `searchable` means that single samples may be the cause, so smaller parts may work.
+    """
 
     def __init__(self, message: str, *, searchable: bool = True) -> None:
         super().__init__(message)

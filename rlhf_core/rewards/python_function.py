@@ -157,8 +157,8 @@ class PythonFunction:
                 self._buffer += part
         except TimeoutError:
             self._kill()
-            # The search for the sample that hangs waits for the time limit several times. That is useful only if
-            # the other samples are used.
+            # The search for the sample that hangs waits for the time limit several times. That is useful only
+            # if the other samples are used.
             message = f"it gave no answer within {seconds:g} s"
             raise Failure(message, searchable=self._source.on_error == "mask") from None
         except OSError as error:
@@ -189,7 +189,8 @@ class PythonFunction:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            # The worker has a session of its own, so this ends it and the processes of the user's function only.
+            # The worker has a session of its own, so this ends it and the processes of the user's function
+            # only.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

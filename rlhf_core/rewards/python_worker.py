@@ -128,7 +128,8 @@ def _exit_with(parent: int) -> None:
 def main(argv: list[str]) -> None:
     """Run the worker.
 
-    Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or empty.
+    Arguments: file descriptor of the socket, process id of the parent, `package.module:function`, file or
+    empty.
     """
     descriptor, parent, function, file = int(argv[0]), int(argv[1]), argv[2], argv[3] or None
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()

@@ -6,16 +6,16 @@ variable is set in the environment:
     {"items": [{"prompt": "...", "response": "...", "prompt_id": "...", "meta": {...}, "finished": true},
     ...]}
 
-`prompt` and `response` are plain text without special tokens; `meta` has the other fields of the prompt's row;
-`finished` is false if the length limit cut the response. With `send_tokens` each item also has `prompt_ids` and
-`response_ids`, the tokens that the policy read and generated. The answer is status 200 and one score per item, in
-order:
+`prompt` and `response` are plain text without special tokens; `meta` has the other fields of the prompt's
+row; `finished` is false if the length limit cut the response. With `send_tokens` each item also has
+`prompt_ids` and `response_ids`, the tokens that the policy read and generated. The answer is status 200 and
+one score per item, in order:
 
     {"scores": [0.25, null, ...], "errors": {"1": "why item 1 has no score"}}
 
-null (or a number that is not finite) is an item without a score; `errors` is optional. Any other status is a failure
-of the whole request. 400, 413 and 422 are caused by an item, which is searched for with smaller requests; 3xx, 401,
-403, 404, 405 and 415 end the step (redirects are not followed); all others are retried.
+null (or a number that is not finite) is an item without a score; `errors` is optional. Any other status is a
+failure of the whole request. 400, 413 and 422 are caused by an item, which is searched for with smaller
+requests; 3xx, 401, 403, 404, 405 and 415 end the step (redirects are not followed); all others are retried.
 
     samples -> requests of `items_per_request` -> least busy replica -> scores
                  ^                                    | failure
@@ -27,8 +27,9 @@ of the whole request. 400, 413 and 422 are caused by an item, which is searched 
       |                                      +---------- it fails -------------+
       +--------------------------- it succeeds --------------------------------+
 
-The total time of a request is limited to `timeout` seconds. The addresses of the host are resolved and checked
-against `allowed_hosts` for each request, and only those are connected to. Proxies of the environment are not used.
+The total time of a request is limited to `timeout` seconds. The addresses of the host are resolved and
+checked against `allowed_hosts` for each request, and only those are connected to. Proxies of the environment
+are not used.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ class Replica:
 
 
 class ReplicaPool:
-    """Selects the least busy replica, with at most `concurrency` requests at a time each; for one event loop."""
+    """Selects the least busy replica, with at most `concurrency` requests at a time each;
+    for one event loop.
+    """
 
     def __init__(self, replicas: Sequence[Replica], concurrency: int, timeout: float) -> None:
         """`timeout`: seconds that `acquire` waits while the breakers of all replicas are open."""
@@ -159,8 +162,8 @@ class ReplicaPool:
     def use(self, replica: Replica, *, searching: bool = False) -> Iterator[None]:
         """Wrap one request to an acquired replica, and record its result.
 
-        `Refused` counts as a success of the replica. So does, during the search for bad samples (`searching`), any
-        failure that a sample may have caused.
+        `Refused` counts as a success of the replica. So does, during the search for bad samples
+        (`searching`), any failure that a sample may have caused.
         """
         try:
             yield
@@ -178,8 +181,8 @@ class ReplicaPool:
 class RemoteService:
     """Callable `Sequence[RewardInput] -> Outcome`, for one thread. Call `close` at the end.
 
-    The time of a batch is limited: each request has `1 + retries` attempts, each of which waits at most `timeout` +
-    `breaker_seconds` for a replica, and `timeout` for its answer.
+    The time of a batch is limited: each request has `1 + retries` attempts, each of which waits at most
+    `timeout` + `breaker_seconds` for a replica, and `timeout` for its answer.
     """
 
     def __init__(self, source: RemoteReward) -> None:
@@ -207,7 +210,10 @@ class RemoteService:
         )
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        """Score samples. Raises `RewardError` if no retry can help: a forbidden address, a wrong token or path."""
+        """Score samples.
+
+        Raises `RewardError` if no retry can help: a forbidden address, a wrong token or path.
+        """
         size = self._source.items_per_request
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         values: list[float] = []
@@ -354,7 +360,10 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def read_answer(body: bytes, count: int, address: str) -> Outcome:
-    """Return the scores in an answer for `count` items. Raises `Failure` for an answer that the protocol forbids."""
+    """Return the scores in an answer for `count` items.
+
+    Raises `Failure` for an answer that the protocol forbids.
+    """
     try:
         answer = json.loads(body)
         scores, errors = answer["scores"], answer.get("errors", {})

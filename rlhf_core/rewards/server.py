@@ -60,7 +60,9 @@ class Scores(Protocol):
 
 
 class MicroBatches:
-    """Joins queued requests into forward passes of at most `micro_batch_tokens` tokens, in order of arrival."""
+    """Joins queued requests into forward passes of at most `micro_batch_tokens` tokens,
+    in order of arrival.
+    """
 
     def __init__(self, scorer: Scores, model_lock: asyncio.Lock | None = None) -> None:
         """`model_lock` is held during each forward pass."""

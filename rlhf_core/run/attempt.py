@@ -205,7 +205,9 @@ class _Attempt:
 
 
 def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
-    """Return an empty scratch folder for this attempt, and remove those of killed attempts at the same key."""
+    """Return an empty scratch folder for this attempt, and remove those of killed attempts at the same
+    key.
+    """
     shutil.rmtree(spec.work, ignore_errors=True)
     work = spec.work / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)

@@ -1,14 +1,16 @@
 """Messages of a stage's child process to the flow: JSON lines over an inherited pipe.
 
     {"event": "started", "attempt": 2, "mlflow_run_id": "..."}
-    {"event": "reused"}                                     another run has produced the artifact in the meantime
-    {"event": "resumed", "step": 30}                        continues from a checkpoint
-    {"event": "checkpoint", "step": 40}                     a checkpoint is committed, from which a retry would continue
+    {"event": "reused"}                       another run has produced the artifact in the meantime
+    {"event": "resumed", "step": 30}          continues from a checkpoint
+    {"event": "checkpoint", "step": 40}       a checkpoint is committed, from which a retry would continue
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
-    {"event": "warning", "message": "...", "guard": "loops"}   a warning or error of the log that is also shown to the
-                                                            user; `guard` if it comes from one of PPO's guards
-    {"event": "result", "artifact": {...}}         the last line of a successful child
-    {"event": "error", "type": "...", "message": "..."}     the last line of a child that reported a failure
+    {"event": "warning", "message": "...", "guard": "loops"}
+                                              a warning or error of the log that is also shown to the user;
+                                              `guard` if it comes from one of PPO's guards
+    {"event": "result", "artifact": {...}}    the last line of a successful child
+    {"event": "error", "type": "...", "message": "..."}
+                                              the last line of a child that reported a failure
 
 If the last line is missing, the reader must assume that the child died, regardless of its exit code.
 """
@@ -48,8 +50,8 @@ class Events:
     def from_environment(cls) -> Events:
         """Return the events on the pipe that the flow passed in the environment.
 
-        Neither the variable nor the descriptor is inherited by other processes: one that held the write end would
-        keep the pipe open.
+        Neither the variable nor the descriptor is inherited by other processes: one that held the write end
+        would keep the pipe open.
         """
         text = os.environ.pop(FD_VARIABLE, "")
         if not text.isdigit():
@@ -96,7 +98,10 @@ class Warnings(logging.Handler):
         self._sent_kinds: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record. Records with a traceback are skipped, because the final error event contains them."""
+        """Send a record.
+
+        Records with a traceback are skipped, because the final error event contains them.
+        """
         if record.exc_info or record.levelno >= logging.CRITICAL:
             return
         try:

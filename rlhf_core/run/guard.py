@@ -7,8 +7,9 @@ whatever session, under whatever name: Ray's agents outlive their driver's SIGKI
 their environment. Temporary files (sockets of engines and ranks, Ray's sockets and logs) are in private
 folders, which the guard removes as well; the output of actors is in the stage's log.
 
-    stage ends           descendants get `LEFTOVER_SECONDS` to follow, then SIGKILL; the guard ends with the stage's code
-    SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL of it and all descendants
+    stage ends           descendants get `LEFTOVER_SECONDS` to end, then SIGKILL; the guard returns the
+                         stage's exit code
+    SIGTERM to guard     SIGINT to the stage, `stop_seconds` to clean up, then SIGKILL to all descendants
     a second one         SIGKILL of all at once
     flow dies            SIGKILL of all at once: no process uses the result
     stage is suspended   by a SIGSTOP, for `suspend_seconds`: SIGKILL; no thread of its own could report that

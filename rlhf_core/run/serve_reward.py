@@ -29,8 +29,8 @@ def serve_reward(
     micro_batch_tokens: int,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal arrives. `ready` is called with the URL. Raises InputError for a model or address that
-    cannot be used.
+    """Serve until a signal arrives. `ready` is called with the URL. Raises InputError for a model or address
+    that cannot be used.
     """
     if micro_batch_tokens < 1:
         raise InputError(f"--micro-batch-tokens must be at least 1; got {micro_batch_tokens}")

@@ -2,8 +2,8 @@
 statistics; `adapter/` with `reward.lora`.
 
 The loss is Bradley-Terry on pairs; both responses of a pair are in the same forward pass. The loss of one
-optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the held-out
-loss decides when the training ends and which weights are its result.
+optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the
+held-out loss decides when the training ends and which weights are its result.
 """
 
 from __future__ import annotations

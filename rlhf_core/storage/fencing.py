@@ -1,14 +1,15 @@
 """Fencing: only one attempt at a time may commit for a stage key.
 
-Attempts are numbered by objects that are created only if absent, `{store}/checkpoints/{stage
-key}/attempts/%06d.json`. Only the attempt with the highest number commits checkpoints and artifacts, so a process
-that was believed dead cannot overwrite its successor.
+Attempts are numbered by objects that are created only if absent, in `{store}/checkpoints/{stage
+key}/attempts/%06d.json`. Only the attempt with the highest number commits checkpoints and artifacts, so a
+process that was believed dead cannot overwrite its successor.
 
-On one machine, the second of two runs waits for the first and then fails (`await_holder`). Whether a holder on
-another machine is alive is not known, so it is superseded.
+On one machine, the second of two runs waits for the first and then fails (`await_holder`). Whether a holder
+on another machine is alive is not known, so it is superseded.
 
-One request separates the last check of the attempts from the manifest. An attempt that is superseded in between can
-still add a complete bundle that no other attempt has committed. It cannot change an existing one, because manifests
+One request separates the last check of the attempts from the manifest. An attempt that is superseded in
+between can still add a complete bundle that no other attempt has committed. It cannot change an existing one,
+because manifests
 are created only if absent, and it belongs to the same stage key: the same configuration, inputs and code.
 """
 
@@ -76,8 +77,8 @@ def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_
         )
         if time.monotonic() > deadline:
             raise StageHeld(
-                f"stage {name} of this configuration is being made by {described}; wait until it is done, or end "
-                f"its run{_how_to_end(holder)} and type the command again"
+                f"stage {name} of this configuration is being made by {described}; wait until it is done, or"
+                f" end its run{_how_to_end(holder)} and type the command again"
             )
         if not waited:
             log.warning("stage %s is held by %s; waiting for it for up to %g s", name, described, seconds)

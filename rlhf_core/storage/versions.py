@@ -18,7 +18,8 @@ _PACKAGES = (
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results, a digest of this code, and its commit.
+    """Return the versions of Python and of the packages that affect results, a digest of this code, and its
+    commit.
 
     The commit is known only if the code runs from a git checkout.
     """

@@ -1,7 +1,7 @@
 """Graceful stop requests: SIGTERM and SIGINT, from a cancellation, Ctrl-C, or a machine that shuts down.
 
     outside `deferred`    the stage ends at once (SystemExit) and continues from its last checkpoint
-    inside `deferred`     a training loop checks `requested` after each step, writes a checkpoint, and calls `exit`
+    inside `deferred`     a training loop checks `requested` after each step, writes a checkpoint, calls `exit`
 
 The process that sends the signal waits for about 20 s (`run.guard`) before it kills: a longer step is lost.
 """
@@ -35,7 +35,9 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Do not exit on a signal; the body checks `requested`, and must call `exit` soon after it is true."""
+        """Do not exit on a signal; the body checks `requested`,
+        and must call `exit` soon after it is true.
+        """
         self._deferred = True
         try:
             yield

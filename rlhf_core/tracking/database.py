@@ -1,8 +1,8 @@
 """Creates MLflow's SQLite file atomically.
 
-MLflow creates its tables in about fifty migrations. A kill in between, or two processes at once, would leave a file
-that MLflow cannot use any more. The file is therefore created under another name, by one process at a time, and then
-renamed.
+MLflow creates its tables in about fifty migrations. A kill in between, or two processes at once, would leave
+a file that MLflow cannot use any more. The file is therefore created under another name, by one process at a
+time, and then renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LOCK_SECONDS = 120.0
 def ensure_database(file: Path) -> None:
     """Create the absolute `file` unless it exists, which takes seconds.
 
-    Raises InfrastructureError if another process creates it for too long, and the errors of MLflow and the disk.
+    Raises InfrastructureError if another process creates it for too long, and the errors of MLflow and the
+    disk.
     """
     if file.exists():
         return

@@ -1,7 +1,8 @@
-"""The calls of MLflow's client that tracking and the registry need, with plain values. No other file imports it.
+"""The calls of MLflow's client that tracking and the registry need, with plain values. No other file imports
+it.
 
-Every method can raise any exception of MLflow, requests or SQLAlchemy. `Tracking` logs a warning and goes on; for
-the registry it is an error.
+Every method can raise any exception of MLflow, requests or SQLAlchemy. `Tracking` logs a warning and goes on;
+for the registry it is an error.
 """
 
 from __future__ import annotations
@@ -410,7 +411,10 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _identity(value: Any, what: str) -> str:
-    """Return `value` as text. Raises UnusableAnswer if it is empty: then the server is not an MLflow server."""
+    """Return `value` as text.
+
+    Raises UnusableAnswer if it is empty: then the server is not an MLflow server.
+    """
     if not value:
         raise UnusableAnswer(f"the answer names no {what}; check the address")
     return str(value)

@@ -74,7 +74,8 @@ def register(
     gate: Gate,
     run_match: Callable[[Mapping[str, str]], Match | None] = lambda tags: None,
 ) -> Registration:
-    """Make `candidate` a version of `model` and move the aliases. Raises RLHFError if MLflow does not accept it.
+    """Make `candidate` a version of `model` and move the aliases. Raises RLHFError if MLflow does not accept
+    it.
 
     Args:
         mlflow: the tracker.
@@ -273,8 +274,8 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
             return version, False
     source = candidate.source
     if mlflow.uri.startswith("http") and "://" not in source:
-        # A server refuses a local path as a source, because it would serve the files. This scheme keeps the path
-        # readable for users.
+        # A server refuses a local path as a source, because it would serve the files. This scheme keeps the
+        # path readable for users.
         source = f"local-store://{source}"
     description = _description(candidate)
     run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None

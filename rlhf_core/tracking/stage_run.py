@@ -2,9 +2,11 @@
 
     log_metrics / log_table / ... -> spool on disk -> flush() -> MLflow
 
-Only `flush` waits for the tracker; if that does not answer it returns soon, and a later `flush` tries again. Each
-point is stored exactly once: its time is the run's start plus its step, MLflow's rows are keyed by the time, and a
-point at or below the highest step that the tracker has of its metric is a replay after a crash and is dropped.
+Only `flush` waits for the tracker; if that does not answer it returns soon, and a later `flush` tries again.
+Each
+point is stored exactly once: its time is the run's start plus its step, MLflow's rows are keyed by the time,
+and a point at or below the highest step that the tracker has of its metric is a replay after a crash and is
+dropped.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class Spool:
         {root}/attempt-%06d/points.jsonl     {"step": 7, "metrics": {"loss/policy": 0.1}}
         {root}/attempt-%06d/files/...        under their paths among the run's artifacts
 
-    A killed process leaves its spool, and the next attempt at the stage merges it into its own and sends it. An
-    attempt that was only believed dead finds its folder gone and cannot add to its successor's. `root` belongs to
-    the stage; the spool is not for several processes at once.
+    A killed process leaves its spool, and the next attempt at the stage merges it into its own and sends it.
+    An attempt that was only believed dead finds its folder gone and cannot add to its successor's. `root`
+    belongs to the stage; the spool is not for several processes at once.
     """
 
     def __init__(self, root: Path, attempt: int) -> None:
@@ -252,7 +254,8 @@ class StageRun:
                 self._try(lambda: self._mlflow.terminate(self._opened().run_id, status))
             if self.unsent:
                 log.warning(
-                    "%d points and files could not be sent to MLflow at %s; they are kept in %s and are sent when the "
+                    "%d points and files could not be sent to MLflow at %s; they are kept in %s and are sent"
+                    " when the "
                     "same command is typed again.", self.unsent, self.tracking_uri, self._spool.folder,
                 )  # fmt: skip
             self._spool.remove()

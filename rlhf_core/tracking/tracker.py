@@ -1,7 +1,9 @@
 """Tracking: one MLflow run per pipeline run, and a nested run per stage.
 
-A run is found by its tags before one is created, so that a pipeline that is continued writes to the same runs. A
-tracker that is down never stops a pipeline: data is kept on disk (`stage_run.Spool`) or left out, with one warning.
+A run is found by its tags before one is created, so that a pipeline that is continued writes to the same
+runs. A
+tracker that is down never stops a pipeline: data is kept on disk (`stage_run.Spool`) or left out, with one
+warning.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ class Tracking:
         tags: Mapping[str, str] | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Find the run of the pipeline by `pipeline_key`, or create it; mark it as RUNNING and return its id."""
+        """Find the run of the pipeline by `pipeline_key`, or create it;
+        mark it as RUNNING and return its id.
+        """
         identity = {PIPELINE_KEY: pipeline_key}
         state = self._try(lambda: self._find_or_create(identity, name, tags or {}, params or {}))
         return state.run_id if state else None
@@ -153,8 +157,8 @@ class Tracking:
     def link_reused(self, parent_id: str | None, stage: str, ref: ArtifactRef) -> None:
         """Add a short run for a reused stage, with its headline metrics and a link to the run that made it.
 
-        Nothing is added if the stage ran, or was linked, under this parent before. Data that its run could not send
-        then is sent now.
+        Nothing is added if the stage ran, or was linked, under this parent before. Data that its run could
+        not send then is sent now.
         """
         if parent_id is None:
             return

@@ -1,11 +1,11 @@
-"""The engines' side of weight sync: backends of vLLM's weight-transfer API that compute a checksum of each received
-tensor.
+"""The engines' side of weight sync: backends of vLLM's weight-transfer API that compute a checksum of each
+received tensor.
 
-vLLM imports this module in each worker of an engine (`worker_extension_cls`). The import registers the backends:
-`rlhf_gloo` is implemented here; `rlhf_nccl` and `rlhf_ipc` are those of vLLM with checksums.
+vLLM imports this module in each worker of an engine (`worker_extension_cls`). The import registers the
+backends: `rlhf_gloo` is implemented here; `rlhf_nccl` and `rlhf_ipc` are those of vLLM with checksums.
 
-If LoRA is enabled in the engine, the tensors are those of an adapter. They are stored without a change of the model,
-and `SyncExtension.load_adapter` passes them to vLLM's loader.
+If LoRA is enabled in the engine, the tensors are those of an adapter. They are stored without a change of the
+model, and `SyncExtension.load_adapter` passes them to vLLM's loader.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec, cut, tensor_checks
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped here
-    """Address of the sender. The ranks of the receivers start at `rank_offset`, in the order of engines and their
-    workers.
+    """Address of the sender. The ranks of the receivers start at `rank_offset`, in the order of engines and
+    their workers.
     """
 
     address: str
@@ -101,8 +101,9 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
 def _repack_embeddings(model: torch.nn.Module) -> None:
     """Pack the embedding matrices again after an update.
 
-    On the CPU vLLM multiplies with a packed copy. A head that is tied to the input embedding gets no tensor of its
-    own, so the reload updates the shared matrix but not the packed copy, and logits would be those of the old policy.
+    On the CPU vLLM multiplies with a packed copy. A head that is tied to the input embedding gets no tensor
+    of its own, so the reload updates the shared matrix but not the packed copy, and logits would be those of
+    the old policy.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -113,8 +114,8 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
 
 
 class _Inbox:
-    """Replaces the model during an update. It computes the checksum of each tensor, and then loads it into the model,
-    or stores it if it belongs to an adapter (`is_adapter`).
+    """Replaces the model during an update. It computes the checksum of each tensor, and then loads it into
+    the model, or stores it if it belongs to an adapter (`is_adapter`).
     """
 
     def __init__(self, model: torch.nn.Module, *, is_adapter: bool) -> None:

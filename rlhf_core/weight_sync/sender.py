@@ -1,5 +1,5 @@
-"""The trainers' side of weight sync. Every policy rank calls `send`, because gathering the weights is a collective
-operation. Rank 0 also transmits them.
+"""The trainers' side of weight sync. Every policy rank calls `send`, because gathering the weights is a
+collective operation. Rank 0 also transmits them.
 
 start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
 """
@@ -102,8 +102,8 @@ class WeightSender:
     def send(self, version: int) -> SyncReport | None:
         """Send all weights. This is a collective operation.
 
-        Returns the report on rank 0 and None on the others. Raises WeightSyncError unless every engine acknowledges
-        the version and the checksums.
+        Returns the report on rank 0 and None on the others. Raises WeightSyncError unless every engine
+        acknowledges the version and the checksums.
         """
         started = time.monotonic()
         self._checksums = {}

@@ -46,7 +46,10 @@ class TensorSpec:
 
 
 def cut(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
-    """Group consecutive specs into buckets of at most `limit` bytes. A larger tensor is a bucket of its own."""
+    """Group consecutive specs into buckets of at most `limit` bytes.
+
+    A larger tensor is a bucket of its own.
+    """
     buckets: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:
@@ -90,9 +93,10 @@ class Acknowledgement:
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """Return two 64-bit sums of the elements' bits, the second with odd weights that depend on the position.
 
-    Any single altered element changes both sums, and swapped elements change the second. The arithmetic is modulo
-    2^64, so the result does not depend on the order of summation and on the device. It needs 8 bytes of memory for
-    each of 4 M elements. vLLM's own checksums hash the fused parameters, which are empty on the CPU.
+    Any single altered element changes both sums, and swapped elements change the second. The arithmetic is
+    modulo 2^64, so the result does not depend on the order of summation and on the device. It needs 8 bytes
+    of memory for each of 4 M elements. vLLM's own checksums hash the fused parameters, which are empty on the
+    CPU.
     """
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_VIEWS[bits.element_size()])

@@ -1,11 +1,11 @@
 """Engines and ranks that die or are suspended in PPO, with real Ray, vLLM and DeepSpeed and two ZeRO-3 policy
 ranks.
 
-- an engine that is killed in a rollout or in a weight sync, and a reference worker that is killed or suspended, are
-  replaced without a restart of the stage; their calls are repeated with the same seeds, and the weights are
-  bit-identical to those of an undisturbed run
-- a suspended policy rank, critic rank, or engine without restarts is named in the error within its timeout and 10 s;
-  the stacks of the others are saved, and no process is left 10 s after the end
+- an engine that is killed in a rollout or in a weight sync, and a reference worker that is killed or
+  suspended, are replaced without a restart of the stage; their calls are repeated with the same seeds, and
+  the weights are bit-identical to those of an undisturbed run
+- a suspended policy rank, critic rank, or engine without restarts is named in the error within its timeout
+  and 10 s; the stacks of the others are saved, and no process is left 10 s after the end
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _nobody_is_left(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def golden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two undisturbed steps and then one in which a policy rank and the critic's are suspended: digest, what was
-    said.
+    """Two undisturbed steps and then one in which a policy rank and the critic's are suspended: digest, what
+    was said.
     """
     folder = tmp_path_factory.mktemp("golden")
     suspensions = "policy.update:3:stop,critic.update:3:stop"

@@ -1,5 +1,5 @@
-"""The order in which models are loaded, and what happens if a group of workers dies or stalls. Ray is scripted
-here, and is real in `tests/integration/test_stuck.py`.
+"""The order in which models are loaded, and what happens if a group of workers dies or stalls. Ray is
+scripted here, and is real in `tests/integration/test_stuck.py`.
 
 - engines that share devices with trainers load before the trainers; otherwise all load at the same time
 - a group of frozen models is restarted and its call repeated, for a limited number of times

@@ -2,11 +2,12 @@
 
 - the steps use every prompt once before any is repeated; prompts go to the engine with the fewest tokens
 - a share that is sampled again stays whole, and stays with its engine unless that was given up
-- rollouts are in the order of prompts, the samples of a prompt consecutive, for any number of engines and if one
-  of them is lost; a rollout of another policy version is a WeightSyncError
-- dynamic filtering replaces the groups with equal scores (penalties included), for at most `max_rounds` rounds,
-  with all that belongs to them, and changes no other group
-- prompts and seeds of each round follow from seed, step and round; no two rounds, steps or positions share a seed
+- rollouts are in the order of prompts, the samples of a prompt consecutive, for any number of engines and if
+  one of them is lost; a rollout of another policy version is a WeightSyncError
+- dynamic filtering replaces the groups with equal scores (penalties included), for at most `max_rounds`
+  rounds, with all that belongs to them, and changes no other group
+- prompts and seeds of each round follow from seed, step and round; no two rounds, steps or positions share a
+  seed
 - rewards get each rollout with its own prompt, and the reward model's scores are in the order of the rollouts
 - the cache returns exactly the batch that was written; another step or a damaged file gives nothing
 """

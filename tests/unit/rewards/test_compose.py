@@ -2,8 +2,8 @@
 
 - the total is the weighted sum; raw values are kept by name
 - batch normalisation: mean 0, population std 1, exactly 0 for equal values
-- missing model scores, wrong counts and non-finite values of rules name the source and the prompt; non-finite scores of
-  a model are masked
+- missing model scores, wrong counts and non-finite values of rules name the source and the prompt; non-finite
+  scores of a model are masked
 - a masked response has no score, affects no other response, and is counted
 - only scores of the reward model are clipped, and the clipped share is reported
 - a source of weight 0 is measured and affects nothing, even if it fails

@@ -1,7 +1,8 @@
 """The remote reward service, against a real HTTP server in this process.
 
 - scores are in the order of the samples, for any order of the requests; the items follow the protocol
-- slow, broken, truncated, huge, wrong or unreadable answers are retried, and each failure describes the answer
+- slow, broken, truncated, huge, wrong or unreadable answers are retried, and each failure describes the
+  answer
 - a failing replica is avoided while others answer; without any, the failure comes in time
 - an item without a score, or one that the service refuses, does not affect the other items
 - redirects, wrong tokens and wrong paths end the step at once; redirects are not followed

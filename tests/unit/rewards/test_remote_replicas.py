@@ -3,7 +3,8 @@
 - a breaker opens after failures in a row, but not if a success is in between
 - an open breaker allows nothing; after its time it allows one request, whose result closes or reopens it
 - the least busy replica is selected, then the one with the fewest requests, within the concurrency
-- a refusal counts as a success of the replica; during a search, so does a failure that a sample may have caused
+- a refusal counts as a success of the replica; during a search, so does a failure that a sample may have
+  caused
 - the wait for open breakers is bounded
 """
 

@@ -1,4 +1,5 @@
-"""Checkpoints: the newest intact one is used, after damage the one before, and only the last attempt may commit.
+"""Checkpoints: the newest intact one is used, after damage the one before, and only the last attempt may
+commit.
 
 - save and latest; the newest and the best are kept; leftovers are ignored
 - damage falls back to the checkpoint before, and never to a silent fresh start
@@ -149,7 +150,9 @@ def test_best_older_checkpoints_are_kept(
 
 
 def test_later_score_keeps_its_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Of steps 1 and 2, each known when the next is saved, 1 is the better one, and stays beside the newest."""
+    """Of steps 1 and 2, each known when the next is saved, 1 is the better one,
+    and stays beside the newest.
+    """
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     known: dict[int, float] = {}
     for step, score in ((1, 1.0), (2, -5.0), (3, 0.5), (4, 0.0)):

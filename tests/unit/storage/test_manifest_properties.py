@@ -1,6 +1,7 @@
 """Properties of every manifest.
 
-- any bytes, any edit and any JSON at the path of a manifest give the manifest that was written or one CorruptArtifact
+- any bytes, any edit and any JSON at the path of a manifest give the manifest that was written or one
+  CorruptArtifact
 - a manifest that names a file outside its folder is refused, also with a valid checksum
 - a manifest is read as it was written
 """

@@ -130,7 +130,8 @@ def test_failed_upload_is_raised_by_the_next_save(
 
 
 def test_unfinished_upload_is_reported_and_finished_later(
-    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, bucket: Bucket, outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     monkeypatch.setattr(checkpoints_module, "LAST_SECONDS", 0.05)
     go = threading.Event()

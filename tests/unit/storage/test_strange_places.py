@@ -1,6 +1,7 @@
 """Folders, pipes, devices and foreign records at the paths of objects of a local store.
 
-They count as damage. Nothing hangs, nothing outside of the store is changed, and the next run makes its result.
+They count as damage. Nothing hangs, nothing outside of the store is changed, and the next run makes its
+result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A call of MLflow's client ends soon, within bounded memory, and reports its error, whatever the server does.
+"""A call of MLflow's client ends soon, within bounded memory, and reports its error, whatever the server
+does.
 
-The real client runs against a misbehaving server on loopback; `tests/integration/test_tracking_server.py` uses a real
-server.
+The real client runs against a misbehaving server on loopback; `tests/integration/test_tracking_server.py`
+uses a real server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The rules for the champion, each of them a test at a level.
 
-- no champion below `min_win_rate` or with fewer than `min_prompts`; the first one must beat its SFT model significantly
+- no champion below `min_win_rate` or with fewer than `min_prompts`; the first one must beat its SFT model
+  significantly
 - a match is an exact sign test; a candidate that loses by the champion's own reward model does not win it
 - without a match only numbers of the same judge are compared, by a test of their difference
 - candidates that are no better than the champion replace it with a total probability of at most alpha
