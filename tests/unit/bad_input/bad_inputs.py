@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from flows import cli, external, isolated
 from rlhf_core.config.load import load_config
-from rlhf_core.types import StageContext
+from rlhf_core.testing import stage_context
 
 NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType", "\x1b", "\0")
 SECONDS = 5.0
@@ -87,19 +87,8 @@ class Command:
     def _run_data_stage(self, arguments: Any, *_: object) -> int:
         from rlhf_core.stages import data
 
-        out = self.folder / "out"
-        out.mkdir()
-        nowhere: Any = _Nowhere()
-        context = StageContext({}, out, out, nowhere, nowhere, lambda *_, **__: None)
-        data.run(load_config(arguments.config, arguments.overrides), context)
+        data.run(load_config(arguments.config, arguments.overrides), stage_context(self.folder / "stage"))
         return 0
-
-
-class _Nowhere:
-    """Stands in for tracking."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
 
 
 def _must_not_start(*_: object) -> int:

@@ -38,7 +38,8 @@ from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError, InputError
 from rlhf_core.stages.data import run
-from rlhf_core.types import SFTExample, StageContext
+from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.types import SFTExample
 
 SMALL = {"sft_examples": 60, "pairs": 60, "prompts": 40}
 
@@ -436,53 +437,14 @@ def _outside_fences(lines: list[str]) -> Iterator[str]:
             yield line
 
 
-class Recorder:
-    """Stands in for tracking and progress."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-        self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.files: list[str] = []
-        self.flushed = False
-        self.progress: list[tuple[int, int]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.metrics |= metrics
-
-    def flush(self) -> None:
-        self.flushed = True
-
-    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        self.tables[name] = rows
-
-    def log_figure(self, name: str, figure: Any) -> None:
-        raise AssertionError("the data stage draws nothing")
-
-    def log_file(self, path: Path, folder: str = "") -> None:
-        assert path.is_file()
-        self.files.append(path.name)
-
-    def report(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
-        assert (task, unit) == ("data", "rows")
-        self.progress.append((done, total))
-
-
-def test_the_stage_reports_progress_counts_and_card(tmp_path: Path) -> None:
-    recorder = Recorder()
-    context: Any = StageContext(
-        inputs={},
-        output=tmp_path,
-        scratch=tmp_path,
-        checkpoints=None,
-        metrics=recorder,
-        progress=recorder.report,  # type: ignore[arg-type]
-    )
-    result = run(demo(), context)
+def test_stage_reports_progress_counts_and_card(tmp_path: Path) -> None:
+    metrics, progress = RecordingMetrics(), RecordingProgress()
+    result = run(demo(), stage_context(tmp_path, metrics=metrics, progress=progress))
     assert result.metrics["data/sft_train"] + result.metrics["data/sft_eval"] == 60
-    assert result.metrics == recorder.metrics
-    assert recorder.files == ["data_card.md", "data_card.json"] and recorder.flushed
-    assert len(recorder.tables["data_samples"]) == 9
-    assert recorder.progress[-1] == (160, 160)
+    assert result.metrics == metrics.last
+    assert metrics.files == ["data/data_card.md", "data/data_card.json"] and metrics.flushes > 0
+    assert len(metrics.tables["data_samples"]) == 9
+    assert progress.reports[-1] == ("data", 160, 160, "rows")
     assert result.attributes["data.sft[0].digest"].startswith("synthetic@")
 
 
@@ -532,10 +494,8 @@ def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: 
     config = files(tmp_path, pairs(30))
     key = source_digests(config)
     write_jsonl(tmp_path / "pairs.jsonl", pairs(31))
-    out = tmp_path / "out"
-    out.mkdir()
-    nowhere: Any = None
-    context = StageContext({}, out, out, nowhere, nowhere, lambda *_, **__: None, sources=key)
+    context = stage_context(tmp_path, sources=key)
+    out = context.output
     with pytest.raises(
         DataError, match=r"data.sft\[0\]: .*pairs.jsonl was changed after the run began.*nothing was stored"
     ):

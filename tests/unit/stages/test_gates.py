@@ -15,7 +15,8 @@ from rlhf_core.run.retries import RetryPolicy
 from rlhf_core.run.stage_runner import find_or_make
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.types import ArtifactRef, StageContext
+from rlhf_core.testing import stage_context
+from rlhf_core.types import ArtifactRef
 
 
 def test_an_accuracy_below_the_limit_is_named_with_both() -> None:
@@ -31,11 +32,7 @@ def test_a_reward_model_below_the_limit_fails_its_stage(
 ) -> None:
     (tmp_path / "tokenizer").mkdir()
     config = config_from_tree({"run": {"device": "cpu"}, "reward": {"min_accuracy": 0.6}}, "test")
-    nothing: Any = None
-    tracker: Any = SimpleNamespace(flush=lambda: None)
-    context = StageContext(
-        {"data": tmp_path, "sft": tmp_path}, tmp_path / "out", tmp_path / "work", nothing, tracker, nothing
-    )
+    context = stage_context(tmp_path, inputs={"data": tmp_path, "sft": tmp_path})
     monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.6})
     assert reward.run(config, context).metrics == {"accuracy": 0.6}
     monkeypatch.setattr(launch, "run_ranks", lambda *_args, **_named: {"accuracy": 0.59})
