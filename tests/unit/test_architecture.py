@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.load import load_config
+from tests.support.source_tree import SourceTree, cycles
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,6 +137,11 @@ def test_packages_do_not_import_each_other_in_a_circle() -> None:
         return False
 
     assert [part for part in arrows if reaches(part, part, set())] == []
+
+
+def test_modules_have_no_import_cycles() -> None:
+    """Imports inside functions and `if TYPE_CHECKING` count too: they hide a cycle, they do not remove it."""
+    assert cycles(SourceTree(ROOT).import_graph(only_at_import=False)) == []
 
 
 @pytest.mark.parametrize("library", HOMES)
