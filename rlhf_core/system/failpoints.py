@@ -3,7 +3,7 @@
     RLHF_FAIL="ppo.after_rollout:3:kill"        SIGKILL at the third pass of this process
     RLHF_FAIL="weight_sync.send:1:alter,..."    several faults, separated by commas
     RLHF_FAIL_TRACE=/some/folder                every pass is written to `passes` there (seconds, process,
-                                                point), and each entry of RLHF_FAIL acts once in all processes together
+                                                point), and each entry of RLHF_FAIL acts once in all processes
 
 Actions: `kill`, `term`, `int`, `stop`, `raise`, `enospc` and `sleep` (ten minutes) act here; `alter` and
 `drop` (a tensor on its way to the engines) and `nan` (a loss, a score, a value, a log-probability) are

@@ -1,7 +1,7 @@
 """Graceful stop requests: SIGTERM and SIGINT, from a cancellation, Ctrl-C, or a machine that shuts down.
 
     outside `deferred`    the stage ends at once (SystemExit) and continues from its last checkpoint
-    inside `deferred`     a training loop checks `requested` after each step, writes a checkpoint, calls `exit`
+    inside `deferred`     a training loop checks `requested` after each step, saves a checkpoint, calls `exit`
 
 The process that sends the signal waits for about 20 s (`run.guard`) before it kills: a longer step is lost.
 """

@@ -2,10 +2,11 @@
 
 - the adaptive KL coefficient is constant during the critic's warm-up, in which the policy does not change
 - a skipped step is logged with its samples, and the run continues
-- metrics of guards are logged, but are not part of the artifact, because their settings are not part of its key
+- metrics of guards are logged, but are not part of the artifact, because their settings are not part of its
+  key
 - the counters of consecutive bad steps survive a restart
-- the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus ppo.kl.coef
-  times their KL, for every place of the KL and every normalization of the scores
+- the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus
+  ppo.kl.coef times their KL, for every place of the KL and every normalization of the scores
 """
 
 from __future__ import annotations

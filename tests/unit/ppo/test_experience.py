@@ -1,11 +1,11 @@
 """The experience of a rollout batch, compared with numbers that are computed by hand.
 
-- token rewards are minus the KL of the configured estimator, plus the score at the last token; returns follow from
-  unwhitened advantages, gamma and lambda
+- token rewards are minus the KL of the configured estimator, plus the score at the last token; returns follow
+  from unwhitened advantages, gamma and lambda
 - padding of shorter responses changes nothing
 - a response that is cut by the length limit gets the penalty; the KL of a policy equal to its reference is 0
-- the gap between engine and trainer counts only response tokens; importance weights are trainer over engine, within
-  their bounds
+- the gap between engine and trainer counts only response tokens; importance weights are trainer over engine,
+  within their bounds
 - each algorithm without a critic has the advantages of its paper; a KL in the loss is not in the reward
 - empty responses, the deviation of scores, and the explained variance are those of their definitions
 - one NaN among log-probabilities or values makes a checked metric NaN; repeating responses are counted

@@ -1,8 +1,9 @@
 """The guards, each with a planted failure and with cases that must not raise an alarm.
 
-- three failing steps in a row give one warning with the name of the guard, `guards/<name>` = 1, and with `stop` the
-  end of the run
-- two failing steps, an interruption, and values within the limit give no alarm; a guard that is `off` is not checked
+- three failing steps in a row give one warning with the name of the guard, `guards/<name>` = 1, and with
+  `stop` the end of the run
+- two failing steps, an interruption, and values within the limit give no alarm; a guard that is `off` is not
+  checked
 - counters and initial values survive a restart
 - docs/guards.md has a row for each guard, with the failure of this test
 """

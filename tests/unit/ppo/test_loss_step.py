@@ -1,10 +1,11 @@
 """The update of one rank with a model of two tables, compared with losses that are computed token by token.
 
-- the loss uses each setting of the policy: unequal clips, dual clip, importance weights, entropy bonus, KL and its
-  coefficient, aggregation
+- the loss uses each setting of the policy: unequal clips, dual clip, importance weights, entropy bonus, KL
+  and its coefficient, aggregation
 - new log-probabilities and entropy are computed at the sampling temperature
 - the clip of the critic's values is used as configured
-- the learning rate schedules of policy and critic count their own optimizer steps, the critic's with its warm-up
+- the learning rate schedules of policy and critic count their own optimizer steps, the critic's with its
+  warm-up
 - the clip fraction counts the clipped tokens; splitting and packing change nothing
 """
 

@@ -1,8 +1,9 @@
 """The conditions under which PPO skips a step, warns, or stops.
 
-- log-probabilities of engines that differ by more than float32 rounding are a WeightSyncError; half of that limit
-  is an alarm; without the canary there is only the alarm
-- a KL above its limit for three steps in a row, or 90 % of empty responses, end the stage; one step, or 20 %, do not
+- log-probabilities of engines that differ by more than float32 rounding are a WeightSyncError; half of that
+  limit is an alarm; without the canary there is only the alarm
+- a KL above its limit for three steps in a row, or 90 % of empty responses, end the stage; one step, or 20 %,
+  do not
 - a step with numbers that are not finite is skipped; the third in a row ends the stage
 """
 

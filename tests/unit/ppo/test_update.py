@@ -1,9 +1,9 @@
 """The optimizer steps of each rank, and the metrics from the sums of the ranks, which are scripted.
 
-- every scored response is used once per epoch over all ranks; all ranks have the same number of micro-batches; a
-  response without a score is left out and not counted in a denominator
-- there are epochs x minibatches optimizer steps, in an order that follows from seed and step; the policy is not
-  trained during the critic's warm-up
+- every scored response is used once per epoch over all ranks; all ranks have the same number of
+  micro-batches; a response without a score is left out and not counted in a denominator
+- there are epochs x minibatches optimizer steps, in an order that follows from seed and step; the policy is
+  not trained during the critic's warm-up
 - with a pretraining loss, every optimizer step has its own demonstrations, each used once per pass
 - metrics are means over the tokens and steps of all ranks
 - the rows of a sample have the length of its response
