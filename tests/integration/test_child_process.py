@@ -137,16 +137,14 @@ def test_an_error_keeps_its_class_and_message(
     ("body", "kind"),
     [("return 1 // 0", UnexpectedError), ("raise ConnectionResetError('peer')", InfrastructureError)],
 )
-def test_an_unforeseen_exception_is_named_and_told_from_an_outage(
+def test_unexpected_exception_is_distinguished_from_an_outage(
     toy: Any, spec: StageSpec, tmp_path: Path, body: str, kind: type[Exception]
 ) -> None:
     with pytest.raises(kind, match=r"ZeroDivisionError: |ConnectionResetError: peer"):
         run(spec, tmp_path, toy(body))
 
 
-def test_a_killed_child_is_named_with_its_signal_and_its_last_words(
-    toy: Any, spec: StageSpec, tmp_path: Path
-) -> None:
+def test_killed_child_is_reported_with_signal_and_log(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy(
         "print('CustomError: disk is full', file=sys.stderr)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -169,7 +167,7 @@ def test_an_exit_without_a_result_is_a_failure_even_with_code_0(
         run(spec, tmp_path, toy("os._exit(0)"))
 
 
-def test_any_exit_code_has_an_obituary_with_the_log(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
+def test_every_exit_code_is_reported_with_the_log(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     with pytest.raises(
         StageFailed, match=r"exit code 255 and no result; log: .*data-01\.log.*ValueError: last words"
     ):
@@ -196,9 +194,7 @@ def test_a_child_that_does_not_stop_is_killed(
     assert time.monotonic() - began < 15
 
 
-def test_what_the_child_started_ends_with_it_in_whatever_session(
-    toy: Any, spec: StageSpec, tmp_path: Path
-) -> None:
+def test_descendants_in_other_sessions_end_with_the_child(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy(
         "for name, away in (('same', False), ('other', True)):\n"
         "    process = subprocess.Popen(['sleep', '600'], start_new_session=away)\n"
@@ -242,9 +238,7 @@ def test_sigterm_lets_the_stage_clean_up_and_ends_with_143(toy: Any, spec: Stage
     assert (tmp_path / "cleaned").exists()
 
 
-def test_the_child_and_what_it_started_die_with_a_flow_that_is_killed(
-    toy: Any, spec: StageSpec, tmp_path: Path
-) -> None:
+def test_child_and_descendants_die_with_a_killed_flow(toy: Any, spec: StageSpec, tmp_path: Path) -> None:
     environment = toy(
         "away = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         "(folder / 'away').write_text(str(away.pid))\n"
@@ -266,7 +260,7 @@ def test_the_child_and_what_it_started_die_with_a_flow_that_is_killed(
     assert wait_gone([stage, away], 5.0)
 
 
-def test_the_quoted_log_begins_at_the_last_exception_and_steers_no_terminal(tmp_path: Path) -> None:
+def test_log_excerpt_begins_at_the_last_exception(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("ValueError: first\nnoise\nray.exceptions.ActorDiedError: gone \x1b[31m\nend\n")
     assert log_excerpt(log) == "ray.exceptions.ActorDiedError: gone \\x1b[31m | end"

@@ -124,9 +124,7 @@ def work(number: int, ranks: int, port: int, stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_the_best_weights_are_the_result_and_survive_kills_bit_by_bit(
-    ranks: int, stage: int, tmp_path: Path
-) -> None:
+def test_best_weights_survive_kills_bit_by_bit(ranks: int, stage: int, tmp_path: Path) -> None:
     from torch.multiprocessing import spawn
 
     spawn(work, (ranks, free_port(), stage, tmp_path), nprocs=ranks)

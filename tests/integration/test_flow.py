@@ -256,7 +256,7 @@ def test_a_killed_stage_continues_and_the_second_run_reuses_all(
     assert nothing_left(tmp_path)
 
 
-def test_of_two_at_once_the_second_waits_and_reuses(command: Command, home: Path, tmp_path: Path) -> None:
+def test_second_concurrent_run_waits_and_reuses(command: Command, home: Path, tmp_path: Path) -> None:
     first = command("data:2:suspend", until="data")
     stage = wait_for(tmp_path / "suspend", first)
     second = command(until="data")
@@ -277,9 +277,7 @@ def test_of_two_at_once_the_second_waits_and_reuses(command: Command, home: Path
     assert nothing_left(tmp_path)
 
 
-def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(
-    command: Command, tmp_path: Path
-) -> None:
+def test_killed_flow_leaves_no_process_and_continues(command: Command, tmp_path: Path) -> None:
     process = command("data:3:hang", until="data")
     stage = wait_for(tmp_path / "hang", process)
     process.kill()
@@ -290,7 +288,7 @@ def test_a_killed_flow_leaves_nothing_running_and_continues_when_typed_again(
     assert summary["stages"]["data"]["metrics"]["start"] == 3
 
 
-def test_ctrl_c_is_tidy(command: Command, home: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_stage(command: Command, home: Path, tmp_path: Path) -> None:
     process = command("data:1:hang", until="data")
     stage = wait_for(tmp_path / "hang", process)
     listening = listeners(process.pid)
@@ -305,7 +303,7 @@ def test_ctrl_c_is_tidy(command: Command, home: Path, tmp_path: Path) -> None:
     assert json.loads(run.read_text())["state"] == "stopped"
 
 
-def test_ctrl_c_twice_waits_for_nobody(command: Command, tmp_path: Path) -> None:
+def test_second_ctrl_c_does_not_wait(command: Command, tmp_path: Path) -> None:
     process = command("data:1:stubborn", until="data")
     stage = wait_for(tmp_path / "stubborn", process)
     time.sleep(0.5)  # between writing the file and turning deaf
@@ -318,7 +316,7 @@ def test_ctrl_c_twice_waits_for_nobody(command: Command, tmp_path: Path) -> None
     assert nothing_left(tmp_path)
 
 
-def test_a_secret_in_the_words_of_a_failing_stage_is_found_nowhere(command: Command, home: Path) -> None:
+def test_secret_in_an_error_message_is_stored_nowhere(command: Command, home: Path) -> None:
     out, err = finish(command("data:2:secret", until="data"))
     assert "403: (hidden) may not read http://(hidden)@host/x; trying again" in err
     assert secret_search.find_secret(CANARY, [home], out, err) == []
@@ -354,7 +352,7 @@ loggers: {}
 """
 
 
-def test_nothing_of_the_working_folder_is_run_or_read(command: Command, tmp_path: Path) -> None:
+def test_files_of_the_working_folder_are_not_used(command: Command, tmp_path: Path) -> None:
     folder, ran = tmp_path / "folder", tmp_path / "ran"
     folder.mkdir()
     for name in (

@@ -62,7 +62,7 @@ def save(context: StageContext, step: int, score: float | None = None) -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_an_attempt_that_was_overtaken_commits_nothing(
+def test_superseded_attempt_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
 ) -> None:
     attempt = Attempt(tmp_path, monkeypatch)
@@ -78,9 +78,7 @@ def test_an_attempt_that_was_overtaken_commits_nothing(
     assert attempt.store.list("artifacts") == []
 
 
-def test_the_newest_and_the_best_are_kept_as_the_configuration_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newest_and_best_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = Attempt(tmp_path, monkeypatch, keep_checkpoints=3, keep_best=2)
     kept = []
 
@@ -108,7 +106,7 @@ def _of_other_code(_attempt: Attempt, patch: pytest.MonkeyPatch) -> None:
     ("setting", "change", "error"),
     [("allow_fresh_start", _damaged, CorruptArtifact), ("allow_other_code", _of_other_code, ConfigError)],
 )
-def test_a_checkpoint_that_is_damaged_or_of_other_code_stops_the_stage_unless_that_very_thing_is_allowed(
+def test_unusable_checkpoint_stops_the_stage_unless_allowed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     setting: str,

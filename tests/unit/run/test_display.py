@@ -33,24 +33,24 @@ def shown() -> Any:
     return tell
 
 
-def test_at_first_the_stage_is_starting(shown: Any) -> None:
+def test_bar_begins_as_starting(shown: Any) -> None:
     assert shown() == [("ppo", 0, None)]
 
 
-def test_the_bar_of_the_stage_comes_back_after_one_of_a_part(shown: Any) -> None:
+def test_bar_of_the_stage_returns_after_a_part(shown: Any) -> None:
     assert shown(_progress("ppo start", 0, 3)) == [("ppo start", 0, 3)]
     assert shown(_progress("ppo start", 3, 3), _progress("ppo", 12, 30)) == [("ppo", 12, 30)]
     assert shown(_progress("ppo", 30, 30), _progress("samples", 1, 8)) == [("samples", 1, 8)]
 
 
-def test_a_checkpoint_that_it_continues_from_is_told() -> None:
+def test_resumed_step_is_shown() -> None:
     file = io.StringIO()
     Bars(Console(file=file)).event("ppo", {"event": "resumed", "step": 10})
     assert file.getvalue().split() == ["ppo", "continues", "after", "step", "10"]
 
 
 @pytest.mark.parametrize("display", ["bars", "lines"])
-def test_what_a_stage_warns_of_is_shown(display: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_a_stage_are_shown(display: str, caplog: pytest.LogCaptureFixture) -> None:
     file = io.StringIO()
     event = {"event": "warning", "message": "step 3: [20 %] of the responses are empty"}
     (Bars(Console(file=file)) if display == "bars" else Lines()).event("ppo", event)

@@ -56,7 +56,7 @@ def test_warnings_and_errors_are_sent_once(sent: tuple[logging.Logger, int]) -> 
     ]
 
 
-def test_what_a_guard_says_has_its_name_and_is_told_after_any_number_of_warnings(
+def test_guard_warnings_are_named_and_never_dropped(
     sent: tuple[logging.Logger, int],
 ) -> None:
     log, reader = sent
@@ -67,7 +67,7 @@ def test_what_a_guard_says_has_its_name_and_is_told_after_any_number_of_warnings
     assert last == {"event": "warning", "message": "step 4: guard loops: 30 %", "guard": "loops"}
 
 
-def test_the_last_word_of_a_stage_has_no_secrets() -> None:
+def test_final_error_event_has_no_secrets() -> None:
     reader, writer = os.pipe()
     Events(writer).error(DataError("training rank 1: https://me:hunter2@host/x does not answer"))
     os.close(writer)

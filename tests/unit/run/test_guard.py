@@ -55,7 +55,7 @@ def test_temporary_folders_are_private_and_torch_finds_what_it_compiled(
     assert Path(cache_dir()) == compiled, "the next stage finds it"
 
 
-def test_a_folder_with_a_long_path_holds_no_sockets(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_paths_are_not_used_for_sockets(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = usual / ("x" * 60)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
@@ -93,7 +93,7 @@ def _movable(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [_link, _open, _file, _movable, _foreign])
-def test_compiled_programs_that_another_user_could_have_planted_are_not_loaded(
+def test_compiled_code_writable_by_others_is_not_loaded(
     plant: object, usual: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if plant is _foreign and os.getuid() != 0:

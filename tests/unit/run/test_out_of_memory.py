@@ -21,7 +21,7 @@ from rlhf_core.run.spec import StageSpec
 
 @pytest.mark.parametrize("told_by", ["the stage", "the monitor"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_message_has_numbers_to_lower(
+def test_message_names_settings_to_lower(
     stage: StageName, told_by: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_config: Any, context: Any) -> None:

@@ -65,7 +65,7 @@ def keys(run: PipelineRun) -> dict[StageName, str]:
     return {stage: run.spec(stage, inputs).key for stage in STAGES}
 
 
-def test_a_changed_learning_rate_of_ppo_changes_its_own_key_and_that_of_its_evaluation(
+def test_learning_rate_of_ppo_changes_keys_of_ppo_and_evaluate(
     tmp_path: Path,
 ) -> None:
     before, after = (
@@ -88,7 +88,7 @@ def test_another_seed_or_name_is_another_run(tmp_path: Path) -> None:
     assert len(names) == 3
 
 
-def test_without_a_reward_model_no_stage_is_given_one(tmp_path: Path) -> None:
+def test_disabled_reward_model_is_no_input(tmp_path: Path) -> None:
     run = pipeline(
         tmp_path,
         reward={"enabled": False},
@@ -104,7 +104,7 @@ def test_until_ends_the_run_after_its_stage(tmp_path: Path) -> None:
     assert [stage for stage in STAGES if run.has(stage)] == ["data", "sft", "reward"]
 
 
-def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: Path) -> None:
+def test_start_names_the_missing_artifact(tmp_path: Path) -> None:
     run = pipeline(tmp_path, start="sft")
     spec = run.spec("data", {})
     with pytest.raises(InputError, match=rf"--from sft needs the artifact of stage data \(key {spec.key}\)"):
@@ -117,7 +117,7 @@ def test_from_needs_the_artifacts_before_it_and_says_which_is_missing(tmp_path: 
     assert run.find(run.spec("sft", {"data": made})) is None
 
 
-def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     run = pipeline(tmp_path)
     spec = run.spec("data", {})
     (tmp_path / "state").mkdir()
@@ -132,7 +132,7 @@ def test_what_a_killed_attempt_left_beside_its_artifact_is_removed(tmp_path: Pat
     assert not any(folder.exists() for folder in left)
 
 
-def test_a_range_without_stages_is_refused() -> None:
+def test_empty_range_of_stages_is_refused() -> None:
     assert stages_between("ppo", "ppo") == ("ppo",)
     with pytest.raises(InputError, match="--from ppo comes after --until sft"):
         stages_between("ppo", "sft")
@@ -178,13 +178,13 @@ def test_each_attempt_has_a_log_file_of_its_own(tmp_path: Path) -> None:
     assert second.exists()
 
 
-def test_parameters_of_the_form_become_overrides_and_the_explicit_ones_win() -> None:
+def test_explicit_overrides_win_over_form_parameters() -> None:
     given = {"run.seed": 3, "ppo.kl.coef": 0.0, "ppo.steps": None}
     assert overrides_of(given, ("run.seed=4",)) == ["run.seed=3", "ppo.kl.coef=0.0", "run.seed=4"]
 
 
 @pytest.mark.parametrize("name", ["2024", "1e3", "0.1", "true", "null", "demo"])
-def test_a_name_of_the_form_stays_a_name_whatever_yaml_would_make_of_it(name: str) -> None:
+def test_name_parameter_stays_a_text_in_yaml(name: str) -> None:
     assert load_config("deployments/configs/demo.yaml", overrides_of({"run.name": name})).run.name == name
 
 
@@ -232,7 +232,7 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert summary["mlflow_run_id"] == "m1"
 
 
-def test_the_table_of_results_says_who_judged_and_shows_the_paired_difference() -> None:
+def test_result_table_names_judge_and_paired_difference() -> None:
     facts = {"judge": "reward_model", "judge_trained_on": "True"}
     numbers = EVALUATION | {f"by_source/a.jsonl/win_rate/{part}": 0.5 for part in ("mean", "low", "high")}
     made = ArtifactRef("evaluate", "b" * 16, "d", "/store/e", numbers, None, facts)
@@ -245,19 +245,19 @@ def test_the_table_of_results_says_who_judged_and_shows_the_paired_difference() 
     assert not any("a.jsonl" in name for name in rows)
 
 
-def test_a_summary_of_a_part_says_nothing_about_the_rest() -> None:
+def test_partial_summary_omits_other_stages() -> None:
     summary = summarize(records("data", "sft"), 3.0, IDENTITY)
     assert set(summary["stages"]) == {"data", "sft"}
     assert not {"reward", "evaluate", "weights_sha256"} & set(summary)
     assert results(summary) == []
 
 
-def test_a_half_measured_interval_is_not_reported() -> None:
+def test_incomplete_interval_is_not_reported() -> None:
     made = {"evaluate": StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)}
     assert summarize(made, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}  # type: ignore[arg-type]
 
 
-def test_markdown_shows_every_stage_and_keeps_its_tables_whole() -> None:
+def test_markdown_shows_every_stage_and_escapes_cells() -> None:
     made = records(*STAGES)
     made["sft"] = StageRecord(ref("sft", **{"loss|x": 1.0}), 1.0, False)
     assert "| loss\\|x | 1 |" in stage_markdown("sft", made["sft"], {"MLflow": "http://m"})
@@ -267,7 +267,7 @@ def test_markdown_shows_every_stage_and_keeps_its_tables_whole() -> None:
     assert "win rate, PPO over SFT | 0.800  [0.700, 0.900]" in text
 
 
-def test_a_run_in_which_nothing_was_made_is_called_reused() -> None:
+def test_run_without_new_artifacts_is_reported_as_reused() -> None:
     made = {stage: StageRecord(ref(stage), 0.5, True) for stage in STAGES}
     summary = summarize(made, 8.8, IDENTITY)
     assert run_markdown(summary).startswith("# Pipeline reused in 8.8 s\n")
@@ -281,12 +281,12 @@ def test_a_run_in_which_nothing_was_made_is_called_reused() -> None:
     ("seconds", "text"),
     [(0.04, "0.0 s"), (99.4, "99.4 s"), (99.6, "1 min 40 s"), (185.4, "3 min 05 s"), (7620.0, "2 h 07 min")],
 )
-def test_durations_are_said_as_people_do(seconds: float, text: str) -> None:
+def test_durations_are_readable(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("by_file", [True, False], ids=["file", "module on the path"])
-def test_an_edited_reward_function_is_another_ppo_run(
+def test_edited_reward_function_changes_the_key_of_ppo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -305,7 +305,7 @@ def test_an_edited_reward_function_is_another_ppo_run(
     assert before.key != after.key
 
 
-def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of_is_not(
+def test_registration_is_repeated_only_if_mlflow_lost_it(
     tmp_path: Path,
 ) -> None:
     run = pipeline(tmp_path)
@@ -323,7 +323,7 @@ def test_a_registration_that_mlflow_lost_is_made_again_and_one_it_cannot_tell_of
     assert list((tmp_path / "store").rglob("damaged-*.json"))
 
 
-def test_retraining_sees_a_finished_run_of_the_same_inputs_and_no_other(tmp_path: Path) -> None:
+def test_retraining_finds_finished_run_of_same_inputs(tmp_path: Path) -> None:
     settings = config(tmp_path)
     key = pipeline_key(settings, external_digests(settings))
     folder = tmp_path / "runs" / "demo-seed0-x"
@@ -369,7 +369,7 @@ def test_flow_reuses_the_check_of_its_command(tmp_path: Path, monkeypatch: pytes
     contextvars.copy_context().run(command)
 
 
-def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with_what_it_reads(
+def test_spec_contains_digests_of_external_inputs(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "a.jsonl"
@@ -380,7 +380,7 @@ def test_a_stage_is_told_the_digests_of_its_key_so_that_it_can_compare_them_with
     assert told == source_digests(run.config) and set(told) >= {"data.sft[0]", "data.prompts[0]"}
 
 
-def test_doubtful_settings_are_in_the_log_and_a_tag_of_the_run_as_is_what_a_guard_says(
+def test_warnings_are_logged_and_tagged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags: dict[str, str] = {}
@@ -405,7 +405,7 @@ def test_doubtful_settings_are_in_the_log_and_a_tag_of_the_run_as_is_what_a_guar
     assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
 
 
-def test_a_rerun_removes_the_warnings_and_guards_that_it_does_not_have(tmp_path: Path) -> None:
+def test_rerun_removes_outdated_warning_tags(tmp_path: Path) -> None:
     removed: list[str] = []
 
     class Tracker:
@@ -432,7 +432,7 @@ def test_a_rerun_removes_the_warnings_and_guards_that_it_does_not_have(tmp_path:
     assert removed == ["rlhf.warnings", "rlhf.guard."]
 
 
-def test_stages_that_ask_rules_are_told_the_digests_of_their_code(tmp_path: Path) -> None:
+def test_stages_with_rewards_get_digests_of_their_code(tmp_path: Path) -> None:
     file = tmp_path / "rule.py"
     file.write_text("def f(samples):\n    return [1.0 for _ in samples]\n")
     run = pipeline(tmp_path, ppo={"rewards": [{"type": "python", "function": "rule:f", "file": str(file)}]})

@@ -19,7 +19,7 @@ from rlhf_core.testing import stage_context
 from rlhf_core.types import ArtifactRef
 
 
-def test_an_accuracy_below_the_limit_is_named_with_both() -> None:
+def test_gate_names_accuracy_and_limit() -> None:
     config = config_from_tree({"reward": {"min_accuracy": 0.9}}, "test")
     check_gate(config, "reward", {"accuracy": 0.9})
     check_gate(config, "sft", {})
@@ -40,7 +40,7 @@ def test_a_reward_model_below_the_limit_fails_its_stage(
         reward.run(config, context)
 
 
-def test_a_reward_model_made_earlier_below_the_limit_is_not_reused(tmp_path: Path) -> None:
+def test_reused_reward_model_below_the_limit_fails(tmp_path: Path) -> None:
     config = config_from_tree({"reward": {"min_accuracy": 0.6}}, "test")
     made = ArtifactRef("reward", "a" * 16, "digest", "/store/reward", {"accuracy": 0.59})
     run: Any = SimpleNamespace(

@@ -103,7 +103,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     ("decay", "expected"),
     [(None, {"policy": "weights"}), (0.9, {"policy": "weights", "policy_ema": "average"})],
 )
-def test_the_average_of_the_weights_is_saved_beside_the_policy_where_one_is_kept(
+def test_average_of_weights_is_saved_next_to_the_policy(
     run: Callable[..., Path], decay: float | None, expected: dict[str, str]
 ) -> None:
     out = run(ema_decay=decay)
@@ -119,7 +119,7 @@ def test_the_average_of_the_weights_is_saved_beside_the_policy_where_one_is_kept
         ([{"type": "model"}, {"type": "format", "pattern": "a"}], "reward"),
     ],
 )
-def test_the_critic_starts_from_the_reward_model_only_where_that_gives_the_rewards(
+def test_critic_starts_from_reward_model_only_if_it_scores(
     rewards: list[dict[str, Any]], critic: str
 ) -> None:
     config = config_from_tree({"ppo": {"rewards": rewards}}, "test")

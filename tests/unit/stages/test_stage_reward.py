@@ -60,7 +60,7 @@ def train(engine: Engine, *_given: Any, **_more: Any) -> dict[str, float]:
     return {}
 
 
-def test_what_is_said_of_a_reward_model_with_an_adapter_holds_for_the_weights_that_later_stages_load(
+def test_metrics_of_merged_reward_model_match_saved_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = save_tiny_llama(tmp_path / "start", hidden_size=128)

@@ -21,9 +21,7 @@ from rlhf_core.stages import sft
 from tests.support.tiny_llama import save_tiny_llama
 
 
-def test_weights_that_are_not_those_of_the_stages_key_are_not_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_base_weights_are_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"first")
@@ -59,9 +57,7 @@ class Engine:
         pass
 
 
-def test_the_base_models_sampling_settings_do_not_go_on_into_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
     monkeypatch.setattr("rlhf_core.stages.sft.TrainingEngine", Engine)
