@@ -32,7 +32,7 @@ _LOOP = "loop.json"
 @contextmanager
 def new_checkpoint(
     context: StageContext | None,
-    work: Path,
+    scratch: Path,
     step: int,
     size: int,
     score: float | None = None,
@@ -43,7 +43,7 @@ def new_checkpoint(
 
     Args:
         context: Of the process that commits; None on all other ranks, where only the path is computed.
-        work: Scratch folder of the attempt, shared by all ranks.
+        scratch: Folder of the attempt, shared by all ranks.
         step: Number of the last finished step.
         size: Bytes that the body writes, approximately.
         score: Score of the weights, higher is better; None if nothing was measured.
@@ -53,7 +53,7 @@ def new_checkpoint(
         StoreError: The disk has less than `size` bytes free, or the commit failed.
     """
     started = time.monotonic()
-    folder = work / f"checkpoint-{step:08d}"
+    folder = scratch / f"checkpoint-{step:08d}"
     if context is not None:
         context.checkpoints.prepare(step, folder, size)
     yield folder
@@ -67,7 +67,7 @@ def new_checkpoint(
 def save(
     engine: TrainingEngine,
     context: StageContext | None,
-    work: Path,
+    scratch: Path,
     step: int,
     state: dict[str, Any],
     score: float | None = None,
@@ -77,7 +77,7 @@ def save(
     Args:
         engine: The model of the loop.
         context: Of rank 0, which commits; None on all other ranks.
-        work: Scratch folder of the attempt, shared by all ranks.
+        scratch: Folder of the attempt, shared by all ranks.
         step: Number of the last finished step.
         state: JSON values that `restore` returns.
         score: Score of the weights, higher is better; None if nothing was measured.
@@ -85,7 +85,7 @@ def save(
     Raises:
         StoreError: The disk is too small.
     """
-    with new_checkpoint(context, work, step, engine.checkpoint_bytes, score) as folder:
+    with new_checkpoint(context, scratch, step, engine.checkpoint_bytes, score) as folder:
         heartbeat("checkpoint")
         dist.barrier()  # no rank writes before rank 0 has emptied the folder
         engine.save_checkpoint(folder)
@@ -99,7 +99,7 @@ def save(
 def after_step(
     engine: TrainingEngine,
     context: StageContext | None,
-    work: Path,
+    scratch: Path,
     step: int,
     *,
     every: int,
@@ -111,7 +111,7 @@ def after_step(
     operation.
 
     Args:
-        engine, context, work, step, state, score: See `save`.
+        engine, context, scratch, step, state, score: See `save`.
         every: Steps between checkpoints.
         total: Steps of the whole loop. The last step needs no checkpoint.
     """
@@ -122,7 +122,7 @@ def after_step(
     dist.all_reduce(asked)
     stop = bool(asked.item())
     if (step % every == 0 or stop) and step < total:
-        save(engine, context, work, step, state, score)
+        save(engine, context, scratch, step, state, score)
     if stop and step < total:
         log.info("asked to stop: leaving after step %d", step)
         (context.stop if context is not None else StopRequest()).exit()

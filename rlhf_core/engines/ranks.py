@@ -1,9 +1,9 @@
 """Training ranks of one stage on one host. Rank 0 is the process of the stage, which spawns the others.
 
-rank 0    waits until all other ranks have started, and runs the work. If a collective fails, it raises the
+rank 0    waits until all other ranks have started, and runs the target. If a collective fails, it raises the
           error of the rank that failed; if one times out, an error that names the stalled rank
           (`rlhf_core.system.heartbeat`)
-rank r    sends "up" through its pipe, runs the work, and sends its error, if any, before it ends
+rank r    sends "up" through its pipe, runs the target, and sends its error, if any, before it ends
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def resolve_device(wanted: str) -> str:
 
 
 def run_ranks(
-    work: Callable[..., Any],
+    target: Callable[..., Any],
     ranks: int,
     device: str,
     *args: Any,
@@ -64,13 +64,13 @@ def run_ranks(
     timeouts: TimeoutsConfig | None = None,
     monitor: Monitor | None = None,
 ) -> Any:
-    """Call `work(rank, *args, context)` on every rank and return what rank 0 returned.
+    """Call `target(rank, *args, context)` on every rank and return what rank 0 returned.
 
     Args:
-        work: Runs on each rank. It must be picklable.
+        target: Runs on each rank. It must be picklable.
         ranks: Number of ranks.
         device: "cpu" or "cuda".
-        args: Further arguments of `work`. They must be picklable.
+        args: Further arguments of `target`. They must be picklable.
         rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on
             the others.
         timeouts: Section `run.timeouts`.
@@ -91,14 +91,14 @@ def run_ranks(
         register(seen.folder, _name(own), limits.stall)
         heartbeat("start", limits.start)
         others = [
-            _Other.start(work, replace(own, rank=r, local_rank=r, listener=None), args, seen.folder, limits)
+            _Other.start(target, replace(own, rank=r, local_rank=r, listener=None), args, seen.folder, limits)
             for r in range(1, ranks)
         ]
         try:
             _await_start(others, limits.start)
             join(own)
             with _abort_on_failure(others, seen):
-                result = work(own, *args, rank_zero)
+                result = target(own, *args, rank_zero)
                 # Before the wait for the others: NCCL ends its communicators on all ranks together.
                 leave()
             _await_end(others, limits.stall)
@@ -128,12 +128,12 @@ class _Other:
 
     @staticmethod
     def start(
-        work: Callable[..., Any], rank: Rank, args: tuple[Any, ...], folder: Path, limits: TimeoutsConfig
+        target: Callable[..., Any], rank: Rank, args: tuple[Any, ...], folder: Path, limits: TimeoutsConfig
     ) -> _Other:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
         process = context.Process(
-            target=_other_rank, args=(work, rank, args, there, folder, limits), daemon=True
+            target=_other_rank, args=(target, rank, args, there, folder, limits), daemon=True
         )
         process.start()
         there.close()
@@ -252,7 +252,7 @@ def _first_dead(others: list[_Other], seconds: float) -> _Other | None:
 
 
 def _other_rank(
-    work: Callable[..., Any],
+    target: Callable[..., Any],
     rank: Rank,
     args: tuple[Any, ...],
     pipe: Connection,
@@ -264,7 +264,7 @@ def _other_rank(
     try:
         pipe.send("up")
         join(rank)
-        work(rank, *args, None)
+        target(rank, *args, None)
         leave()
         code = 0
     except Exception as error:

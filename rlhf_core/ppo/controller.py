@@ -311,12 +311,12 @@ class PPOController:
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
-        fleet, work, step = self._fleet, self._context.scratch, self.completed_steps
+        fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
         sizes = [
             fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
         ]
         size = sum(fleet.wait(sizes, "the checkpoint's size"))
-        with new_checkpoint(self._context, work, step, size, known=self._scores) as folder:
+        with new_checkpoint(self._context, scratch, step, size, known=self._scores) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
