@@ -1,4 +1,6 @@
-"""Scores of the checkpoints of SFT and of the reward model: the negative held-out loss, if it was measured."""
+"""Scores of the checkpoints of SFT and of the reward model: the negative held-out loss,
+if it was measured.
+"""
 
 from __future__ import annotations
 
