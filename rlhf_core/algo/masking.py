@@ -26,7 +26,7 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def divide(total: Tensor, denominator: Tensor | float) -> Tensor:
-    """`total / denominator` in the dtype of `total`, whatever number type the denominator came in."""
+    """`total / denominator` in the dtype of `total`, for every type of the denominator."""
     if isinstance(denominator, Tensor):
         denominator = denominator.to(total.dtype)
     return total / denominator

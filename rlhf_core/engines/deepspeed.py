@@ -422,7 +422,7 @@ class TrainingEngine:
         if ranks != self.rank.world_size and not self._allow_other_ranks:
             raise ConfigError(
                 f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got"
-                f" {self.rank.world_size}; use {ranks}, or set allow_other_ranks=true beside it to convert"
+                f" {self.rank.world_size}; use {ranks}, or set allow_other_ranks=true next to it to convert"
                 " the checkpoint"
             )
         try:

@@ -172,7 +172,8 @@ class Engine:
 
         # First, while the engine still refers to the model: hooks of torch.compile would keep its weights on
         # the device.
-        if (unhook := getattr(self.llm.llm_engine, "_finalizer", None)) is not None:
+        unhook = getattr(self.llm.llm_engine, "_finalizer", None)
+        if unhook is not None:
             unhook()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm

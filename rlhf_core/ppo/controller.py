@@ -215,7 +215,7 @@ class PPOController:
             if batch.scores_before is not None:
                 metrics["objective/scores_before_filtering"] = batch.scores_before
         # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over
-        # the batch, and the KL counts with the configured coefficient wherever it is paid.
+        # the batch, and the KL counts with the configured coefficient for every `kl.place`.
         scores = weighted_sum(
             ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False
         )

@@ -105,7 +105,7 @@ def update_policy(
             yield ppo.ptx.coef * loss
 
     for step in steps:
-        _count(sums, engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
+        _record_step(sums, engine, engine.train_step(losses(step), ppo.policy_optimizer_steps))
     return dict(sums)
 
 
@@ -193,11 +193,12 @@ def update_critic(
             yield result.loss
 
     for step in steps:
-        _count(sums, engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
+        _record_step(sums, engine, engine.train_step(losses(step), ppo.critic_optimizer_steps))
     return dict(sums)
 
 
-def _count(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -> None:
+def _record_step(sums: defaultdict[str, float], engine: TrainingEngine, norm: float) -> None:
+    """Add the gradient norm of an optimizer step to `sums`, or count it as skipped."""
     if math.isfinite(norm):
         sums["grad_norm"] += norm
     else:
