@@ -4,7 +4,7 @@ run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, ou
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
 finally        SIGTERM to the child's guard (rlhf_core/run/guard.py), which stops the stage within 20 s and
-               leaves nothing of it, also when the flow is cancelled (Prefect's TerminationSignal) or
+               ends all its processes, also when the flow is cancelled (Prefect's TerminationSignal) or
                interrupted (Ctrl-C)
 """
 
