@@ -36,17 +36,17 @@ def boxed(response: str) -> str | None:
 
 
 def final_number(response: str) -> str | None:
-    """The last number after the last `####`, or of the whole response; None without one."""
+    """Return the number after the last `####`, else the last one of the response; None without a number."""
     _, marker, after = response.rpartition("####")
-    found = _NUMBER.findall(after if marker else response)
-    if not found:
+    numbers = _NUMBER.findall(after if marker else response)
+    if not numbers:
         return None
-    # Behind a marker the answer comes first, and words may follow it; in free text the answer comes last.
-    return str(found[0] if marker else found[-1])
+    # After a marker the answer comes first, and words may follow it. In free text the answer comes last.
+    return str(numbers[0] if marker else numbers[-1])
 
 
 def same_answer(given: str, wanted: str) -> bool:
-    """Equal as numbers where both are, else as text."""
+    """Return whether both are equal as numbers, or as text if one is not a number."""
     left, right = _as_number(given), _as_number(wanted)
     if left is not None and right is not None:
         return left == right
@@ -55,15 +55,17 @@ def same_answer(given: str, wanted: str) -> bool:
 
 def _as_number(text: str) -> Fraction | None:
     text = regex.sub(r"[\s,$€£]|\\[,;!$%]|\\left|\\right", "", text).rstrip(".")
-    if found := _FRAC.match(text):
-        sign, top, bottom = found[1], found[2].replace("−", "-"), int(found[3])
-        value = Fraction(int(top), bottom) if bottom else None
-    elif found := _WHOLE.match(text):
-        sign, bottom = found[1], int(found[3] or 1)
-        value = Fraction(found[2]) / bottom if bottom else None
+    fraction, whole = _FRAC.match(text), _WHOLE.match(text)
+    if fraction:
+        sign, numerator, denominator = fraction[1], fraction[2].replace("−", "-"), int(fraction[3])
+    elif whole:
+        sign, numerator, denominator = whole[1], whole[2], int(whole[3] or 1)
     else:
         return None
-    return None if value is None else -value if sign in ("-", "−") else value
+    if denominator == 0:
+        return None
+    value = Fraction(numerator) / denominator
+    return -value if sign in ("-", "−") else value
 
 
 def _as_text(text: str) -> str:

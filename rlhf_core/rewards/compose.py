@@ -79,12 +79,12 @@ class RewardBatch:
         """
         metrics: dict[str, float] = {}
         for name, values in self.by_source.items():
-            known = [value for value in values if not math.isnan(value)]
-            metrics[f"{name}/failed"] = float(len(values) - len(known))
-            if known:
-                metrics[f"{name}/mean"] = statistics.fmean(known)
-                metrics[f"{name}/std"] = statistics.pstdev(known)
-                metrics[f"{name}/min"], metrics[f"{name}/max"] = min(known), max(known)
+            present = [value for value in values if not math.isnan(value)]
+            metrics[f"{name}/failed"] = float(len(values) - len(present))
+            if present:
+                metrics[f"{name}/mean"] = statistics.fmean(present)
+                metrics[f"{name}/std"] = statistics.pstdev(present)
+                metrics[f"{name}/min"], metrics[f"{name}/max"] = min(present), max(present)
         return metrics
 
 
@@ -234,12 +234,12 @@ def normalize(values: Sequence[float]) -> list[float]:
 
     NaN stays and is ignored.
     """
-    known = [value for value in values if not math.isnan(value)]
+    present = [value for value in values if not math.isnan(value)]
     # Equality is tested on the values: a mean of equal floats can differ from them in the last bit.
-    if not known or min(known) == max(known):
+    if not present or min(present) == max(present):
         return [value if math.isnan(value) else 0.0 for value in values]
-    mean = math.fsum(known) / len(known)
-    std = statistics.pstdev(known)
+    mean = math.fsum(present) / len(present)
+    std = statistics.pstdev(present)
     return [(value - mean) / (std + EPS) for value in values]
 
 

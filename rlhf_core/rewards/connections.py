@@ -77,4 +77,4 @@ class GuardedProtocol(H11Protocol):
 
     def _abort(self) -> None:
         self._served()
-        self.transport.abort()  # not `close`, because a client that does not read would keep the place
+        self.transport.abort()  # not `close`, because a client that does not read would keep the connection open

@@ -128,13 +128,11 @@ class PythonFunction:
             ) from failure
         if "refused" in reply:
             self.close()
-            place = (
-                f"{source.file}, function {source.function.partition(':')[2]}"
-                if source.file
-                else source.function
-            )
+            name = source.function
+            if source.file:
+                name = f"{source.file}, function {source.function.partition(':')[2]}"
             raise ConfigError(
-                f"ppo.rewards.{self.name}.function must be loadable; got {place}: {reply['refused']}"
+                f"ppo.rewards.{self.name}.function must be loadable; got {name}: {reply['refused']}"
             )
 
     def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:

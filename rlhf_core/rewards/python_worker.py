@@ -98,9 +98,11 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
             reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
         except Exception as error:
             traceback.print_exc()
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = "" if place.filename == __file__ else f" ({Path(place.filename).name}:{place.lineno})"
-            text = str(error) if not where else f"it raised {type(error).__name__}: {error}{where}"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = str(error)
+            if frame.filename != __file__:
+                line = f"{Path(frame.filename).name}:{frame.lineno}"
+                text = f"it raised {type(error).__name__}: {error} ({line})"
             reply = {"error": text}
         _send(channel, {"id": request["id"], **reply})
 

@@ -33,7 +33,7 @@ from rlhf_core.types import RewardInput
 logger = logging.getLogger(__name__)
 
 MATCH_SECONDS = 1.0
-"""A pattern may work so long on one response; see `format_match`."""
+"""Time limit of a pattern on one response; see `format_match`."""
 
 _WORD = regex.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _CLOSERS = "\"'”’»)]}*_"
@@ -42,10 +42,9 @@ _FULL_STOPS = ".!?…。！？؟।"
 
 
 def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
-    """The raw value of any rule source; a source that is no rule is our own bug.
+    """Return the raw value of a rule source for one response.
 
-    Raises `ConfigError` for a pattern that does not compile, and what the gold reward raises for a foreign
-    prompt.
+    Raises `ConfigError` for a pattern that does not compile, and the gold reward's error for a prompt of another task.
     """
     match source:
         case GoldReward():
@@ -71,7 +70,7 @@ def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
 
 
 def answer(source: AnswerReward, sample: RewardInput) -> float:
-    """0 or 1. Raises `RewardError` where the prompt's row has no answer."""
+    """Return 0 or 1. Raises `RewardError` if the prompt's row has no answer."""
     wanted = sample.meta.get(source.field)
     if wanted is None:
         raise RewardError(
@@ -87,7 +86,7 @@ def answer(source: AnswerReward, sample: RewardInput) -> float:
 
 
 def gold(sample: RewardInput) -> float:
-    """The synthetic task's true reward."""
+    """Return the synthetic task's true reward."""
     from rlhf_core.data.synthetic import gold_reward
 
     return float(gold_reward(sample.prompt, sample.response, sample.finished))
@@ -101,8 +100,8 @@ def length(source: LengthReward, sample: RewardInput) -> float:
 
 def keywords(source: KeywordsReward, sample: RewardInput) -> float:
     """per_word * min(cap, occurrences), in [0, per_word * cap] (or below 0 for a negative `per_word`)."""
-    found = [len(_whole_word(word).findall(sample.response)) for word in source.words]
-    count = sum(1 for n in found if n) if source.distinct else sum(found)
+    counts = [len(_whole_word(word).findall(sample.response)) for word in source.words]
+    count = sum(1 for n in counts if n) if source.distinct else sum(counts)
     return source.per_word * min(source.cap, count)
 
 
@@ -158,7 +157,7 @@ def token_share(source: TokenShareReward, sample: RewardInput) -> float:
 
 
 def check_pattern(source: FormatReward) -> None:
-    """Raises `ConfigError` if the pattern does not compile."""
+    """Raise `ConfigError` if the pattern does not compile."""
     if problem := pattern_problem(source.pattern):
         raise ConfigError(
             f"ppo.rewards.{source.name or source.type}.pattern must be a Python regular expression; got "

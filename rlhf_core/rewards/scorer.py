@@ -54,8 +54,8 @@ class Scorer:
         self._encoder = Encoder(tokenizer, kind, str(folder))
         self._model = load_score_model(folder, dtype=dtype, attention="sdpa", device=device).eval()
         self._pad_id = int(tokenizer.pad_token_id)
-        facts = self._model.lm.config
-        self._vocabulary, self._positions = int(facts.vocab_size), int(facts.max_position_embeddings)
+        shape = self._model.lm.config
+        self._vocabulary, self._positions = int(shape.vocab_size), int(shape.max_position_embeddings)
         self.micro_batch_tokens = micro_batch_tokens
         """Maximum number of tokens of one forward pass."""
 

@@ -125,15 +125,20 @@ def make_app(scorer: Scores, token: str | None) -> Starlette:
         items = await _items(request)
         async with model_lock:
             encoded = await asyncio.to_thread(_encode, scorer, items)
-        known = {index: pair for index, pair in enumerate(encoded) if not isinstance(pair, str)}
-        found = dict(zip(known, await batches.score(list(known.values())), strict=True)) if known else {}
-        errors = {str(index): reason for index, reason in enumerate(encoded) if isinstance(reason, str)}
-        errors |= {
-            str(index): "the model's score is not finite"
-            for index, value in found.items()
-            if math.isnan(value)
-        }
-        scores = [None if str(index) in errors else found[index] for index in range(len(items))]
+        pairs: dict[int, PromptAndResponse] = {}
+        errors: dict[str, str] = {}
+        for index, pair_or_reason in enumerate(encoded):
+            if isinstance(pair_or_reason, str):
+                errors[str(index)] = pair_or_reason
+            else:
+                pairs[index] = pair_or_reason
+        values = await batches.score(list(pairs.values())) if pairs else []
+        scores: list[float | None] = [None] * len(items)
+        for index, value in zip(pairs, values, strict=True):
+            if math.isnan(value):
+                errors[str(index)] = "the model's score is not finite"
+            else:
+                scores[index] = value
         return JSONResponse({"scores": scores, "errors": errors})
 
     async def health(request: Request) -> Response:

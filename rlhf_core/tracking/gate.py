@@ -221,7 +221,8 @@ def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number:
         return Decision(False, "min_prompts", text)
     if candidate.gold_digest is not None and candidate.gold_digest == champion.gold_digest:
         values = (candidate.gold_reward, candidate.gold_error), (champion.gold_reward, champion.gold_error)
-        if (decision := _difference("gold_reward", *values, gate, number)) is not None:
+        decision = _difference("gold_reward", *values, gate, number)
+        if decision is not None:
             return decision
     if (
         candidate.reward_model_digest is not None
@@ -231,7 +232,8 @@ def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number:
             (candidate.reward_model, candidate.reward_model_error),
             (champion.reward_model, champion.reward_model_error),
         )
-        if (decision := _difference("reward_model", *values, gate, number)) is not None:
+        decision = _difference("reward_model", *values, gate, number)
+        if decision is not None:
             return decision
     same = (candidate.judge, candidate.judge_digest, candidate.sft_digest)
     if None not in same and same == (champion.judge, champion.judge_digest, champion.sft_digest):
@@ -239,7 +241,8 @@ def _by_records(candidate: Evaluation, champion: Evaluation, gate: Gate, number:
             (candidate.win_rate, _win_rate_error(candidate)),
             (champion.win_rate, _win_rate_error(champion)),
         )
-        if (decision := _difference("win_rate", *rates, gate, number)) is not None:
+        decision = _difference("win_rate", *rates, gate, number)
+        if decision is not None:
             return decision
     text = (
         "there was no match, and the evaluations are not comparable: the candidate's is by"

@@ -133,8 +133,9 @@ class Mlflow:
         """Id of the experiment, which is found by name or created."""
         from mlflow.exceptions import MlflowException
 
-        if (found := self._client.get_experiment_by_name(self._experiment)) is not None:
-            return _identity(found.experiment_id, "experiment")
+        existing = self._client.get_experiment_by_name(self._experiment)
+        if existing is not None:
+            return _identity(existing.experiment_id, "experiment")
         database = sqlite_path(self.uri)
         location = artifacts_of(database) if database else None
         try:
@@ -145,13 +146,14 @@ class Mlflow:
                     "Runs of the RLHF pipeline: one per configuration and data, with a run per stage below."
                 ),
             }
-            made = self._client.create_experiment(self._experiment, artifact_location=location, tags=tags)
-            return _identity(made, "experiment")
+            created = self._client.create_experiment(self._experiment, artifact_location=location, tags=tags)
+            return _identity(created, "experiment")
         except MlflowException:
             # Another process created it in between.
-            if (found := self._client.get_experiment_by_name(self._experiment)) is None:
+            existing = self._client.get_experiment_by_name(self._experiment)
+            if existing is None:
                 raise
-            return str(found.experiment_id)
+            return str(existing.experiment_id)
 
     # Runs
 
@@ -271,18 +273,19 @@ class Mlflow:
         key_name, key_value = key
         run = self._client.get_run(run_id)
         text = f"tags.`{key_name}` = '{_quoted(key_value)}'"
-        if found := self._client.search_logged_models([self.experiment_id], filter_string=text):
-            model = found[0]
+        models = self._client.search_logged_models([self.experiment_id], filter_string=text)
+        if models:
+            model = models[0]
         else:
-            of_the_run = {
+            run_tags = {
                 tag: text for tag, text in run.data.tags.items() if re.match(r"mlflow\.(user|source\.)", tag)
             }
-            known = {"mlflow.note.content": description, "mlflow.model.isExternal": "true"}
+            model_tags = {"mlflow.note.content": description, "mlflow.model.isExternal": "true"}
             model = self._client.create_logged_model(
                 self.experiment_id,
                 name=_MODEL_NAME.sub("_", name),
                 source_run_id=run_id,
-                tags={**of_the_run, **tags, key_name: key_value, **known},
+                tags={**run_tags, **tags, key_name: key_value, **model_tags},
                 model_type="policy",
             )
         model_id = _identity(model.model_id, "model")
