@@ -1,6 +1,4 @@
-"""Scores of the checkpoints of SFT and of the reward model: the negative held-out loss,
-if it was measured.
-"""
+"""Scores of the checkpoints of SFT and of the reward model: the negative held-out loss, if measured."""
 
 from __future__ import annotations
 

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.adapters import merged
+from rlhf_core.engines.distributed import Rank
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, whole_list
 from rlhf_core.stages import reward
+from rlhf_core.testing import RecordingMetrics, stage_context
+from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PairExample
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -34,25 +36,7 @@ def raw_scores(model: Any) -> torch.Tensor:
     return torch.tensor(scores, dtype=torch.float64).view(-1, 2)
 
 
-class Engine:
-    """Trains nothing; saves as the real one does."""
-
-    steps_done = 1
-
-    def __init__(self, model: Any, *_given: Any, **_more: Any) -> None:
-        self.module, self.lora = model, model.lora
-
-    def save_model(self, folder: Path, save: Any) -> None:
-        save(folder, dict(merged(dict(self.module.lm.named_parameters()), self.lora)))
-
-    def save_adapter(self, *_given: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def train(engine: Engine, *_given: Any, **_more: Any) -> dict[str, float]:
+def train(engine: ScriptedTrainer, *_given: Any, **_more: Any) -> dict[str, float]:
     """A small update: most of it is lost where it is rounded to the grid of bfloat16."""
     for name, parameter in engine.module.lm.named_parameters():
         if ".lora_B." in name:
@@ -67,11 +51,11 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     load_policy(start, dtype="bfloat16", attention="sdpa", device="cpu").save(tmp_path / "sft" / "model")
     in_training: list[torch.Tensor] = []
 
-    def evaluate(engine: Engine, *_given: Any) -> tuple[dict[str, float], torch.Tensor]:
+    def evaluate(engine: ScriptedTrainer, *_given: Any) -> tuple[dict[str, float], torch.Tensor]:
         in_training.append(raw_scores(engine.module))
         return {"eval/accuracy": 2.0, "eval/margin": 0.0, "eval/loss": 0.0}, in_training[-1]
 
-    monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", Engine)
+    monkeypatch.setattr("rlhf_core.stages.reward.TrainingEngine", ScriptedTrainer)
     monkeypatch.setattr("rlhf_core.stages.reward.train_reward", train)
     monkeypatch.setattr("rlhf_core.stages.reward.evaluate_reward", evaluate)
     monkeypatch.setattr("rlhf_core.stages.reward.load_pairs", lambda folder, split: PAIRS)
@@ -84,19 +68,13 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     )
     tree = {"run": {"device": "cpu"}, "reward": {"lora": {}, "deepspeed": {"dtype": "bfloat16"}}}
     config = PipelineConfig.model_validate_json(json.dumps(tree))
-    logged: dict[str, float] = {}
-    context: Any = SimpleNamespace(
-        artifact_name=lambda stage: stage,
-        metrics=SimpleNamespace(
-            log_metrics=lambda metrics, step: logged.update(metrics), log_table=lambda *_given: None
-        ),
-    )
-    rank: Any = SimpleNamespace(torch_device="cpu")
-    metrics = reward._train(rank, config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", context)
+    logged = RecordingMetrics()
+    context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
+    metrics = reward._train(Rank(), config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", context)
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
     scores = raw_scores(loaded)
-    assert not torch.equal(scores, in_training[0]) and logged["eval/merge_gap"] > 0
+    assert not torch.equal(scores, in_training[0]) and logged.last["eval/merge_gap"] > 0
     assert loaded.statistics == ScoreStatistics.of(scores)
     assert (metrics["score_mean"], metrics["score_std"]) == (loaded.statistics.mean, loaded.statistics.std)
     assert metrics["accuracy"] == ((scores[:, 0] > scores[:, 1]).double().mean().item())

@@ -15,9 +15,10 @@ from transformers import GenerationConfig
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_state, source_digests
+from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError
-from rlhf_core.models.policy import Policy
 from rlhf_core.stages import sft
+from rlhf_core.testing.trainer import ScriptedTrainer
 from tests.support.tiny_llama import save_tiny_llama
 
 
@@ -41,26 +42,10 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path, monkeypatch: pytes
         sft.run(config, context)
 
 
-class Engine:
-    """Trains nothing; saves as the real one does."""
-
-    def __init__(self, policy: Policy, *_: Any) -> None:
-        self._policy = policy
-
-    def save_model(self, folder: Path, save: Any) -> None:
-        save(folder)
-
-    def save_adapter(self, *_: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
-    monkeypatch.setattr("rlhf_core.stages.sft.TrainingEngine", Engine)
+    monkeypatch.setattr("rlhf_core.stages.sft.TrainingEngine", ScriptedTrainer)
     monkeypatch.setattr("rlhf_core.stages.sft.all_ranks_pack", lambda policy, *_: policy.packs)
     monkeypatch.setattr("rlhf_core.stages.sft.train_sft", lambda *_, **__: {})
     monkeypatch.setattr("rlhf_core.stages.sft.load_sft", lambda *_: [])
@@ -68,8 +53,7 @@ def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch
     config = PipelineConfig.model_validate(
         {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
     )
-    rank: Any = SimpleNamespace(torch_device="cpu")
-    sft._train(rank, config, tmp_path, tmp_path, tmp_path / "out", (), None)
+    sft._train(Rank(), config, tmp_path, tmp_path, tmp_path / "out", (), None)
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
     assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)
