@@ -77,4 +77,5 @@ class GuardedProtocol(H11Protocol):
 
     def _abort(self) -> None:
         self._served()
-        self.transport.abort()  # not `close`, because a client that does not read would keep the connection open
+        # Not `close`: a client that does not read would keep the connection open.
+        self.transport.abort()

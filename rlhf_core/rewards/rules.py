@@ -44,7 +44,8 @@ _FULL_STOPS = ".!?…。！？؟।"
 def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
     """Return the raw value of a rule source for one response.
 
-    Raises `ConfigError` for a pattern that does not compile, and the gold reward's error for a prompt of another task.
+    Raises `ConfigError` for a pattern that does not compile, and the gold reward's error for a prompt of
+    another task.
     """
     match source:
         case GoldReward():
