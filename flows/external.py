@@ -15,6 +15,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from tenacity import Retrying, retry_if_result, stop_after_attempt, wait_fixed
+
 from flows.isolated import isolate_prefect
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown
 from rlhf_core.errors import InputError
@@ -66,12 +68,13 @@ def prefect_responds(url: str, attempts: int = 3) -> bool:
     """
     headers = {"Content-Type": "application/json", **_client_headers()}
     request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(1.0)
-        if _query_flows(url, request):
-            return True
-    return False
+    retrying = Retrying(
+        stop=stop_after_attempt(attempts),
+        wait=wait_fixed(1.0),
+        retry=retry_if_result(lambda responded: not responded),
+        retry_error_callback=lambda state: False,
+    )
+    return retrying(_query_flows, url, request)
 
 
 def _query_flows(url: str, request: urllib.request.Request) -> bool:
