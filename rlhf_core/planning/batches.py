@@ -1,4 +1,4 @@
-"""The batch algebra of a run in words: sequences, ranks, micro-batches and optimizer steps of each stage."""
+"""Description of a run's batches: sequences, ranks, micro-batches and optimizer steps of each stage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlhf_core.planning.loads import largest_pass
 
 
 def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
-    """(stage, sentences) of every training stage of the run."""
-    told = [("sft", _sft(config))]
+    """Return (stage, description) for every training stage of the run."""
+    descriptions = [("sft", _sft(config))]
     if config.reward.enabled:
-        told.append(("reward", _reward(config)))
-    return [*told, ("ppo", _ppo(config))]
+        descriptions.append(("reward", _reward(config)))
+    return [*descriptions, ("ppo", _ppo(config))]
 
 
 def _sft(config: PipelineConfig) -> str:
@@ -27,7 +27,7 @@ def _sft(config: PipelineConfig) -> str:
         f" optimizer step, {_share(sft.batch_size, ranks)};"
         f" {_passes(config, 'sft', math.ceil(sft.batch_size / ranks))};"
         f" {_steps(config, examples, sft.batch_size, sft.epochs, 'demonstrations')};"
-        f" {_how(sft.deepspeed, sft.lora)}"
+        f" {_training(sft.deepspeed, sft.lora)}"
     )
 
 
@@ -40,7 +40,7 @@ def _reward(config: PipelineConfig) -> str:
         f" an optimizer step, {_share(reward.batch_size, ranks)};"
         f" {_passes(config, 'reward', 2 * math.ceil(reward.batch_size / ranks))};"
         f" {_steps(config, examples, reward.batch_size, reward.epochs, 'pairs')};"
-        f" {_how(reward.deepspeed, reward.lora)}"
+        f" {_training(reward.deepspeed, reward.lora)}"
     )
 
 
@@ -63,13 +63,13 @@ def _ppo(config: PipelineConfig) -> str:
         (
             f"policy: {_share(ppo.minibatch_size, ranks)};"
             f" {_passes(config, 'ppo', math.ceil(ppo.minibatch_size / ranks))};"
-            f" {_how(ppo.policy_deepspeed, ppo.lora)}"
+            f" {_training(ppo.policy_deepspeed, ppo.lora)}"
         ),
     ]
     if ppo.uses_critic:
         lines.append(
             f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)};"
-            f" {_how(ppo.critic_deepspeed, ppo.lora)}"
+            f" {_training(ppo.critic_deepspeed, ppo.lora)}"
         )
     lines.append(f"devices: {plan(ppo).describe()}")
     return "\n".join(lines)
@@ -85,7 +85,7 @@ def _share(count: int, ranks: int) -> str:
 
 
 def _passes(config: PipelineConfig, stage: str, sequences: int) -> str:
-    """`sequences`: of one rank and optimizer step."""
+    """Describe the micro-batches of one rank in one optimizer step, which has `sequences`."""
     batch = largest_pass(config, stage)
     count = math.ceil(sequences / max(1, batch.tokens // batch.longest))
     return f"at most {_plural(count, 'micro-batch')} of {batch.tokens} tokens"
@@ -101,13 +101,18 @@ def _steps(config: PipelineConfig, examples: int | None, batch: int, epochs: int
     return f"about {_plural(per_epoch, 'optimizer step')} an epoch, {per_epoch * epochs} in all"
 
 
-def _how(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
+def _training(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
     parts = [f"ZeRO-{deepspeed.zero_stage}", deepspeed.dtype]
-    parts += [f"a second copy over {deepspeed.hpz} ranks (hpZ)"] if deepspeed.hpz > 1 else []
-    parts += ["gradient checkpointing"] if deepspeed.gradient_checkpointing else []
-    kept = {"optimizer": "optimizer state", "all": "optimizer state and parameters"}.get(deepspeed.offload)
-    parts += [f"{kept} in host memory"] if kept else []
-    return ", ".join([*parts, "all parameters" if lora is None else f"LoRA of rank {lora.r}"])
+    if deepspeed.hpz > 1:
+        parts.append(f"a second copy over {deepspeed.hpz} ranks (hpZ)")
+    if deepspeed.gradient_checkpointing:
+        parts.append("gradient checkpointing")
+    if deepspeed.offload == "optimizer":
+        parts.append("optimizer state in host memory")
+    elif deepspeed.offload == "all":
+        parts.append("optimizer state and parameters in host memory")
+    parts.append("all parameters" if lora is None else f"LoRA of rank {lora.r}")
+    return ", ".join(parts)
 
 
 def _plural(count: int, word: str) -> str:

@@ -1,4 +1,4 @@
-"""Does a configuration fit its devices, and if not, the smallest changes that make it fit."""
+"""Fit check of a configuration against its devices, and search for the cheapest overrides that make it fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import chain, count
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan as place
+from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.errors import ConfigError, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
@@ -22,10 +22,10 @@ from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
 from rlhf_core.planning.memory import engine_memory
 
 _MAX_TRIALS = 1500
-"""Configurations tried for one problem: about two seconds."""
+"""Maximum number of configurations tried for one problem, which takes about two seconds."""
 
 Changes = dict[str, str]
-"""Field -> value, as overrides spell them."""
+"""Value of each changed field, in the form of an override."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
 
     stage: str
     what: str
-    """Roles, `engine`, or `devices` where there are too few."""
+    """Roles, `engine`, or `devices` if there are too few."""
     text: str
 
     @property
@@ -44,11 +44,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What lies on the devices, phase by phase, and what is wrong with it."""
+    """Memory on the devices, by phase, and everything that does not fit."""
 
     loads: tuple[DeviceLoad, ...]
     kv_tokens: int
-    """Of one engine's KV cache."""
+    """Tokens that the KV cache of one engine holds."""
     problems: tuple[Problem, ...]
 
     @property
@@ -57,13 +57,14 @@ class Verdict:
 
 
 def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verdict:
-    """Every phase against the devices."""
+    """Compare the memory of every phase with that of the devices."""
     device = hardware.device
     loads = device_loads(config, shape, device)
     tokens = engine_memory(shape, config.ppo.engine, device, config.model.head_dtype).tokens
-    find = _in_shared_memory if device.is_cpu else _on_each_device
-    problems = [*find(loads, hardware), *_engine(config, tokens)]
-    if not device.is_cpu:
+    if device.is_cpu:
+        problems = [*_in_shared_memory(loads, hardware), *_engine(config, tokens)]
+    else:
+        problems = [*_on_each_device(loads, hardware), *_engine(config, tokens)]
         problems += _too_few(config, hardware)
     return Verdict(loads, tokens, tuple(problems))
 
@@ -115,11 +116,12 @@ def _in_shared_memory(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iter
 
 
 def _peaks(loads: tuple[DeviceLoad, ...]) -> list[DeviceLoad]:
-    """The largest phase of each part."""
+    """Return the largest phase of each part of a stage."""
     largest: dict[tuple[str, str], DeviceLoad] = {}
     for load in loads:
         key = (load.stage, load.what)
-        largest[key] = max(largest.get(key, load), load, key=lambda found: found.total)
+        if key not in largest or load.total > largest[key].total:
+            largest[key] = load
     return list(largest.values())
 
 
@@ -133,7 +135,7 @@ def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
 
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
-    placement = place(config.ppo)
+    placement = plan_placement(config.ppo)
     needed = {
         "sft": (config.sft.deepspeed.ranks, ""),
         "ppo": (placement.devices, f" ({placement.describe()})"),
@@ -147,23 +149,24 @@ def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
             )
 
 
-# -- what would make it fit --
+# -- search --
 
 
 def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) -> tuple[str, ...] | None:
-    """Overrides with which the verdict is good, none of which could be left out; None if none of those tried
-    is enough.
+    """Return overrides with which the configuration fits, or None if none of those tried is enough.
 
-    One problem after the other, each by the cheapest changes (`_moves`) that solve it and add no other.
+    The problems are solved one after the other, each by the cheapest changes (`_moves`) that solve it and add
+    no other problem. At the end, every override that is not needed is left out.
     """
     tree = config.model_dump(mode="json", by_alias=True)
 
     def changed(changes: Changes) -> tuple[PipelineConfig, Verdict] | None:
+        overrides = [f"{field}={value}" for field, value in changes.items()]
         try:
-            found = config_from_tree(tree, "plan", [f"{field}={value}" for field, value in changes.items()])
+            candidate = config_from_tree(tree, "plan", overrides)
         except InputError:
             return None
-        return found, judged(found)
+        return candidate, judged(candidate)
 
     changes: Changes = {}
     now = (config, judged(config))
@@ -172,13 +175,13 @@ def advise(config: PipelineConfig, judged: Callable[[PipelineConfig], Verdict]) 
         if more is None:
             return None
         changes = more
-        found = changed(changes)
-        assert found is not None, "a change that was tried is valid"
-        now = found
+        result = changed(changes)
+        assert result is not None, "a change that was tried is valid"
+        now = result
     for field in list(changes):
         fewer = {name: value for name, value in changes.items() if name != field}
-        found = changed(fewer)
-        if found is not None and found[1].fits:
+        result = changed(fewer)
+        if result is not None and result[1].fits:
             changes = fewer
     return tuple(f"{field}={value}" for field, value in changes.items())
 
@@ -188,33 +191,37 @@ def _solve(
     now: tuple[PipelineConfig, Verdict],
     changed: Callable[[Changes], tuple[PipelineConfig, Verdict] | None],
 ) -> Changes | None:
-    """Uniform-cost search for the first problem of `now`: the cheapest changes without it and without a new
-    one.
+    """Return the cheapest changes that solve the first problem of `now` without a new one.
+
+    A uniform-cost search. None if no solution is found within `_MAX_TRIALS`.
     """
-    problem, known = now[1].problems[0], {p.key for p in now[1].problems}
+    problem, old_problems = now[1].problems[0], {p.key for p in now[1].problems}
     order = count()
     frontier = [(0.0, next(order), start, now)]
     seen = {frozenset(start.items())}
     while frontier and len(seen) < _MAX_TRIALS:
         cost, _, changes, (config, verdict) = heapq.heappop(frontier)
-        mine = [p for p in verdict.problems if p.key == problem.key or p.key not in known]
-        if not mine:
+        unsolved = [p for p in verdict.problems if p.key == problem.key or p.key not in old_problems]
+        if not unsolved:
             return changes
-        for field, value, price in chain.from_iterable(_moves(config, p) for p in mine):
+        for field, value, price in chain.from_iterable(_moves(config, p) for p in unsolved):
             further = {**changes, field: value}
             key = frozenset(further.items())
             if key in seen:
                 continue
             seen.add(key)
-            found = changed(further)
-            if found is not None:
-                heapq.heappush(frontier, (cost + price, next(order), further, found))
+            result = changed(further)
+            if result is not None:
+                # The number breaks ties, because configurations cannot be compared.
+                heapq.heappush(frontier, (cost + price, next(order), further, result))
     return None
 
 
 def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str, float]]:
-    """(field, next value, price): first what costs some time, then what moves work, then what changes the
-    training.
+    """Yield (field, next value, price) of changes that may solve a problem.
+
+    Changes that cost some time are cheap. Moving work to other devices costs more, and changing the training
+    most.
     """
     if problem.stage in ("sft", "reward"):
         section = config.sft if problem.stage == "sft" else config.reward

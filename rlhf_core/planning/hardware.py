@@ -1,4 +1,4 @@
-"""Devices as `rlhf plan --gpus` names them, or as this machine has them: memory, arithmetic, bandwidth."""
+"""Memory, arithmetic and bandwidth of devices: those of `rlhf plan --gpus`, or those of this machine."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator; figures of its data sheet, dense bfloat16."""
+    """One accelerator, with the figures of its data sheet for dense bfloat16."""
 
     name: str
     memory: float
-    """Bytes a process can get: what the driver reports free on an empty device."""
+    """Bytes that the driver reports as free on an empty device."""
     flops: float
-    """bfloat16 multiply-adds counted as two, per second."""
+    """bfloat16 operations per second. A multiply-add counts as two."""
     bandwidth: float
     """Bytes per second from its own memory."""
     link: float
-    """Bytes per second to a neighbour: NVLink, or PCIe where there is none."""
+    """Bytes per second to another device, over NVLink, or over PCIe without NVLink."""
     pattern: str = ""
-    """How its driver calls it."""
+    """Regular expression for its name in the driver."""
 
     @property
     def is_cpu(self) -> bool:
-        """True for cores, which all share one memory."""
+        """Whether the devices are cores, which share one memory."""
         return self.name == "CPU"
 
 
@@ -59,22 +59,25 @@ _DEVICES = {
 
 
 def parse_gpus(text: str) -> Hardware:
-    """`8xA100-80G`, `A100-80G` (one), in any case. Raises ConfigError with the known names."""
-    found = re.fullmatch(r"(?:([0-9]{1,6})\s*[xX*]\s*)?([\w-]+)", text.strip())
-    name = found[2].upper() if found else ""
+    """Parse `8xA100-80G` or `A100-80G` (one), in upper or lower case.
+
+    Raises ConfigError with the known names.
+    """
+    match = re.fullmatch(r"(?:([0-9]{1,6})\s*[xX*]\s*)?([\w-]+)", text.strip())
+    name = match[2].upper() if match else ""
     matches = [device for known, device in _DEVICES.items() if known.upper() == name]
     # A name without its memory is enough where only one device has it.
     matches = matches or [device for known, device in _DEVICES.items() if known.upper().split("-")[0] == name]
-    if found is None or len(matches) != 1 or (found[1] and int(found[1]) == 0):
+    if match is None or len(matches) != 1 or (match[1] and int(match[1]) == 0):
         raise ConfigError(
             f"--gpus: must be a count and a device, such as 8xA100-80G; got {text!r}; known:"
             f" {', '.join(_DEVICES)}"
         )
-    return Hardware(int(found[1] or 1), matches[0])
+    return Hardware(int(match[1] or 1), matches[0])
 
 
 def visible_hardware() -> Hardware | None:
-    """The GPUs of this machine that a process would see; None without any, and for kinds not known here."""
+    """Return the visible GPUs of this machine, or None without GPUs and for unknown or different ones."""
     count = visible_gpus()
     names = gpu_names() if count else []
     kinds = {device for name in names for device in _DEVICES.values() if re.search(device.pattern, name)}
@@ -82,8 +85,9 @@ def visible_hardware() -> Hardware | None:
 
 
 def cpu_hardware() -> Hardware:
-    """The cores and the memory of this machine. A core's figures are those of a common server core, in
-    float32.
+    """Return the cores and the memory of this machine.
+
+    The figures of a core are those of a common server core, in float32.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(cpu_cores(), Device("CPU", float(memory), 0.15e12, 10e9, 1e9))

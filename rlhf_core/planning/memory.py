@@ -1,6 +1,6 @@
-"""Bytes per device of each model in training, frozen or serving.
+"""Memory per device of each model: trained, frozen, or in an engine.
 
-Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `training.engine`, with
+Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `engines.deepspeed`, with
 P parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
 
     ZeRO       weights   gradients   optimizer (master weights, two moments)     buffers
@@ -9,9 +9,9 @@ P parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
     2          eP        eT/N        12T/N                                       a bucket of gradients
     3          eP/N      eT/N        12T/N                                       the bucket, gathered weights
 
-Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`,
-each sequence of a micro-batch being as long as allowed and each token a target.
-`tests/integration/test_planned_memory.py` holds all of it against measurements.
+Activations and logits follow from the layers of transformers' Llama, `models.policy` and `algo.logprobs`.
+Each sequence of a micro-batch has the maximum length, and each token is a target.
+`tests/integration/test_planned_memory.py` compares the result with measurements.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Device
 
 REDUCE_BUCKET = 500_000_000
-"""Gradients that ZeRO 1-3 reduce at a time, at most (`training.engine`); the buffer is allocated whole."""
+"""Gradients that ZeRO 1-3 reduce at a time, at most (`engines.deepspeed`); the buffer is allocated whole."""
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time (sub_group_size)."""
 ENGINE_CONTEXT = 0.5 * GIB
-"""CUDA's context and NCCL of an engine, beside its share: vLLM measures what it takes from after they were
-made.
+"""CUDA's context and NCCL of an engine. They are outside of its share, because vLLM measures the free memory
+after they were created.
 """
 ENGINE_LIBRARIES = 0.3 * GIB
 """Workspaces of CUDA's libraries of an engine, inside its share."""
@@ -43,14 +43,14 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 scales.
 """
 HEAD_CHUNK = 1 << 27
-"""Logits that are alive at a time, of those of a micro-batch (`models.policy`)."""
+"""Logits of a micro-batch that are in memory at a time (`models.policy`)."""
 LOSS_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 19}
-"""Logits that `algo.logprobs` works on at a time, in float32."""
+"""Logits that `algo.logprobs` converts to float32 at a time."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What lies on one device."""
+    """Memory in use on one device, by kind."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -97,7 +97,7 @@ class Model:
     """A score head in place of the language-model head."""
     lora: LoraConfig | None = None
     average: bool = False
-    """A float32 moving average of the weights is kept beside them."""
+    """Whether a float32 moving average of the weights is kept."""
     device: str = "cuda"
     head: str = "model"
     """With `float32`, logits are not rounded to the precision of the model."""
@@ -133,7 +133,7 @@ class Model:
 
     @property
     def stage(self) -> int:
-        """Only ZeRO-3 means anything for a frozen model."""
+        """The ZeRO stage. For a frozen model, only ZeRO-3 has an effect."""
         stage = self.deepspeed.zero_stage
         return stage if self.trained or stage == 3 else 0
 
@@ -142,11 +142,11 @@ class Model:
         return self.deepspeed.offload != "none" and self.stage > 0
 
     @property
-    def away(self) -> bool:
-        """Whether the weights lie in host memory, too."""
+    def weights_offloaded(self) -> bool:
+        """Whether the weights are in host memory too."""
         return self.deepspeed.offload == "all" and self.stage == 3
 
-    # -- at rest --
+    # -- between steps --
 
     @property
     def state(self) -> Bytes:
@@ -155,8 +155,11 @@ class Model:
         weights = self._weights / (n if self.stage == 3 else 1)
         if self.stage == 3 and self.deepspeed.hpz > 1:
             weights += self._weights / self.deepspeed.hpz
-        weights *= not self.away
-        average = 4 * self._whole / (n if self.stage == 3 else 1) * self.average
+        if self.weights_offloaded:
+            weights = 0.0
+        average = 0.0
+        if self.average:
+            average = 4 * self._whole / (n if self.stage == 3 else 1)
         return Bytes(
             weights=weights,
             gradients=self.gradients if self.stage == 3 else 0.0,
@@ -167,11 +170,14 @@ class Model:
     @property
     def _optimizer(self) -> float:
         n = self.deepspeed.ranks
-        return 12 * self.trainable / n if self.stage else (8 if self.size == 4 else 12) * self.trainable
+        if self.stage:
+            return 12 * self.trainable / n
+        # Without ZeRO, float32 weights have no separate master copy.
+        return (8 if self.size == 4 else 12) * self.trainable
 
     @property
     def gradients(self) -> float:
-        """As they accumulate over micro-batches."""
+        """Bytes of the gradients that are accumulated over micro-batches."""
         if self.stage < 2:
             return self.size * self.trainable
         size = self.size if self.deepspeed.grad_accum_dtype is None else 4
@@ -183,38 +189,42 @@ class Model:
 
     @property
     def host(self) -> float:
-        """Bytes of a rank in host memory: offloaded optimizer state, a float32 gradient and a copy of the
-        weights; and those that are not trained, where the weights are offloaded.
+        """Bytes of a rank in host memory.
+
+        With an offloaded optimizer: its state, a float32 gradient and a copy of the weights. With offloaded
+        weights also those that are not trained.
         """
         n = self.deepspeed.ranks
-        optimizer = (self._optimizer + (4 + self.size) * self.trainable / n) * self.offloaded
-        return optimizer + self.away * self.size * (self.parameters - self.trainable) / n
+        host = 0.0
+        if self.offloaded:
+            host += self._optimizer + (4 + self.size) * self.trainable / n
+        if self.weights_offloaded:
+            host += self.size * (self.parameters - self.trainable) / n
+        return host
 
     @property
     def loading(self) -> Bytes:
-        """While the model is loaded: all of it, before ZeRO cuts it; ZeRO-1 and 2 make a flat copy of what is
-        trained.
-        """
-        return Bytes(weights=self._weights + self.size * self.trainable * (self.stage in (1, 2)))
+        """Memory while the model is loaded: all of it, before ZeRO shards it.
 
-    # -- at work: on top of `state` --
+        ZeRO-1 and 2 make a flat copy of the trained parameters.
+        """
+        flat_copy = self.size * self.trainable if self.stage in (1, 2) else 0
+        return Bytes(weights=self._weights + flat_copy)
+
+    # -- while computing, in addition to `state` --
 
     def backward(self, batch: ForwardPass) -> Bytes:
-        """The largest moment of a forward and backward pass, with the gradients of the micro-batches
-        before.
-        """
+        """Peak of a forward and backward pass, with the gradients of the micro-batches before."""
         shape, size = self.shape, self.size
-        layers = (
-            batch.tokens * shape.layers * (size * shape.hidden if self._checkpoints else self._layer(batch))
-        )
+        per_layer = size * shape.hidden if self._checkpoints else self._layer(batch)
+        layers = batch.tokens * shape.layers * per_layer
         kept = layers + batch.tokens * (self._norm(shape.hidden) + size * shape.hidden)
         logits = self._logits(batch)
-        # While a layer's own pass is undone: its activations, made again, and gradients inside its MLP.
-        undone = batch.tokens * (
-            size * (shape.intermediate + 2 * shape.hidden) + self._checkpoints * self._layer(batch)
-        )
-        # A new gradient lies beside the old one until it is added.
-        new = size * shape.hidden * (self.lora is None)
+        # In the backward pass of a layer: its activations, recomputed, and gradients inside its MLP.
+        recomputed = self._layer(batch) if self._checkpoints else 0.0
+        in_backward = batch.tokens * (size * (shape.intermediate + 2 * shape.hidden) + recomputed)
+        # A new gradient is kept next to the old one until it is added.
+        new = size * shape.hidden if self.lora is None else 0
         held = self.gradients if self.stage < 3 else 0.0
         common = Bytes(gradients=held, buffers=self._gathered)
         reducing = Bytes(buffers=self._bucket if self.stage in (1, 2) else 0.0)
@@ -229,14 +239,14 @@ class Model:
         head = (
             Bytes(activations=kept, logits=logits + rounded, buffers=weights + self._head_copies) + reducing
         )
-        last = Bytes(activations=layers + undone, buffers=new * shape.intermediate) + reducing
+        last = Bytes(activations=layers + in_backward, buffers=new * shape.intermediate) + reducing
         if self.scores:  # the last norm's gradients, in float32
             loss = head = Bytes(activations=kept + batch.tokens * 8 * shape.hidden) + reducing
         return common + max(loss, head, last, key=lambda moment: moment.total)
 
     @property
     def step(self) -> Bytes:
-        """The optimizer step: gradients, and the float32 copies DeepSpeed makes of what it updates."""
+        """Memory of the optimizer step: gradients, and float32 copies that DeepSpeed makes of what it updates."""
         if self.offloaded:
             return Bytes(gradients=self.gradients if self.stage < 2 else 0.0)
         n, copies = self.deepspeed.ranks, self.size + (4 if self.size == 2 else 0)
@@ -248,7 +258,7 @@ class Model:
         return Bytes(gradients=self.gradients, buffers=4 * self.trainable if self.size == 2 else flat)
 
     def scoring(self, batch: ForwardPass) -> Bytes:
-        """A forward pass without gradients: one layer, the logits and the loss's chunks."""
+        """Memory of a forward pass without gradients: one layer, the logits and the chunks of the loss."""
         shape, logits = self.shape, self._logits(batch)
         layer = batch.tokens * (self.size * (3 * shape.intermediate + 4 * shape.hidden) + 8 * shape.hidden)
         return Bytes(
@@ -261,7 +271,7 @@ class Model:
 
     @property
     def _gathered(self) -> float:
-        """Whole weights that ZeRO-3 holds for what it computes now and soon again."""
+        """Bytes of gathered weights that ZeRO-3 keeps because it needs them now or soon."""
         if self.stage < 3 or self.deepspeed.ranks == 1:
             return 0.0
         return self.size * min(self.parameters, LIVE_PARAMETERS)
@@ -291,41 +301,44 @@ class Model:
         return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self._logit)
 
     def _layer(self, batch: ForwardPass) -> float:
-        """A decoder layer's kept activations, per token."""
+        """Return the bytes of a decoder layer's activations that are kept for the backward pass, per token."""
         shape, size = self.shape, self.size
-        joined = (
-            batch.packed and batch.attention == "sdpa"
-        )  # outputs of the row's sequences, put together once more
+        # With packing, the outputs of the sequences of a row are concatenated into one more tensor.
+        joined = batch.packed and batch.attention == "sdpa"
         attention = size * ((3 if joined else 2) * shape.query + 2 * shape.kv) + 4 * shape.heads
         if batch.attention == "eager":
             attention += shape.heads * batch.longest * (4 + 2 * size)
-        adapters = (
-            0 if self.lora is None else size * self.lora.r * len(self.lora.targets or shape.linear_layers)
-        )
-        norms = 2 * self._norm(shape.hidden) + shape.qk_norm * self._norm(shape.query + shape.kv)
+        adapters = 0
+        if self.lora is not None:
+            adapters = size * self.lora.r * len(self.lora.targets or shape.linear_layers)
+        norms = 2 * self._norm(shape.hidden)
+        if shape.qk_norm:
+            norms += self._norm(shape.query + shape.kv)
         return norms + attention + 4 * size * shape.intermediate + adapters
 
     def _norm(self, width: int) -> float:
-        """Input in float32, normalised (for the gradient of the norm's weight), and output."""
-        return width * (4 + self.size * (self.lora is None) + self.size)
+        """Return the bytes of a norm: input in float32, normalised input (for its weight's gradient), and output."""
+        if self.lora is None:
+            return width * (4 + self.size + self.size)
+        return width * (4 + self.size)
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One GPU of a vLLM engine."""
+    """Memory of one GPU of a vLLM engine."""
 
     bytes: Bytes
     tokens: int
-    """That the engine's KV cache holds, over all its GPUs."""
+    """Tokens that the engine's KV cache holds, over all its GPUs."""
 
 
 def engine_memory(
     shape: ModelShape, engine: EngineConfig, device: Device, head: str = "model"
 ) -> EngineMemory:
-    """Return the memory of an engine. vLLM uses its share of the device for weights, the largest forward pass
-    and KV cache.
+    """Return the memory of an engine.
 
-    `head` is as in `Model`.
+    vLLM uses its share of the device for the weights, the largest forward pass and the KV cache. `head` has
+    the same meaning as in `Model`.
     """
     size = 4 if engine.dtype == "float32" else 2
     parallel = engine.tensor_parallel

@@ -1,5 +1,7 @@
-"""Seconds of one PPO step, phase by phase, and of an optimizer step of SFT and reward model: arithmetic,
-memory and links at an assumed share of what the data sheets say. Every sequence is as long as allowed.
+"""Estimated seconds of each phase of a PPO step, and of an optimizer step of SFT and reward model.
+
+Arithmetic, memory and links reach an assumed share of the figures in the data sheets. Every sequence has the
+maximum length.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ TRAINING_MFU = 0.35
 SCORING_MFU = 0.45
 DECODE_BANDWIDTH = 0.6
 LINK = 0.5
-"""Shares of the data sheet's figures that are assumed to be reached."""
+"""Assumed shares of the data sheet's figures."""
 LAUNCH = 0.3e-3
-"""Seconds that the kernels of one layer take to launch for one token, without CUDA graphs."""
+"""Seconds to launch the kernels of one layer for one token, without CUDA graphs."""
 OFFLOAD_BYTES = 12e9
 """Bytes a second between device and host memory, for offloaded optimizer state."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds."""
+    """Seconds of each phase of a PPO step."""
 
     rollout: float
     scoring: float
@@ -40,33 +42,42 @@ class StepTime:
 
 
 def step_time(config: PipelineConfig, shape: ModelShape, device: Device) -> StepTime:
-    """Of one PPO iteration: the groups work at the same time, the roles of one group one after the other."""
+    """Return the time of one PPO step.
+
+    The groups compute at the same time, and the roles of one group one after the other.
+    """
     ppo, length = config.ppo, config.max_sequence_tokens
     count, optimizer_steps = ppo.rollout_batch_size, ppo.epochs * ppo.minibatches
     budget = largest_pass(config, "ppo").tokens
     scoring, training = [], []
     for group in plan(ppo).groups:
         models = ppo_models(config, shape, group)
-        # With adapters, the roles without a model of their own still make their pass.
-        frozen = models.get("policy") or next(iter(models.values()))
-        scoring.append(
-            len(group.roles) * _seconds(_forward(shape, count, length), group.ranks, device, SCORING_MFU)
-        )
-        scoring[-1] += len(group.roles) * _gathering(frozen, count * length, budget, device)
-        training.append(
-            sum(
-                optimizer_steps * optimizer_step_time(model, ppo.minibatch_size, length, budget, device)
-                for model in models.values()
-                if model.trained
-            )
-        )
+        # With adapters, a role without a model of its own also makes a forward pass.
+        model = models.get("policy") or next(iter(models.values()))
+        forward = _seconds(_forward(shape, count, length), group.ranks, device, SCORING_MFU)
+        gathering = _gathering(model, count * length, budget, device)
+        scoring.append(len(group.roles) * forward + len(group.roles) * gathering)
+        seconds = 0.0
+        for model in models.values():
+            if model.trained:
+                step = optimizer_step_time(model, ppo.minibatch_size, length, budget, device)
+                seconds += optimizer_steps * step
+        training.append(seconds)
     return StepTime(
         _rollout(config, shape, device), max(scoring), max(training), _sync(config, shape, device)
     )
 
 
 def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, device: Device) -> float:
-    """Forward and backward passes over `sequences`, what ranks tell each other, and the step."""
+    """Return the time of forward and backward passes over `sequences`, of communication, and of the step.
+
+    Args:
+        model: The trained model.
+        sequences: Number of sequences over all ranks.
+        length: Tokens of each sequence.
+        budget: Tokens of a micro-batch.
+        device: Device of each rank.
+    """
     n, deepspeed = model.deepspeed.ranks, model.deepspeed
     # The backward pass costs two forward passes, one of them for the gradients of weights, which adapters do
     # not need.
@@ -75,19 +86,22 @@ def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, 
     micro_batches = math.ceil(sequences * length / n / budget)
     if n > 1:
         # Reduced after every micro-batch; ZeRO-1 and 2 then gather the weights that each rank has updated.
-        reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches + (
-            deepspeed.zero_stage in (1, 2)
-        )
+        reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches
+        if deepspeed.zero_stage in (1, 2):
+            reduced += 1.0
         seconds += reduced * model.size * model.trainable * (n - 1) / n / (device.link * LINK)
         seconds += 2 * _gathering(model, sequences * length, budget, device)
-    # Weights in host memory come over for each pass forward and backward; gradients go and new weights come
-    # once.
-    seconds += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES * model.away
-    return seconds + 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES * model.offloaded
+    # Offloaded weights are copied to the device for each forward and each backward pass. With an offloaded
+    # optimizer, gradients are copied to the host and new weights to the device once.
+    if model.weights_offloaded:
+        seconds += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES
+    if model.offloaded:
+        seconds += 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES
+    return seconds
 
 
 def _forward(shape: ModelShape, sequences: int, length: int) -> float:
-    """Operations of a forward pass: two for each weight and token, and causal attention."""
+    """Return the operations of a forward pass: two for each weight and token, and causal attention."""
     attention = 2.0 * sequences * length**2 * shape.query * shape.layers
     return 2.0 * shape.parameters * sequences * length + attention
 
@@ -97,7 +111,7 @@ def _seconds(flops: float, ranks: int, device: Device, utilisation: float) -> fl
 
 
 def _gathering(model: Model, tokens: int, budget: int, device: Device) -> float:
-    """ZeRO-3 gathers all weights for every micro-batch."""
+    """Return the seconds in which ZeRO-3 gathers all weights for every micro-batch."""
     n = model.deepspeed.ranks
     if model.stage < 3 or n == 1:
         return 0.0
@@ -105,7 +119,7 @@ def _gathering(model: Model, tokens: int, budget: int, device: Device) -> float:
 
 
 def _sync(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
-    """The weights, or the adapter alone, over the link to the engines."""
+    """Return the seconds to send the weights, or the adapter alone, over the link to the engines."""
     ppo = config.ppo
     parameters = shape.parameters
     if ppo.lora is not None and ppo.syncs_adapter:
@@ -114,19 +128,25 @@ def _sync(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
 
 
 def _rollout(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
-    """Prefill by arithmetic; decoding by reading weights and KV cache once a token, as many sequences at once
-    as the cache holds.
+    """Return the seconds of generating all responses of a step.
+
+    Prefill is limited by arithmetic. Decoding reads the weights and the KV cache once per token, for as many
+    sequences at a time as the cache holds.
     """
     ppo, engine = config.ppo, config.ppo.engine
     size = 4 if engine.dtype == "float32" else 2
     per_engine = math.ceil(ppo.rollout_batch_size / engine.count)
-    held = engine_memory(shape, engine, device, config.model.head_dtype).tokens // config.max_sequence_tokens
-    waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, held)))
-    at_once = math.ceil(per_engine / waves)
+    capacity = (
+        engine_memory(shape, engine, device, config.model.head_dtype).tokens // config.max_sequence_tokens
+    )
+    waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, capacity)))
+    concurrent = math.ceil(per_engine / waves)
     prefill = _forward(shape, per_engine, config.data.max_prompt_tokens)
     mean_context = config.data.max_prompt_tokens + ppo.max_new_tokens / 2
-    read = shape.parameters * size + at_once * mean_context * 2 * shape.layers * shape.kv * size
+    read = shape.parameters * size + concurrent * mean_context * 2 * shape.layers * shape.kv * size
     bandwidth = device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH
-    arithmetic = 2.0 * shape.parameters * at_once / (device.flops * engine.tensor_parallel * SCORING_MFU)
-    token = max(read / bandwidth, arithmetic) + LAUNCH * shape.layers * engine.enforce_eager
+    arithmetic = 2.0 * shape.parameters * concurrent / (device.flops * engine.tensor_parallel * SCORING_MFU)
+    token = max(read / bandwidth, arithmetic)
+    if engine.enforce_eager:
+        token += LAUNCH * shape.layers
     return _seconds(prefill, engine.tensor_parallel, device, SCORING_MFU) + waves * ppo.max_new_tokens * token
