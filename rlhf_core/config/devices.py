@@ -1,4 +1,4 @@
-"""What this machine offers and what a configuration asks of it, without importing torch."""
+"""GPUs and cores of this machine, and whether a configuration uses the GPUs, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def cpu_cores() -> int:
-    """CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def visible_gpus() -> int:
-    """CUDA devices that a process started now would see; 0 with a torch built for the CPU."""
+    """Return the number of CUDA devices that a new process would see: 0 with a CPU build of torch."""
     if _torch_is_cpu_build():
         return 0
     present = _installed_gpus()
@@ -32,14 +32,14 @@ def visible_gpus() -> int:
     return len([name for name in names if not name.isdigit() or int(name) < present])
 
 
-def leads_to_gpu(device: str) -> bool:
-    """Whether `auto`, `cpu` or `cuda` leads to the GPUs on this machine."""
+def uses_gpu(device: str) -> bool:
+    """Return whether `auto`, `cpu` or `cuda` uses the GPUs of this machine."""
     return device == "cuda" or (device == "auto" and visible_gpus() > 0)
 
 
 def runs_on_gpu(config: PipelineConfig) -> bool:
-    """Where `run.device` leads on this machine."""
-    return leads_to_gpu(config.run.device)
+    """Return whether `run.device` uses the GPUs of this machine."""
+    return uses_gpu(config.run.device)
 
 
 def _torch_is_cpu_build() -> bool:
@@ -50,12 +50,13 @@ def _torch_is_cpu_build() -> bool:
 
 
 def gpu_names() -> list[str]:
-    """What the driver calls the GPUs of this machine, such as `NVIDIA A100-SXM4-80GB`; empty if it does not
-    say.
-    """
-    files = [folder / "information" for folder in sorted(_DRIVER.iterdir())] if _DRIVER.is_dir() else []
-    lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    """Return the driver's names of the GPUs, such as `NVIDIA A100-SXM4-80GB`. Empty if they are unknown."""
+    names = []
+    for folder in sorted(_DRIVER.iterdir()) if _DRIVER.is_dir() else []:
+        file = folder / "information"
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            if line.startswith("Model:"):
+                names.append(line.partition(":")[2].strip())
     return names or [line.partition(":")[2].partition("(")[0].strip() for line in _listed_gpus()]
 
 
@@ -64,7 +65,7 @@ def _installed_gpus() -> int:
 
 
 def _listed_gpus() -> list[str]:
-    """`GPU 0: NVIDIA H100 80GB HBM3 (UUID: ...)`, a line for each."""
+    """Return a line for each GPU, such as `GPU 0: NVIDIA H100 80GB HBM3 (UUID: ...)`."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:

@@ -37,7 +37,7 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 
 
 def url_problem(url: str) -> str | None:
-    """Why `url` is no plain http address, or None."""
+    """Return the reason for which `url` is no plain HTTP address, or None."""
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -79,12 +79,15 @@ def _host_problem(host: str) -> str | None:
 
 
 def host_of(url: str) -> str:
-    """Lower case, without port and brackets."""
+    """Return the host of a URL in lower case, without port and brackets."""
     return (urlsplit(url).hostname or "").lower()
 
 
 def as_network(text: str) -> Network | None:
-    """`10.0.0.0/8` or a single address; None for a name. Raises ValueError for a network with host bits."""
+    """Parse `10.0.0.0/8` or a single address. Returns None for a name.
+
+    Raises ValueError for a network with host bits.
+    """
     try:
         ipaddress.ip_address(text.partition("/")[0])
     except ValueError:
@@ -93,7 +96,7 @@ def as_network(text: str) -> Network | None:
 
 
 def is_listed(host: str, allowed: Sequence[str]) -> bool:
-    """True if the list names the host itself, or a network that holds its address."""
+    """Return whether the list has the host itself, or a network that contains its address."""
     own = as_network(host)
     if own is None:
         return host in {entry.lower() for entry in allowed}
@@ -101,10 +104,10 @@ def is_listed(host: str, allowed: Sequence[str]) -> bool:
 
 
 def forbidden(host: str, addresses: Sequence[str], allowed: Sequence[str]) -> str | None:
-    """The first address of `host` that may not be connected to, or None.
+    """Return the first address of `host` that may not be connected to, or None.
 
-    A name may stand for a private address only where the list names that address, or a network around it, as
-    well: otherwise whoever answers for the name could lead into the private network. `localhost` needs no
+    A name may have a private address only if the list also has that address, or a network that contains it.
+    Otherwise the owner of the name could direct requests into the private network. `localhost` needs no
     second entry.
     """
     for text in addresses:
@@ -116,10 +119,10 @@ def forbidden(host: str, addresses: Sequence[str], allowed: Sequence[str]) -> st
 
 
 def is_public(address: str) -> bool:
-    """True for an address of the public internet."""
-    found = _address(address)
-    special = any(found in network for network in _NOT_PUBLIC if network.version == found.version)
-    return found.is_global and not found.is_multicast and not special
+    """Return whether an address is on the public internet."""
+    parsed = _address(address)
+    special = any(parsed in network for network in _NOT_PUBLIC if network.version == parsed.version)
+    return parsed.is_global and not parsed.is_multicast and not special
 
 
 def _address(text: str) -> Address:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhf_core.config.devices import gpu_names, leads_to_gpu
+from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.config.messages import Place, dotted, locate, out_of_range, sentences, unknown
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, has_credentials, is_secret, shown, texts
@@ -160,7 +160,7 @@ def _with_precision(tree: dict[str, Any]) -> dict[str, Any]:
     run = tree.get("run")
     device = run.get("device", "auto") if isinstance(run, dict) else "auto"
     default = "float32"
-    if leads_to_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in gpu_names()):
+    if uses_gpu(device) and not any(_BEFORE_AMPERE.search(name) for name in gpu_names()):
         default = "bfloat16"
     _fill(tree, ("sft", "deepspeed"), "dtype", default)
     _fill(tree, ("reward", "deepspeed"), "dtype", default)

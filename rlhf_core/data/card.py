@@ -1,7 +1,7 @@
 """The data card: sources with digests, counts, lengths, overlap and samples, as JSON and as Markdown.
 
-Texts come from outside. In Markdown they stand in fences longer than any run of backticks in them, without
-control and direction characters, so that nothing in a data set can become markup.
+Texts are untrusted. In Markdown they are in fences longer than any run of backticks in them, without control
+and direction characters, so that nothing in a data set can become markup.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_card(
     splits: Splits,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Everything the card shows, as JSON."""
+    """Return the content of the card, as JSON."""
     return {
         "seed": config.run.seed,
         "split_seed": config.data.split_seed,
@@ -72,7 +72,7 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
 
 
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
-    """Percentiles of token counts over both splits, by part of the example."""
+    """Return percentiles of token counts over both splits, by part of the example."""
     parts: dict[str, list[int]] = {}
     for items in by_split.values():
         for item in items:
@@ -97,15 +97,17 @@ def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
 
 
 def _percentile(values: Sequence[int], percent: int) -> int:
-    """Nearest rank."""
+    """Return a percentile by the nearest-rank method."""
     ordered = sorted(values)
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 def overlap(splits: Splits) -> dict[str, int]:
-    """`exact`: training rows of any set whose prompt is held out (0 by construction, and checked here).
-    `near`: other training rows whose prompt has the words of a held-out one (whatever its case, marks and
-    width), and demonstrations that begin with a held-out prompt or hold it as one of their paragraphs.
+    """Count training rows that overlap with held-out prompts.
+
+    `exact` are rows of any set whose prompt is held out. The split makes this 0. `near` are other rows whose
+    prompt has the words of a held-out one, regardless of case, punctuation and width, and demonstrations that
+    begin with a held-out prompt or contain it as a paragraph.
     """
     held = {item.key for by_split in splits.values() for item in by_split["eval"]}
     words = {_words(key) for key in held}
@@ -144,7 +146,10 @@ def _sample(item: EncodedRecord, tokenizer: Any) -> dict[str, Any]:
 
 
 def _token_view(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[list[Any]]:
-    """Runs of equal mask: [mask, [token, ...]]; of a long run the beginning and the end, where EOS stands."""
+    """Return runs of equal mask, [mask, [token, ...]].
+
+    Of a long run, only the beginning and the end are shown, because the end has the EOS token.
+    """
     runs: list[list[Any]] = []
     for token, marked in zip(tokenizer.convert_ids_to_tokens(list(ids)), mask, strict=True):
         if not runs or runs[-1][0] != marked:
@@ -157,7 +162,7 @@ def _token_view(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list
 
 
 def sample_rows(card: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The samples as rows of one table: set, text, tokens (those in the loss between ⟦ and ⟧)."""
+    """Return the samples as rows of one table: set, text, tokens (those in the loss between ⟦ and ⟧)."""
     return [
         {"set": name, "text": sample["text"], "tokens": "\n".join(map(_runs_text, sample["tokens"]))}
         for name, samples in card["samples"].items()
@@ -170,7 +175,7 @@ def _runs_text(runs: Sequence[Sequence[Any]]) -> str:
 
 
 def card_markdown(card: Mapping[str, Any]) -> str:
-    """The card for reading."""
+    """Return the card as Markdown."""
     tokenizer = card["tokenizer"]
     lines = ["# Data card", ""]
     lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
@@ -198,11 +203,11 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     for name, parts in card["tokens"].items():
         for part, lengths in parts.items():
             lines.append(f"| {name} | {part} | {' | '.join(str(lengths[f'p{p}']) for p in _PERCENTILES)} |")
-    found = card["overlap"]
+    overlaps = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
     lines += [
-        f"Training rows with a held-out prompt: {found['exact']}. Rows that differ from one in case and marks"
-        f" only, or demonstrations that contain one: {found['near']}."
+        f"Training rows with a held-out prompt: {overlaps['exact']}. Rows that differ from one in case and marks"
+        f" only, or demonstrations that contain one: {overlaps['near']}."
     ]
     lines += [
         "",
@@ -218,7 +223,7 @@ def card_markdown(card: Mapping[str, Any]) -> str:
 
 
 def _visible(text: str) -> str:
-    """Without control and direction characters, newlines apart."""
+    """Replace control and direction characters, except newlines."""
     return "".join(
         char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co") else "�"
         for char in text
@@ -226,7 +231,7 @@ def _visible(text: str) -> str:
 
 
 def _cell(text: object) -> str:
-    """Outside text within a line of Markdown."""
+    """Escape an untrusted text for a cell of a Markdown table."""
     plain = " ".join(_visible(str(text)).split())
     return (
         re.sub(r"([\\`*_{}\[\]()#+!|~<>&$])", r"\\\1", plain)

@@ -1,6 +1,4 @@
-"""The token files of a data artifact: writing them, and reading them back as the records of
-`rlhf_core.types`.
-"""
+"""Token files of a data artifact: writing them, and reading them as the records of `rlhf_core.types`."""
 
 from __future__ import annotations
 
@@ -32,7 +30,10 @@ _COLUMNS: dict[str, dict[str, str]] = {
 
 
 def load_sft(folder: Path, split: Split) -> list[SFTExample]:
-    """Demonstrations of a data artifact's folder; DataError if the file is missing or damaged."""
+    """Return the demonstrations of a data artifact's folder.
+
+    Raises DataError if the file is missing or damaged.
+    """
     return [
         SFTExample(tuple(ids), tuple(mask), source)
         for ids, mask, source in _read(folder, "sft", split, ("input_ids", "loss_mask", "source"))
@@ -40,7 +41,7 @@ def load_sft(folder: Path, split: Split) -> list[SFTExample]:
 
 
 def load_pairs(folder: Path, split: Split) -> list[PairExample]:
-    """Preference pairs of a data artifact's folder; empty if the configuration has no preference source."""
+    """Return the preference pairs of a data artifact's folder. There may be none."""
     names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source", "margin")
     return [
         PairExample(prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source, margin)
@@ -51,7 +52,7 @@ def load_pairs(folder: Path, split: Split) -> list[PairExample]:
 
 
 def require_margins(pairs: Sequence[PairExample]) -> None:
-    """DataError unless every pair has a margin."""
+    """Raise DataError unless every pair has a margin."""
     without = [pair for pair in pairs if pair.margin is None]
     if without:
         raise DataError(
@@ -62,7 +63,7 @@ def require_margins(pairs: Sequence[PairExample]) -> None:
 
 
 def require_answers(prompts: Sequence[PromptExample], rewards: Sequence[AnyReward]) -> None:
-    """DataError unless every prompt has the answers that `rewards` look for."""
+    """Raise DataError unless every prompt has the answers that `rewards` compare with."""
     for field in [source.field for source in rewards if isinstance(source, AnswerReward)]:
         without = [prompt for prompt in prompts if prompt.meta.get(field) is None]
         if without:
@@ -75,7 +76,7 @@ def require_answers(prompts: Sequence[PromptExample], rewards: Sequence[AnyRewar
 
 
 def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
-    """Prompts of a data artifact's folder."""
+    """Return the prompts of a data artifact's folder."""
     return [
         PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "")
         for prompt_id, prompt, ids, meta, source in _read(
@@ -87,8 +88,9 @@ def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
 def write(
     folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
 ) -> None:
-    """`{name}_{split}.parquet` with exactly the columns of the record;
-    the same examples give the same bytes.
+    """Write `{name}_{split}.parquet` with the columns of the record.
+
+    The same examples give the same bytes.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -100,13 +102,12 @@ def write(
         _NUMBER: pa.float64(),
     }
     schema = pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
-    columns = {
-        column: [
-            json.dumps(dict(value), sort_keys=True) if column == "meta" else value
-            for value in (getattr(example, column) for example in examples)
-        ]
-        for column in _COLUMNS[name]
-    }
+    columns: dict[str, list[Any]] = {}
+    for column in _COLUMNS[name]:
+        values = [getattr(example, column) for example in examples]
+        if column == "meta":
+            values = [json.dumps(dict(value), sort_keys=True) for value in values]
+        columns[column] = values
     pq.write_table(pa.table(columns, schema=schema), folder / f"{name}_{split}.parquet", compression="zstd")
 
 

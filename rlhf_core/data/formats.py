@@ -75,18 +75,21 @@ class Record:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as plain text: its messages' contents, a blank line between them; for `text` rows the
-        text.
+        """The prompt as plain text: the contents of its messages with blank lines between them.
+
+        For `text` rows, the text.
         """
-        return self.text if self.text is not None else "\n\n".join(message.content for message in self.prompt)
+        if self.text is not None:
+            return self.text
+        return "\n\n".join(message.content for message in self.prompt)
 
 
 def normalise(
     row: Mapping[str, Any], wanted: Format = "auto", rename: Mapping[str, str] | None = None
 ) -> Record:
-    """`row` as a checked record; raises RowError with the reason.
+    """Return `row` as a checked record. Raises RowError with the reason.
 
-    `rename` (source field -> ours) is applied first. `wanted` other than `auto` demands that format's fields.
+    `rename` (source field -> our field) is applied first. A format other than `auto` requires its fields.
     """
     row = _renamed(row, rename or {})
     kind = _detect(row) if wanted == "auto" else wanted
@@ -115,7 +118,7 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
 
 
 def _detect(row: Mapping[str, Any]) -> Format:
-    """The format by the fields that are there; the richest first."""
+    """Return the format with the most fields among those that the row has."""
     has = {name for name in row if row[name] is not None}
     if "chosen" in has or "rejected" in has:
         return "preference"
@@ -133,15 +136,20 @@ def _detect(row: Mapping[str, Any]) -> Format:
 
 def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
     own = row.get("meta")
-    meta = dict(own) if isinstance(own, Mapping) else {} if own is None else {"meta": own}
-    meta.update(
-        {str(name): value for name, value in row.items() if name not in _OWN_FIELDS and value is not None}
-    )
+    meta: dict[str, Any] = {}
+    if isinstance(own, Mapping):
+        meta.update(own)
+    elif own is not None:
+        meta["meta"] = own
+    for name, value in row.items():
+        if name not in _OWN_FIELDS and value is not None:
+            meta[str(name)] = value
     try:
-        plain = json.loads(json.dumps(meta, default=_as_text, allow_nan=False))
+        return dict(json.loads(json.dumps(meta, default=_as_text, allow_nan=False)))
     except (ValueError, RecursionError):
-        plain = {name: kept for name, value in meta.items() if (kept := _as_json(name, value)) is not None}
-    return dict(plain)
+        # Field by field, to name the one that cannot be kept.
+        converted = {name: _as_json(name, value) for name, value in meta.items()}
+        return {name: value for name, value in converted.items() if value is not None}
 
 
 def _as_json(name: str, value: Any) -> Any:
@@ -202,7 +210,7 @@ def _message(item: Any, name: str) -> Message:
 
 
 def _in_turn(messages: Sequence[Message], name: str) -> None:
-    """System at most once and first; then user, assistant, user, ..."""
+    """Check that the roles are system at most once and first, and then user, assistant, user, ..."""
     first = int(bool(messages) and messages[0].role == "system")
     for index, message in enumerate(messages[first:]):
         expected = "assistant" if index % 2 else "user"
@@ -225,7 +233,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) -> str:
-    """The assistant's text of a string, of one message, or of a conversation that begins with `prompt`."""
+    """Return the assistant's text of a string, of one message, or of a conversation that begins with `prompt`."""
     if row.get(name) is None or isinstance(row[name], str):
         return _string(row, name)
     messages = _messages(row, name)
@@ -249,7 +257,7 @@ def _preference(row: Mapping[str, Any], meta: dict[str, Any]) -> Record:
 
 
 def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
-    """The row with `chosen` and `rejected` as message lists, and the messages both begin with."""
+    """Return the row with `chosen` and `rejected` as lists of messages, and their common first messages."""
     lists = {name: _conversation(row, name) for name in ("chosen", "rejected")}
     chosen, rejected = lists["chosen"], lists["rejected"]
     if chosen == rejected:
@@ -276,6 +284,6 @@ def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     _, *turns = _TRANSCRIPT_TURN.split(value)
     roles = {"Human": "user", "Assistant": "assistant"}
     return tuple(
-        Message(roles[who], _checked(said.strip(), f"{name!r}, turn {index},"))
-        for index, (who, said) in enumerate(zip(turns[::2], turns[1::2], strict=True))
+        Message(roles[speaker], _checked(text.strip(), f"{name!r}, turn {index},"))
+        for index, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True))
     )

@@ -1,6 +1,4 @@
-"""The Hugging Face hub: which commit a name without one means now, so that a stage key changes when the
-content does; and models into the local cache.
-"""
+"""The Hugging Face hub: resolving revisions to commits for stage keys, and downloads of models to the cache."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ _SECONDS = 5.0
 
 @cache
 def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str | None) -> str:
-    """The commit of `repo` at `revision` (a branch or tag; None: `main`), by the hub or else by the local
-    cache.
+    """Return the commit of `repo` at `revision`, a branch or tag, or `main` for None.
 
-    Where neither knows, the name itself, with a warning: changes on the hub then go unnoticed.
+    The hub is asked first, then the local cache. If neither has it, the name itself is returned with a
+    warning, because changes on the hub are then not noticed.
     """
     name = revision or "main"
     if _COMMIT.fullmatch(name):
@@ -35,14 +33,15 @@ def resolve_revision(repo: str, kind: Literal["model", "dataset"], revision: str
 
 
 def fetch_model(repo: str, revision: str | None) -> None:
-    """What loading a model from `repo` reads, into the local cache, however long that takes. Where it fails,
-    loading says why.
+    """Download the files of a model to the local cache, without a time limit.
+
+    A failure is only logged here. Loading the model will raise an error for it.
     """
     from huggingface_hub import snapshot_download
 
     try:
         snapshot_download(repo, revision=revision, allow_patterns=["*.json", "model*.safetensors"])
-    except Exception as error:  # as in `_ask_hub`; what is in the cache may do
+    except Exception as error:  # as in `_ask_hub`; the cached files may be enough
         log.debug("model %s: not fetched: %s", repo, error)
 
 
@@ -53,7 +52,7 @@ def _ask_hub(repo: str, kind: str, name: str) -> str | None:
         return None
     try:
         return HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS).sha
-    except Exception as error:  # whatever the network or the hub does, the cache may still know
+    except Exception as error:  # many unrelated types; the cache may still have it
         log.debug("%s %s: the hub did not answer: %s", kind, repo, error)
         return None
 

@@ -16,8 +16,9 @@ from typing import Any
 
 @contextmanager
 def memory_limit(spare: int) -> Iterator[None]:
-    """MemoryError where this process grows by more than `spare` bytes, instead of an end by the kernel. Linux
-    only.
+    """Raise MemoryError if this process grows by more than `spare` bytes in this context. Linux only.
+
+    Otherwise the kernel would kill the process.
     """
     statistics = Path("/proc/self/statm")
     if not statistics.exists():
@@ -60,9 +61,8 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: float =
     ended, status = os.waitpid(child, os.WNOHANG)
     while not ended and time.monotonic() < deadline:
         time.sleep(0.005)
-        ended, status = os.waitpid(
-            child, os.WNOHANG
-        )  # the kernel ends the process at the limit of its processor time
+        # The kernel ends the process at the limit of its processor time.
+        ended, status = os.waitpid(child, os.WNOHANG)
     if not ended:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -71,8 +71,9 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: float =
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError in Python code, compiled templates included, that computes longer. Needs no signal and no
-    thread.
+    """Raise TimeoutError in Python code, including compiled templates, that computes for longer.
+
+    It works by tracing, without a signal and without a thread.
     """
     deadline = time.thread_time() + seconds
     previous = sys.gettrace()

@@ -97,12 +97,11 @@ def source_contents(config: PipelineConfig) -> dict[str, Contents]:
 
 
 def source_digests(config: PipelineConfig) -> dict[str, str]:
-    """sha256 of the data sources, the chat template and the base model, by name: for the keys of what reads
-    them.
+    """Return the sha256 of the data sources, the chat template and the base model by name, for stage keys.
 
     Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
-    return {name: found.digest for name, found in source_contents(config).items()} | model_digests(config)
+    return {name: source.digest for name, source in source_contents(config).items()} | model_digests(config)
 
 
 def model_digests(config: PipelineConfig) -> dict[str, str]:
@@ -125,18 +124,20 @@ def require_unchanged(now: Mapping[str, str], before: Mapping[str, str], config:
 
     Names that are not in `before` are not compared.
     """
-    places = {f"data.{name}[{i}]": s.path for name in _SETS for i, s in enumerate(getattr(config.data, name))}
-    places |= {"data.chat_template": config.data.chat_template, "model": config.model.path}
+    paths = {"data.chat_template": config.data.chat_template, "model": config.model.path}
+    for name in _SETS:
+        for index, source in enumerate(getattr(config.data, name)):
+            paths[f"data.{name}[{index}]"] = source.path
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
     if changed:
         raise DataError(
-            "\n".join(f"{name}: {places[name]} {_CHANGED.format('the run began')}" for name in changed)
+            "\n".join(f"{name}: {paths[name]} {_CHANGED.format('the run began')}" for name in changed)
         )
 
 
 def pinned(config: PipelineConfig) -> PipelineConfig:
-    """`config` with the commits that hub names mean now: what is read later is what the digests were made
-    from.
+    """Return `config` with the present commits of hub names, so that the data that is read later has the same
+    digests.
     """
 
     def commit_of(source: Source) -> Source:
@@ -262,7 +263,7 @@ def _list_s3(path: str, store: StoreConfig) -> list[str]:
             return [path]
         return sorted(f"s3://{file}" for file in bucket.find(path.rstrip("/") + "/") if suffix_of(file))
 
-    files = _asked(f"cannot list {path}", store, find)
+    files = _request(f"cannot list {path}", store, find)
     if not files:
         raise DataError(f"file not found: {path}; there is no such object, and no data file below it")
     return files
@@ -270,7 +271,7 @@ def _list_s3(path: str, store: StoreConfig) -> list[str]:
 
 def _open(file: str, kind: AddressKind, store: StoreConfig) -> IO[bytes]:
     if kind == "s3":
-        return _asked(f"cannot read {file}", store, lambda: _download(file, store))
+        return _request(f"cannot read {file}", store, lambda: _download(file, store))
     try:
         return open_regular(file)
     except OSError as error:
@@ -279,9 +280,10 @@ def _open(file: str, kind: AddressKind, store: StoreConfig) -> IO[bytes]:
         ) from error
 
 
-def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
-    """The bucket's answer. Raises StoreUnavailable where its failure may pass: the data may be as they
-    should.
+def _request(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
+    """Return the result of `call`, a request to a bucket, with retries.
+
+    Raises StoreUnavailable for a failure that may pass, and DataError for others.
     """
     try:
         return with_retries(what, store.retry_seconds, call)
@@ -293,8 +295,9 @@ def _asked(what: str, store: StoreConfig, call: Callable[[], _T]) -> _T:
 
 
 def _download(file: str, store: StoreConfig) -> IO[bytes]:
-    """The object in a temporary file: one plain request, where parquet's seeks would need ranges, which not
-    every S3-compatible server answers.
+    """Download an object to a temporary file.
+
+    Reading parquet from the bucket would need range requests, which not every S3-compatible server supports.
     """
     copy = NamedTemporaryFile()  # noqa: SIM115  # the caller closes it, which deletes it
     try:

@@ -167,7 +167,7 @@ class Encoder:
         return Encoded(tuple(ids), tuple([0] * skip + [1] * (len(ids) - skip)))
 
     def surely_longer(self, text: str, max_tokens: int) -> bool:
-        """True if `text` has more than `max_tokens` tokens, told from its characters alone: cheap for huge
+        """Return whether `text` has more than `max_tokens` tokens, by its characters alone: cheap for huge
         rows.
         """
         return len(text) > max_tokens * _CHARS_PER_TOKEN
@@ -369,9 +369,9 @@ class Encoder:
         mask = [0] * len(ids)
         for message in messages:
             piece = self._pieces(message.content).ids
-            said = message.role == "assistant"
-            ids += [*piece, self.eos_id] if said else piece
-            mask += [int(said)] * (len(ids) - len(mask))
+            is_target = message.role == "assistant"
+            ids += [*piece, self.eos_id] if is_target else piece
+            mask += [int(is_target)] * (len(ids) - len(mask))
         return Encoded(tuple(ids), tuple(mask))
 
     def _decode(self, ids: list[int]) -> str:
@@ -455,7 +455,7 @@ def _joined(messages: Sequence[Message]) -> str:
 
 
 def _moved(text: str, at: int, restore: dict[str, str]) -> int:
-    """Where character `at` of the escaped text lies once the stand-ins are written out."""
+    """Return the position of character `at` of the escaped text after the stand-ins are replaced."""
     return at + sum(text.count(char, 0, at) * (len(special) - 1) for char, special in restore.items())
 
 

@@ -26,7 +26,7 @@ from rlhf_core.engines.distributed import Rank, bound_collectives
 from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
 from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
-from rlhf_core.models.quantized import shape, whole
+from rlhf_core.models.quantized import dequantized, shape
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 
@@ -303,7 +303,7 @@ class TrainingEngine:
     def _value(self, name: str, parameter: nn.Parameter, average: bool) -> torch.Tensor:
         if average and self._average is not None and name in self._average:
             return self._average.full(name)
-        return whole(parameter)
+        return dequantized(parameter)
 
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the parameters by decoder layer, so that gathering holds at most one layer."""

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.devices import leads_to_gpu
+from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import ConfigError, RLHFError, WorkerDied, WorkerStuck, from_record, to_record
@@ -45,7 +45,7 @@ def resolve_device(wanted: str) -> str:
     """
     import torch
 
-    if not leads_to_gpu(wanted):
+    if not uses_gpu(wanted):
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(

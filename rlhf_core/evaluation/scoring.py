@@ -164,7 +164,7 @@ def score_reward_model(
         device: Device of the reward model.
     """
     from rlhf_core.models.score import load_score_model
-    from rlhf_core.models.scoring import sequence_scores, whole_list
+    from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
     heartbeat("load the reward model", config.run.timeouts.start)
     model = load_score_model(
@@ -175,7 +175,7 @@ def score_reward_model(
         pack=config.reward.pack,
     ).eval()
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-    batches = whole_list(model, pairs, config.ppo.micro_batch_tokens, pad_id)
+    batches = single_process_batches(model, pairs, config.ppo.micro_batch_tokens, pad_id)
     scores = sequence_scores(model, model.statistics, batches)
     del model
     _free(device)
@@ -244,7 +244,7 @@ def logprobs(
     """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
-    from rlhf_core.models.scoring import sequence_logprobs, whole_list
+    from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 
     heartbeat("load a policy", config.run.timeouts.start)
     model = load_policy(
@@ -257,7 +257,7 @@ def logprobs(
     )
     if files.adapter is not None:
         load_adapter(model, files.adapter)
-    batches = whole_list(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)
+    batches = single_process_batches(model.eval(), pairs, config.ppo.micro_batch_tokens, pad_id)
     values, _ = sequence_logprobs(model, batches, temperature)
     del model
     _free(device)

@@ -1,8 +1,8 @@
-"""Adapters (LoRA): small trained matrices beside frozen linear layers, through PEFT.
+"""Adapters (LoRA): small trained matrices next to frozen linear layers, through PEFT.
 
     y = W x + alpha / r * B A x        W frozen, A (r, in) and B (out, r) trained, B zero at the start
 
-The score head of a reward model or critic is trained whole beside them. A model with its adapter off is the
+The score head of a reward model or critic is trained in full, in addition to them. A model with its adapter off is the
 one it started from, head included: no second copy of the weights is needed for a reference.
 """
 
@@ -73,8 +73,10 @@ def _peft_config(lm: Any, lora: LoraConfig) -> Any:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """`model` computes what it did before it had an adapter. PEFT's own switch would also unfreeze and freeze
-    parameters, which DeepSpeed must not see."""
+    """Disable the adapter of `model` in this context.
+
+    PEFT's own switch would also unfreeze and freeze parameters, which DeepSpeed does not support.
+    """
     parts = [part for part in model.modules() if hasattr(part, "_disable_adapters")]
     for part in parts:
         part._disable_adapters = True  # type: ignore[assignment]
@@ -86,7 +88,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapter:
-    """What `engine` (or a bare model) trains from: the same module, called with its adapter off."""
+    """The reference of `engine` or of a bare model: the same module, called with its adapter off."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -101,14 +103,14 @@ class WithoutAdapter:
 
 
 def merged_name(name: str) -> str | None:
-    """The name of a parameter in the model without adapters; None if it is not in there."""
+    """Return the name of a parameter in the model without adapters, or None if it is not part of that."""
     if _A in name or _B in name or name.startswith(_FIRST_HEAD):
         return None
     return name.replace(_TRAINED_HEAD, f"{_HEAD}.").replace(_IN_LAYER, ".")
 
 
 def adapter_name(name: str) -> str | None:
-    """The name of a parameter in PEFT's file; None if it is not part of the adapter."""
+    """Return the name of a parameter in PEFT's file, or None if it is not part of the adapter."""
     if not (_A in name or _B in name or name.startswith(_TRAINED_HEAD)):
         return None
     name = name.replace(_TRAINED_HEAD, f"{_HEAD}.").replace(_A, ".lora_A.").replace(_B, ".lora_B.")
@@ -195,7 +197,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
 def adapter_config(
     lm: Any, lora: LoraConfig, base: str | None = None, revision: str | None = None
 ) -> dict[str, Any]:
-    """The content of `adapter_config.json`."""
+    """Return the content of `adapter_config.json`."""
     config = _peft_config(lm, lora)
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
     plain = {

@@ -20,7 +20,7 @@ NAME = "rlhf_sdpa"
 
 
 def register() -> None:
-    """Make `attn_implementation=NAME` known to transformers; a second call does nothing."""
+    """Register `attn_implementation=NAME` with transformers. A second call has no effect."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -52,14 +52,14 @@ def register() -> None:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
 
     def no_mask(*_args: Any, **_kwargs: Any) -> None:
-        """Rows are right-padded or cut at borders: causality is all that is needed."""
+        """Return no mask: rows are right-padded or split at borders, so that a causal mask is enough."""
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
 def _refuse_what_is_not_computed(module: Any, borders: Sequence[int], kwargs: Mapping[str, Any]) -> None:
-    """Raises ModelError for attention that is more than causal: it would be left out without a word."""
+    """Raise ModelError for attention that is more than causal, because sdpa would ignore the rest."""
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
     if cap is not None:
         raise ModelError(
@@ -75,7 +75,7 @@ def _refuse_what_is_not_computed(module: Any, borders: Sequence[int], kwargs: Ma
 
 
 def _runs(borders: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(start, how many, length) of neighbours of one length: they share a call."""
+    """Yield (start, count, length) of adjacent sequences with equal length, which share a call."""
     lengths = [b - a for a, b in itertools.pairwise(borders)]
     start = borders[0]
     for length, same in itertools.groupby(lengths):
@@ -90,7 +90,7 @@ def _to_batch(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def implementation(attention: str) -> str:
-    """The `attn_implementation` for a configured `model.attention`."""
+    """Return the `attn_implementation` for a configured `model.attention`."""
     if attention == "sdpa":
         register()
         return NAME

@@ -23,7 +23,7 @@ from rlhf_core.models.attention import NAME as OWN_ATTENTION
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One sequence and which of its tokens are to be predicted."""
+    """One sequence with the mask of its target tokens."""
 
     input_ids: tuple[int, ...]
     """(L,)"""
@@ -32,7 +32,7 @@ class TokenSequence:
 
     @staticmethod
     def of(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> TokenSequence:
-        """Targets are the response tokens."""
+        """Return a sequence whose targets are the response tokens."""
         return TokenSequence(
             tuple(prompt_ids) + tuple(response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids)
         )
@@ -42,17 +42,17 @@ class TokenSequence:
 
     @property
     def targets(self) -> int:
-        """How many; the first token has nothing before it, whatever the mask says."""
+        """Number of targets. The first token is never one, because nothing precedes it."""
         return sum(self.target_mask[1:])
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tensors of one forward pass; all int64."""
+    """Tensors of one forward pass, all int64."""
 
     input_ids_BL: torch.Tensor
     position_ids_BL: torch.Tensor | None
-    """None in the padded layout: the model's own 0, 1, 2, ..."""
+    """None in the padded layout, where the model counts 0, 1, 2, ... itself."""
     select_N: torch.Tensor
     """Flat positions in B*L whose NEXT token is a target, sequence by sequence."""
     labels_N: torch.Tensor
@@ -89,15 +89,15 @@ class TokenBatch:
         )
 
     def split(self, values_N: torch.Tensor) -> list[torch.Tensor]:
-        """(N,) -> S tensors of (T,)."""
+        """Split (N,) values into S tensors of (T,)."""
         parts: list[torch.Tensor] = list(torch.split(values_N, list(self.counts)))
         return parts
 
 
 def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = False) -> TokenBatch:
-    """One micro-batch.
+    """Collate one micro-batch.
 
-    An empty list gives a one-token dummy without targets, for ranks that must take part.
+    An empty list gives one token without targets, for ranks that must take part in a collective operation.
     """
     if not sequences:
         sequences = [TokenSequence((pad_id,), (0,))]

@@ -19,7 +19,7 @@ _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-unty
 
 
 class OneDNNLinear(nn.Linear):
-    """`nn.Linear`; what is not float32 on a CPU goes torch's own way."""
+    """`nn.Linear` by oneDNN. Inputs that are not float32 on a CPU are computed by torch."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -87,7 +87,7 @@ def use_float32_head(model: Any) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W' + b: of float32 on a CPU by oneDNN, where torch has it."""
+    """Return x W' + b, for float32 on a CPU by oneDNN if torch was built with it."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or not _HAS_ONEDNN:
         return functional.linear(x, weight, bias)
     # torch declares Function.apply without types
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W' + b over the last axis of `x`."""
+    """Return x W' + b over the last axis of `x`."""
     if x.numel() == 0:
         return functional.linear(x, weight, bias)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -125,7 +125,7 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use_onednn(model: Any) -> Any:
-    """Turn the plain linear layers of `model` into `OneDNNLinear`, in place."""
+    """Convert the plain linear layers of `model` to `OneDNNLinear`, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = OneDNNLinear

@@ -1,4 +1,4 @@
-"""Which sequences share a forward pass, and on which rank: pure functions on lengths.
+"""Assignment of sequences to micro-batches and ranks, from their lengths alone.
 
 Every rank gets the same number of micro-batches, because collectives inside a forward pass (ZeRO-3) and at
 its end need equal counts; those that run at the same time, and the sums over each rank, cost nearly the same.
@@ -46,12 +46,12 @@ def plan_ranks(
 
 
 def estimated_cost(length: int) -> int:
-    """Time of one sequence's pass, in some unit: its linear layers and its attention."""
+    """Return the cost of one sequence, in the unit of one token's linear layers."""
     return length * (_ATTENTION_AS_DEAR + length)
 
 
 def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
-    """Groups without padding, nearly equal in cost: as few as hold everything, in a multiple of `ranks`."""
+    """Return groups of nearly equal cost, as few as possible, in a multiple of `ranks`."""
     crowded = sum(2 * length > budget for length in lengths)  # no two of these fit together
     least = max(1, crowded, math.ceil(sum(min(length, budget) for length in lengths) / budget))
     count = math.ceil(least / ranks)

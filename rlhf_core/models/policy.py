@@ -34,12 +34,12 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class TokenOutputs(NamedTuple):
-    """Per selected token."""
+    """Results for the selected tokens."""
 
     logprobs_N: torch.Tensor
-    """log p(label), float32."""
+    """(N,) log p(label), float32."""
     entropy_N: torch.Tensor | None
-    """Entropy of the distribution, float32, where it was asked for."""
+    """(N,) entropy of the distribution, float32; None if it was not requested."""
 
 
 class Policy(nn.Module):
@@ -50,7 +50,7 @@ class Policy(nn.Module):
     """
 
     lora: LoraConfig | None = None
-    """Its adapter, where it has one (`models.adapters`)."""
+    """The adapter, if there is one (`models.adapters`)."""
     packs = True
     """Whether sequences can share a row (`models.selftest`)."""
 
@@ -102,7 +102,7 @@ class Policy(nn.Module):
         return int(most)
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Hugging Face layout, safetensors. `state_dict`: gathered weights under the names of `self.lm`."""
+        """Write the model in Hugging Face layout. `state_dict` has gathered weights with the names of `self.lm`."""
         save_pretrained(self.lm, folder, state_dict)
 
 
@@ -169,6 +169,6 @@ def _checked(lm: Any) -> Any:
 
 
 def is_config_only(folder: Path | str) -> bool:
-    """True for a local folder with a `config.json` but no weights."""
+    """Return whether `path` is a local folder with a `config.json` but without weights."""
     path = Path(folder)
     return (path / "config.json").is_file() and not any(path.glob("*.safetensors*"))

@@ -17,8 +17,9 @@ from rlhf_core.errors import ModelError
 
 
 def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What `from_pretrained` takes besides; nothing for None. Raises ModelError where bitsandbytes is
-    missing.
+    """Return more arguments of `from_pretrained`: none without `quantize`.
+
+    Raises ModelError if bitsandbytes is not installed.
     """
     if quantize is None:
         return {}
@@ -36,21 +37,24 @@ def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> di
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def whole(parameter: nn.Parameter) -> torch.Tensor:
-    """The parameter's numbers, in the model's precision."""
+def dequantized(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the values of a parameter, in the precision of the model."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach()
     from bitsandbytes.functional import dequantize_4bit
 
-    numbers: torch.Tensor = dequantize_4bit(parameter.data, state)
-    return numbers
+    values: torch.Tensor = dequantize_4bit(parameter.data, state)
+    return values
 
 
 def shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of `whole`, also where the parameter is sharded."""
+    """Return the shape of the values, even if the parameter is quantized or sharded."""
     state = getattr(parameter, "quant_state", None)
-    return tuple(getattr(parameter, "ds_shape", parameter.shape) if state is None else state.shape)
+    if state is not None:
+        return tuple(state.shape)
+    # ZeRO-3 leaves an empty tensor on the parameter, and its shape in this attribute.
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def save_pretrained(lm: Any, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,14 +31,17 @@ _STATISTICS = "score_statistics.json"
 
 @dataclass(frozen=True)
 class ScoreStatistics:
-    """Mean and standard deviation of raw scores on held-out responses; stored beside the reward model."""
+    """Mean and standard deviation of raw scores on held-out responses, stored with the reward model."""
 
     mean: float = 0.0
     std: float = 1.0
 
     @staticmethod
     def of(scores: torch.Tensor) -> ScoreStatistics:
-        """Of raw scores, any shape. Raises NonFiniteError where they do not vary or are not finite."""
+        """Return the statistics of raw scores of any shape.
+
+        Raises NonFiniteError if the scores do not vary or are not finite.
+        """
         std = scores.std().item()
         if not 0 < std < math.inf:
             raise NonFiniteError(
@@ -54,16 +57,16 @@ class ScoreStatistics:
 
     @staticmethod
     def load(folder: Path) -> ScoreStatistics:
-        """The stored ones; a model without them (a critic, a model from elsewhere) counts as normalised."""
+        """Read the stored statistics. A model without them, such as a critic, counts as normalised."""
         path = folder / _STATISTICS
         return ScoreStatistics(**json.loads(path.read_text())) if path.is_file() else ScoreStatistics()
 
 
 class ScoreModel(nn.Module):
-    """Backbone and head."""
+    """A backbone with a score head."""
 
     lora: LoraConfig | None = None
-    """Its adapter, where it has one (`models.adapters`); the head is then trained beside it."""
+    """The adapter, if there is one (`models.adapters`). The head is then trained in addition to it."""
     packs = True
     """Whether sequences can share a row (`models.selftest`)."""
 
@@ -75,9 +78,7 @@ class ScoreModel(nn.Module):
         self._scale, self._offset = 1.0, 0.0
 
     def fold_statistics(self) -> None:
-        """Make the normalised score the model's own output: a critic then starts on the scale of the
-        rewards.
-        """
+        """Fold the statistics into the head, so that a critic starts on the scale of the rewards."""
         weight, std = self.lm.score.weight, self.statistics.std
         # A power of two divides the weights of every precision exactly.
         divisor = std if weight.dtype == torch.float32 else 2.0 ** round(math.log2(std))
@@ -86,19 +87,21 @@ class ScoreModel(nn.Module):
         self._scale, self._offset = divisor / std, self.statistics.mean / std
         self.statistics = ScoreStatistics()
 
-    def forward(self, batch: TokenBatch, at: str) -> torch.Tensor:
-        """`at="last"`: (S,) score at each sequence's last token. `at="tokens"`: (N,) value before each target
-        token. float32, not normalised unless the statistics were folded in.
+    def forward(self, batch: TokenBatch, at: Literal["last", "tokens"]) -> torch.Tensor:
+        """Return float32 outputs of the head, not normalised unless the statistics were folded in.
+
+        With `at="last"`, the (S,) scores at the last token of each sequence. With `at="tokens"`, the (N,)
+        values before each target token.
         """
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
-        where = batch.last_S if at == "last" else batch.select_N
-        hidden = hidden_BLH.flatten(0, 1).index_select(0, where)
+        positions = batch.last_S if at == "last" else batch.select_N
+        hidden = hidden_BLH.flatten(0, 1).index_select(0, positions)
         values: torch.Tensor = self.lm.score(hidden).squeeze(-1)
         return values * self._scale - self._offset
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Hugging Face layout and the statistics."""
+        """Write the model in Hugging Face layout, and the statistics."""
         save_pretrained(self.lm, folder, state_dict)
         self.statistics.save(folder)
 
@@ -141,6 +144,6 @@ def load_score_model(
 
 
 def is_classifier(folder: Path) -> bool:
-    """True for a saved score model, False for a causal LM."""
+    """Return whether a folder has a saved score model. Otherwise it has a causal LM."""
     names = json.loads((folder / "config.json").read_text()).get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in names)

@@ -22,8 +22,10 @@ from rlhf_core.types import PromptAndResponse
 
 
 class Batches:
-    """The forward passes of one list of sequences. `micro_batches`: places in the list; an empty one is a
-    dummy pass for ranks that must take part in a collective.
+    """The forward passes over one list of sequences.
+
+    `micro_batches` has indices of the list. An empty micro-batch is a pass without results, for a rank that
+    must take part in a collective operation.
     """
 
     def __init__(
@@ -53,47 +55,51 @@ class Batches:
 def sequence_logprobs(
     model: Any, batches: Batches, temperature: float, with_entropy: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """(log p, entropy) of each response token: for each sequence a float32 tensor (T,). `model`: a `Policy`,
-    wrapped by a training engine or not.
+    """Return (log p, entropy) of each response token, as a float32 tensor (T,) for each sequence.
+
+    `model` is a `Policy`, or a training engine around one. The entropy is None without `with_entropy`.
     """
     logprobs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
     entropy: list[torch.Tensor] = list(logprobs)
     for micro_batch, batch in batches:
         output = model(batch, temperature, with_entropy)
-        _place(logprobs, micro_batch, batch, output.logprobs_N)
+        _store(logprobs, micro_batch, batch, output.logprobs_N)
         if with_entropy:
-            _place(entropy, micro_batch, batch, output.entropy_N)
+            _store(entropy, micro_batch, batch, output.entropy_N)
     return logprobs, entropy if with_entropy else None
 
 
 @torch.no_grad()
 def sequence_values(model: Any, batches: Batches) -> list[torch.Tensor]:
-    """The value before each response token: for each sequence a float32 tensor (T,).
+    """Return the value before each response token, as a float32 tensor (T,) for each sequence.
 
-    `model`: a `ScoreModel`.
+    `model` is a `ScoreModel`, or a training engine around one.
     """
     values: list[torch.Tensor] = [torch.empty(0)] * len(batches)
     for micro_batch, batch in batches:
-        _place(values, micro_batch, batch, model(batch, "tokens"))
+        _store(values, micro_batch, batch, model(batch, "tokens"))
     return values
 
 
 @torch.no_grad()
 def sequence_scores(model: Any, statistics: ScoreStatistics, batches: Batches) -> list[float]:
-    """Score of each sequence, read at its last token and normalised. `model`: a `ScoreModel`."""
+    """Return the normalised score of each sequence, which is read at its last token.
+
+    `model` is a `ScoreModel`, or a training engine around one.
+    """
     scores = [0.0] * len(batches)
     for micro_batch, batch in batches:
-        for i, score in zip(micro_batch, statistics.normalize(model(batch, "last")).tolist(), strict=False):
+        normalized = statistics.normalize(model(batch, "last")).tolist()
+        # Not strict: an empty micro-batch has one score, of its dummy token.
+        for i, score in zip(micro_batch, normalized, strict=False):
             scores[i] = score
     return scores
 
 
-def whole_list(
+def single_process_batches(
     model: Policy | ScoreModel, sequences: Sequence[PromptAndResponse], micro_batch_tokens: int, pad_id: int
 ) -> Batches:
-    """Create micro-batches for a single process, on the device of `model` and in the layout that the model
-    supports.
-    """
+    """Return micro-batches for a single process, on the device of `model`, packed if the model supports it."""
     lengths = [len(p) + len(r) for p, r in sequences]
     (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=model.packs)
     return Batches(
@@ -101,7 +107,7 @@ def whole_list(
     )
 
 
-def _place(
+def _store(
     results: list[torch.Tensor], micro_batch: Sequence[int], batch: TokenBatch, values_N: torch.Tensor
 ) -> None:
     # A dummy pass has an empty micro-batch and one empty part.

@@ -12,7 +12,7 @@ from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ModelError
 from rlhf_core.models.score import is_classifier, load_score_model
-from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.types import PromptAndResponse
 
 
@@ -82,7 +82,7 @@ class Scorer:
 
     def scores(self, pairs: Sequence[PromptAndResponse]) -> list[float]:
         """Return the (n,) scores, normalised by the stored statistics."""
-        batches = whole_list(self._model, pairs, self.micro_batch_tokens, self._pad_id)
+        batches = single_process_batches(self._model, pairs, self.micro_batch_tokens, self._pad_id)
         scores = sequence_scores(self._model, self._model.statistics, batches)
         return [score if math.isfinite(score) else math.nan for score in scores]
 

@@ -7,7 +7,7 @@ import os
 from rlhf_core.errors import ConfigError
 
 TOKEN_VARIABLE = "RLHF_REWARD_TOKEN"
-_LEAST = 16
+_MIN_CHARACTERS = 16
 
 
 def reward_token(*, guards: bool = False) -> str | None:
@@ -29,9 +29,9 @@ def reward_token(*, guards: bool = False) -> str | None:
             f"{TOKEN_VARIABLE} must be printable ASCII characters without blanks; its {len(token)} characters"
             " hold others; make one by `openssl rand -hex 24`"
         )
-    if guards and len(token) < _LEAST:
+    if guards and len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} must have at least {_LEAST} characters to protect a service; got {len(token)};"
+            f"{TOKEN_VARIABLE} must have at least {_MIN_CHARACTERS} characters to protect a service; got {len(token)};"
             " make one by `openssl rand -hex 24`"
         )
     return token

@@ -34,7 +34,7 @@ from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
@@ -354,7 +354,7 @@ def evaluate_saved(
         pack=reward.pack,
     ).eval()
     sequences = [(pair.prompt_ids, ids) for pair in held_out for ids in (pair.chosen_ids, pair.rejected_ids)]
-    batches = whole_list(model, sequences, reward.micro_batch_tokens, pad_id)
+    batches = single_process_batches(model, sequences, reward.micro_batch_tokens, pad_id)
     flat = sequence_scores(model, ScoreStatistics(), batches)
     scores = torch.tensor(flat, dtype=torch.float64).view(len(held_out), 2)
     return _measures(scores, held_out, reward), scores

@@ -18,7 +18,7 @@ import pytest
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.types import RewardInput
 from tests.support.tiny_llama import save_tiny_llama
@@ -60,7 +60,7 @@ def test_it_serves_a_reward_model_until_it_is_stopped(tmp_path: Path) -> None:
         assert process.wait(20) == 0
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     assert outcome.values == pytest.approx(
-        sequence_scores(model, model.statistics, whole_list(model, pairs, 1000, 0)), abs=1e-5
+        sequence_scores(model, model.statistics, single_process_batches(model, pairs, 1000, 0)), abs=1e-5
     )
 
 

@@ -26,7 +26,7 @@ from rlhf_core.evaluation.published import Trained, measure_published
 from rlhf_core.evaluation.scoring import logprobs
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
-from rlhf_core.models.scoring import sequence_logprobs, whole_list
+from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 from rlhf_core.stages.gates import check_gate
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -55,7 +55,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tra
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=SMALL)
     sequences = [(tuple(range(3, 9)), tuple(torch.randint(3, 60, (12,)).tolist())) for _ in range(16)]
-    logprobs, _ = sequence_logprobs(policy.eval(), whole_list(policy, sequences, 4096, 0), 1.0)
+    logprobs, _ = sequence_logprobs(policy.eval(), single_process_batches(policy, sequences, 4096, 0), 1.0)
     named = dict(policy.lm.named_parameters())
     tensors = {new: tensor.detach() for name, tensor in named.items() if (new := adapter_name(name))}
     save_adapter(ppo / "adapter", policy.lm, policy.lora, tensors, "base")

@@ -22,7 +22,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import add_adapter, merged
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
-from rlhf_core.models.quantized import loading_options, save_pretrained, shape, whole
+from rlhf_core.models.quantized import dequantized, loading_options, save_pretrained, shape
 
 LOADING: Any = {"dtype": "float32", "attention": "eager", "device": "cpu"}
 
@@ -75,7 +75,7 @@ def test_the_merged_model_gives_what_quantized_base_and_adapter_give(tmp_path: P
         if ".lora_B" in name:
             parameter.normal_(std=0.1)
     named = dict(model.lm.named_parameters())
-    weights = dict(merged({name: whole(p) for name, p in named.items()}, model.lora))
+    weights = dict(merged({name: dequantized(p) for name, p in named.items()}, model.lora))
     layer = "model.layers.1.mlp.up_proj"
     assert shape(named[f"{layer}.base_layer.weight"]) == tuple(weights[f"{layer}.weight"].shape) == (128, 64)
     model.save(tmp_path / "merged", weights)

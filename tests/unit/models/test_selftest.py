@@ -19,7 +19,7 @@ from rlhf_core.models import selftest
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
-from rlhf_core.models.scoring import sequence_logprobs, sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_logprobs, sequence_scores, single_process_batches
 from tests.support.tiny_llama import save_tiny_llama
 
 SHAPE: dict[str, Any] = {
@@ -86,13 +86,14 @@ def sequences() -> list[tuple[list[int], list[int]]]:
 def test_evaluation_and_scores_do_not_depend_on_who_shares_the_batch(kind: str, tmp_path: Path) -> None:
     folder, rows = save(tmp_path, kind), sequences()
     policy, scorer = load(folder).eval(), load(folder, load_score_model).eval()
-    together, _ = sequence_logprobs(policy, whole_list(policy, rows, 1000, 0), 1.0)
-    scores = sequence_scores(scorer, scorer.statistics, whole_list(scorer, rows, 1000, 0))
+    together, _ = sequence_logprobs(policy, single_process_batches(policy, rows, 1000, 0), 1.0)
+    scores = sequence_scores(scorer, scorer.statistics, single_process_batches(scorer, rows, 1000, 0))
     for i, row in enumerate(rows):
-        alone, _ = sequence_logprobs(policy, whole_list(policy, [row], 1000, 0), 1.0)
+        alone, _ = sequence_logprobs(policy, single_process_batches(policy, [row], 1000, 0), 1.0)
         torch.testing.assert_close(together[i], alone[0], atol=2e-5, rtol=1e-5)
         assert scores[i] == pytest.approx(
-            sequence_scores(scorer, scorer.statistics, whole_list(scorer, [row], 1000, 0))[0], abs=1e-5
+            sequence_scores(scorer, scorer.statistics, single_process_batches(scorer, [row], 1000, 0))[0],
+            abs=1e-5,
         )
 
 

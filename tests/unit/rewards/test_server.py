@@ -35,7 +35,7 @@ from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.rewards import connections, server
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.rewards.remote import TOKEN_VARIABLE, RemoteService
@@ -75,7 +75,9 @@ def scorer(folder: Path) -> Scorer:
 
 def expected(folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:
     model = load_score_model(folder, dtype="float32", attention="sdpa", device="cpu").eval()
-    return sequence_scores(model, ScoreStatistics(mean=0.25, std=0.5), whole_list(model, pairs, 1000, 0))
+    return sequence_scores(
+        model, ScoreStatistics(mean=0.25, std=0.5), single_process_batches(model, pairs, 1000, 0)
+    )
 
 
 Start = Callable[..., str]

@@ -19,7 +19,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import sequence_scores, whole_list
+from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.stages import reward
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer
@@ -32,7 +32,9 @@ PAIRS = [PairExample(f"p{i}", "", (1, 2, 3), (5 + i, 7), (9, 11 + i)) for i in r
 def raw_scores(model: Any) -> torch.Tensor:
     """(P, 2)"""
     sequences = [(pair.prompt_ids, ids) for pair in PAIRS for ids in (pair.chosen_ids, pair.rejected_ids)]
-    scores = sequence_scores(model.eval(), ScoreStatistics(), whole_list(model, sequences, 4096, 0))
+    scores = sequence_scores(
+        model.eval(), ScoreStatistics(), single_process_batches(model, sequences, 4096, 0)
+    )
     return torch.tensor(scores, dtype=torch.float64).view(-1, 2)
 
 
