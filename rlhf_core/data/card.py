@@ -206,8 +206,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     overlaps = card["overlap"]
     lines += ["", "## Overlap of training and evaluation", ""]
     lines += [
-        f"Training rows with a held-out prompt: {overlaps['exact']}. Rows that differ from one in case and marks"
-        f" only, or demonstrations that contain one: {overlaps['near']}."
+        f"Training rows with a held-out prompt: {overlaps['exact']}. Rows that differ from one in case and"
+        f" marks only, or demonstrations that contain one: {overlaps['near']}."
     ]
     lines += [
         "",

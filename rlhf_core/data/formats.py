@@ -233,7 +233,9 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) -> str:
-    """Return the assistant's text of a string, of one message, or of a conversation that begins with `prompt`."""
+    """Return the assistant's text of a string, of one message, or of a conversation that begins with
+    `prompt`.
+    """
     if row.get(name) is None or isinstance(row[name], str):
         return _string(row, name)
     messages = _messages(row, name)

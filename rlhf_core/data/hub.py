@@ -1,4 +1,4 @@
-"""The Hugging Face hub: resolving revisions to commits for stage keys, and downloads of models to the cache."""
+"""The Hugging Face hub: resolve revisions to commits for stage keys, download models to the cache."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     y = W x + alpha / r * B A x        W frozen, A (r, in) and B (out, r) trained, B zero at the start
 
-The score head of a reward model or critic is trained in full, in addition to them. A model with its adapter off is the
-one it started from, head included: no second copy of the weights is needed for a reference.
+The score head of a reward model or critic is trained in full, in addition to them. A model with its adapter
+off is the one it started from, head included: no second copy of the weights is needed for a reference.
 """
 
 from __future__ import annotations

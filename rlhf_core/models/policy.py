@@ -102,7 +102,9 @@ class Policy(nn.Module):
         return int(most)
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Write the model in Hugging Face layout. `state_dict` has gathered weights with the names of `self.lm`."""
+        """Write the model in Hugging Face layout. `state_dict` has gathered weights with the names of
+        `self.lm`.
+        """
         save_pretrained(self.lm, folder, state_dict)
 
 

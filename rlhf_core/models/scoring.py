@@ -99,7 +99,7 @@ def sequence_scores(model: Any, statistics: ScoreStatistics, batches: Batches) -
 def single_process_batches(
     model: Policy | ScoreModel, sequences: Sequence[PromptAndResponse], micro_batch_tokens: int, pad_id: int
 ) -> Batches:
-    """Return micro-batches for a single process, on the device of `model`, packed if the model supports it."""
+    """Return micro-batches for one process, on the device of `model`, packed if the model supports it."""
     lengths = [len(p) + len(r) for p, r in sequences]
     (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=model.packs)
     return Batches(

@@ -1,4 +1,4 @@
-"""Fit check of a configuration against its devices, and search for the cheapest overrides that make it fit."""
+"""Check whether a configuration fits its devices, and search for the cheapest overrides that make it fit."""
 
 from __future__ import annotations
 

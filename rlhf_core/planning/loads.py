@@ -2,7 +2,7 @@
 
 sft, reward     one model on `deepspeed.ranks` devices:        load -> backward -> step
 ppo             each group of `config.placement`:              load -> score -> backward -> step
-                each GPU of the engines:                       rollout; with `colocate: all` on the group's devices
+                each GPU of the engines:                       rollout; `colocate: all`: the group's devices
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rlhf_core.planning.hardware import GIB, Device
 from rlhf_core.planning.memory import ENGINE_CONTEXT, NOTHING, Bytes, ForwardPass, Model, engine_memory
 
 CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
-"""Fixed memory of one process: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its libraries."""
+"""Fixed memory of one process: CUDA's context, cuBLAS and NCCL; on the CPU the interpreter and its libraries.
+"""
 FRAGMENTATION = 1.05
 """Memory of CUDA's allocator relative to that of the tensors, after some were freed."""
 
@@ -70,8 +71,8 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
 def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
     """Return the largest micro-batch of one rank.
 
-    It has the configured number of tokens, more if one sequence (or a pair) is longer, and fewer if the rank's
-    part of the batch is smaller. With `update=False`, it is that of PPO's scoring.
+    It has the configured number of tokens, more if one sequence (or a pair) is longer, and fewer if the
+    rank's part of the batch is smaller. With `update=False`, it is that of PPO's scoring.
     """
     data, ppo = config.data, config.ppo
     if stage == "sft":

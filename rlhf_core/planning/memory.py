@@ -1,7 +1,7 @@
 """Memory per device of each model: trained, frozen, or in an engine.
 
-Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `engines.deepspeed`, with
-P parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
+Weights, gradients, optimizer state and buffers are what DeepSpeed 0.19 allocates for `engines.deepspeed`,
+with P parameters, T of them trained, e bytes each (float32 4, bfloat16 2), N ranks:
 
     ZeRO       weights   gradients   optimizer (master weights, two moments)     buffers
     0          eP        eT          8T; bfloat16 12T
@@ -246,7 +246,9 @@ class Model:
 
     @property
     def step(self) -> Bytes:
-        """Memory of the optimizer step: gradients, and float32 copies that DeepSpeed makes of what it updates."""
+        """Memory of the optimizer step: gradients, and float32 copies that DeepSpeed makes of what it
+        updates.
+        """
         if self.offloaded:
             return Bytes(gradients=self.gradients if self.stage < 2 else 0.0)
         n, copies = self.deepspeed.ranks, self.size + (4 if self.size == 2 else 0)
@@ -301,7 +303,7 @@ class Model:
         return copies * min(4 * LOSS_CHUNK[self.device], 4 * logits / self._logit)
 
     def _layer(self, batch: ForwardPass) -> float:
-        """Return the bytes of a decoder layer's activations that are kept for the backward pass, per token."""
+        """Return the bytes per token of a decoder layer's activations that the backward pass needs."""
         shape, size = self.shape, self.size
         # With packing, the outputs of the sequences of a row are concatenated into one more tensor.
         joined = batch.packed and batch.attention == "sdpa"
@@ -317,7 +319,9 @@ class Model:
         return norms + attention + 4 * size * shape.intermediate + adapters
 
     def _norm(self, width: int) -> float:
-        """Return the bytes of a norm: input in float32, normalised input (for its weight's gradient), and output."""
+        """Return the bytes of a norm: input in float32, normalised input (for its weight's gradient), and
+        output.
+        """
         if self.lora is None:
             return width * (4 + self.size + self.size)
         return width * (4 + self.size)

@@ -31,7 +31,7 @@ def reward_token(*, guards: bool = False) -> str | None:
         )
     if guards and len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} must have at least {_MIN_CHARACTERS} characters to protect a service; got {len(token)};"
-            " make one by `openssl rand -hex 24`"
+            f"{TOKEN_VARIABLE} must have at least {_MIN_CHARACTERS} characters to protect a service; got"
+            f" {len(token)}; make one by `openssl rand -hex 24`"
         )
     return token
