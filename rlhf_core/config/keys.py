@@ -54,6 +54,8 @@ def stage_key(
     payload: dict[str, Any] = {
         "stage": stage,
         "schema": STAGES[stage].version,
+        # Of the section `run`, only the seed and the resolved device affect results. Threads affect rounding;
+        # checkpoints record them with the versions.
         "seed": config.run.seed,
         "device": "cuda" if runs_on_gpu(config) else "cpu",
         "config": {name: result_settings(_section(config, name)) for name in STAGES[stage].sections},

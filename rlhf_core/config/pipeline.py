@@ -116,11 +116,13 @@ class StoreConfig(Section):
     )
     allow_other_code: bool = execution(
         False,
-        "Continue from a checkpoint that was written by other code or other versions; by default an error",
+        "Continue from a checkpoint that other sources of rlhf_core wrote, or other versions of Python,"
+        " torch, transformers, tokenizers, vLLM or DeepSpeed; by default an error",
     )
     allow_fresh_start: bool = execution(
         False,
-        "Train a stage from its beginning if all its checkpoints are damaged; by default an error",
+        "Train a stage from its beginning if all its checkpoints are damaged or gone; by default an error. An"
+        " intact checkpoint is used in any case",
     )
 
 

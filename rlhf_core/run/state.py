@@ -55,8 +55,9 @@ def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, A
         changes = [*changes[:_MAX_DIFFERENCES], f"{len(changes) - _MAX_DIFFERENCES} more"]
     stage = last.get("making", {}).get("stage")
     return scrubbed(
-        f"the last run of {config_path} stopped{f' in {stage}' if stage else ''}; this one does not continue"
-        f" it, because {', '.join(changes)}. With settings, data and code of then it goes on where it stopped"
+        f"the last run of {config_path} stopped{f' in {stage}' if stage else ''}; this is another run,"
+        f" because {', '.join(changes)}. Stages that this does not affect are reused or continued. With the settings,"
+        " data and code of that run, all of it continues"
     )
 
 

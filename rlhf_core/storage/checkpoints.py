@@ -7,6 +7,8 @@
              damaged: marked as such, logged as an error, and the one before is used; none left: an error,
              never a silent fresh start
 
+`latest` decides which checkpoint of a stage key is resumed: its manifest, versions and files must match (see
+`docs/reliability.md`). The number of ranks and the contents are checked by `TrainingEngine.load_checkpoint`.
 `newest.json` names the step that was committed last, so that the loss of a manifest is noticed.
 """
 
@@ -44,9 +46,9 @@ _COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
 _DAMAGED_POINTER = -1
 """Stands for the step in a `newest.json` that cannot be read."""
-_NOT_CODE = {"threads", "git", "ray", "datasets", "mlflow", "prefect"}
-"""Versions that do not affect results (`code` is a digest of the sources), and the threads, which the user
-sets.
+_ONLY_LOGGED = {"threads", "git", "ray", "datasets", "mlflow", "prefect"}
+"""Differences that do not prevent resuming: versions that do not affect results, and the threads, which the
+user sets. `code`, a digest of the sources, is not one of them.
 """
 
 
@@ -118,7 +120,7 @@ class CheckpointStore:
                     continue
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
-                self._check_origin(step, manifest.body)
+                self._require_same_code(step, manifest.body)
                 folder = bundles.fetch(self._store, manifest, self._work)
                 self._earlier_seconds = float(manifest.body.get("seconds", 0.0))
                 self._on_event("resumed", step)
@@ -129,10 +131,10 @@ class CheckpointStore:
                 newest = step if newest is None else newest
                 self._mark_damaged(step, error, manifest)
         if newest is not None:
-            self._allow_fresh_start(newest)
+            self._require_fresh_start_allowed(newest)
         return None
 
-    def _check_origin(self, step: int, body: Mapping[str, Any]) -> None:
+    def _require_same_code(self, step: int, body: Mapping[str, Any]) -> None:
         """Compare the checkpoint's code, versions and settings with the present ones.
 
         Raises ConfigError for other code or versions, unless `allow_other_code`; other differences are
@@ -150,13 +152,15 @@ class CheckpointStore:
         if not changed:
             return
         described = ", ".join(changed.values())
-        if not self._policy.allow_other_code and not set(changed) <= _NOT_CODE:
+        if not self._policy.allow_other_code and not set(changed) <= _ONLY_LOGGED:
             raise ConfigError(
                 f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other"
                 f" code ({described}); go back to that, or set it to true to go on, perhaps not in the same"
-                f" bits"
+                " bits"
             )
-        log.warning("The checkpoint of step %d was made with other versions (%s).", step, described)
+        log.warning(
+            "The checkpoint of step %d was made with other versions or threads (%s).", step, described
+        )
 
     def prepare(self, step: int, folder: Path, size: int) -> None:
         """Create the empty `folder` for the checkpoint of `step`.
@@ -275,7 +279,7 @@ class CheckpointStore:
             )
             return _DAMAGED_POINTER
 
-    def _allow_fresh_start(self, newest: int) -> None:
+    def _require_fresh_start_allowed(self, newest: int) -> None:
         """Raise CorruptArtifact unless the stage may start from its beginning although it had checkpoints."""
         uri = self._store.uri(self._root)
         if newest != _DAMAGED_POINTER:

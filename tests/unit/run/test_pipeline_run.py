@@ -4,7 +4,7 @@
 - keys: another learning rate of PPO changes PPO and what follows, another timeout changes nothing
 - `--from` an earlier stage without artifacts is an InputError that names it; an empty range is one too
 - the same configuration is the same run; a changed reward file is another
-- a run under new settings says which unfinished one it does not continue, and why
+- a run under new settings names the unfinished run that it differs from, and why
 - each attempt has a log file of its own
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary has the documented fields, and nothing that was not measured
@@ -151,9 +151,9 @@ def test_new_run_names_the_unfinished_run_that_it_does_not_continue(
     other = pipeline(tmp_path, run={"seed": 1}, ppo={"kl": {"coef": 0.1}})
     assert (
         other.unfinished_predecessor()
-        == "the last run of demo.yaml stopped in ppo; this one does not continue it, because run.seed was 0"
-        " and is 1, ppo.kl.coef was 0.02 and is 0.1. With settings, data and code of then it goes on where"
-        " it stopped"
+        == "the last run of demo.yaml stopped in ppo; this is another run, because run.seed was 0 and is 1,"
+        " ppo.kl.coef was 0.02 and is 0.1. Stages that this does not affect are reused or continued. With the"
+        " settings, data and code of that run, all of it continues"
     )
     moved = pipeline(tmp_path, run={"seed": 2})
     moved.sources = {**moved.sources, "data.sft[0]": "abc"}
