@@ -54,10 +54,11 @@ def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, A
     if len(changes) > _MAX_DIFFERENCES:
         changes = [*changes[:_MAX_DIFFERENCES], f"{len(changes) - _MAX_DIFFERENCES} more"]
     stage = last.get("making", {}).get("stage")
+    where = f" in {stage}" if stage else ""
     return scrubbed(
-        f"the last run of {config_path} stopped{f' in {stage}' if stage else ''}; this is another run,"
-        f" because {', '.join(changes)}. Stages that this does not affect are reused or continued. With the settings,"
-        " data and code of that run, all of it continues"
+        f"the last run of {config_path} stopped{where}; this is another run, because {', '.join(changes)}."
+        " Stages that this does not affect are reused or continued. With the settings, data and code of that"
+        " run, all of it continues"
     )
 
 
