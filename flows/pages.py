@@ -38,6 +38,11 @@ PROGRESS_SECONDS = 5.0
 _MAX_FAILURES = 3
 
 
+def _artifact_key(stage: str, content: str) -> str:
+    """Return the key of a Prefect artifact. Prefect allows lowercase letters, digits and dashes."""
+    return f"{stage.replace('_', '-')}-{content}"
+
+
 class ProgressPage:
     """The progress artifact `<stage>-progress`, fed by the child's events from within `with`."""
 
@@ -82,7 +87,7 @@ class ProgressPage:
                         artifact = cast(
                             UUID,
                             create_progress_artifact(
-                                percent, key=f"{self._stage}-progress", description=text
+                                percent, key=_artifact_key(self._stage, "progress"), description=text
                             ),
                         )
                     else:
@@ -125,16 +130,18 @@ def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> No
     links = run.where(record.ref.mlflow_run_id)
     with _view_only(stage):
         create_markdown_artifact(
-            stage_markdown(stage, record, links), key=f"{stage}-report", description=f"Stage {stage}"
+            stage_markdown(stage, record, links),
+            key=_artifact_key(stage, "report"),
+            description=f"Stage {stage}",
         )
         rows = [{"metric": name, "value": value} for name, value in record.ref.metrics.items()]
         if rows:
             create_table_artifact(
-                rows, key=f"{stage}-metrics", description=f"Headline numbers of stage {stage}"
+                rows, key=_artifact_key(stage, "metrics"), description=f"Headline numbers of stage {stage}"
             )
         if links.get("MLflow", "").startswith("http"):
             create_link_artifact(
-                links["MLflow"], key=f"{stage}-mlflow", link_text=f"MLflow run of stage {stage}"
+                links["MLflow"], key=_artifact_key(stage, "mlflow"), link_text=f"MLflow run of stage {stage}"
             )
 
 

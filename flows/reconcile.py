@@ -154,6 +154,8 @@ class Reconciler:
     def _reconcile(self, run: Mapping[str, Any], alive: set[str]) -> None:
         run_id = run["id"]
         self._missing[run_id] = 0 if run_id in alive else self._missing.get(run_id, 0) + 1
+        if self._missing[run_id] < MISSING_POLLS:
+            return
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
         seen = Observation(run["state"]["type"], (now - since).total_seconds(), self._missing[run_id])
         action = decide(seen)

@@ -21,9 +21,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from flows.prefect_server import (
@@ -179,7 +181,8 @@ class Supervisor:
             raise
         finally:
             # Written before the servers are stopped, and kept: `rlhf up` reads the problem from this file.
-            self._write_state("failed" if problem else "stopping", problem)
+            with suppress(OSError):  # a full disk must not leave servers behind
+                self._write_state("failed" if problem else "stopping", problem)
             self._stop()
             self._home.prefect_profiles.unlink(missing_ok=True)
 
@@ -283,11 +286,17 @@ class Supervisor:
         return self._call(command, self.environment, "deploy.log")
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log_name: str) -> int:
-        """Run a command and return its exit code."""
+        """Run a command and return its exit code. Raises StageFailed after READY_SECONDS."""
         log_file = self._home.servers / log_name
-        # The process ends with the supervisor, so it must not be killed here if it takes too long.
         process = launch(command, environment, log_file=log_file, parent_death_signal=signal.SIGKILL)
-        return process.wait(timeout=READY_SECONDS)
+        try:
+            return process.wait(timeout=READY_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Otherwise it could still change a server while the servers are stopped.
+            process.kill()
+            raise StageFailed(
+                f"{command[-1]} did not end within {READY_SECONDS:.0f} s; see {log_file}"
+            ) from None
 
     def _pause(self, seconds: float) -> None:
         # In short steps, because the signal handler only sets `stopping`.

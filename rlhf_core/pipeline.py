@@ -45,6 +45,8 @@ class Stage:
     """False if the key of an input artifact already contains the sources."""
     enabled_by: str | None = None
     """Configuration field that switches the stage on; None if every pipeline has it."""
+    data_context: Literal["training", "evaluation"] = "training"
+    """How the stage uses the data, for MLflow."""
     headline: tuple[str, ...] = ()
     """Metrics that are shown on one line, the most important first."""
     memory_fields: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ _TABLE = (
         inputs=("data", "sft", "reward", "ppo"),
         sources=("ppo.",),
         sources_in_key=False,
+        data_context="evaluation",
         headline=("win_rate/mean", "kl", "eos_rate/sft", "eos_rate/ppo"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
     ),
@@ -122,6 +125,7 @@ _TABLE = (
         inputs=("data", "sft", "reward", "ppo", "evaluate"),
         sources=("ppo.",),
         sources_in_key=False,
+        data_context="evaluation",
         memory_fields=_ENGINE_MEMORY,
     ),
 )

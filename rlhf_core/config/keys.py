@@ -21,8 +21,13 @@ from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.pipeline import STAGES, StageName
 
-_PIPELINE_SECTIONS = ("model", "data", "sft", "reward", "ppo", "evaluate", "register")
-"""All but `run`, `store` and `tracking`, which say where and how the pipeline runs."""
+_EXECUTION_SECTIONS = ("run", "store", "tracking")
+"""Sections that say where and how the pipeline runs. All others are part of its key."""
+_PIPELINE_SECTIONS = tuple(
+    section
+    for section in (field.alias or name for name, field in PipelineConfig.model_fields.items())
+    if section not in _EXECUTION_SECTIONS
+)
 
 
 def stage_inputs(config: PipelineConfig, stage: StageName) -> tuple[StageName, ...]:

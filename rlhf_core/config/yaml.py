@@ -241,6 +241,8 @@ def _load(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
         return loader.load(), loader.lines
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
+    except RecursionError as error:  # of aliases that contain aliases
+        raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; flatten it") from error
     except UnicodeEncodeError as error:
         # Bytes of a command line that are not UTF-8 arrive as halves of surrogate pairs.
         raise ConfigError(f"{name}:1: is not UTF-8 text; write the characters in UTF-8") from error

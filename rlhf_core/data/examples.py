@@ -172,7 +172,7 @@ def check_bad_share(
         raise DataError(
             f"{field_name}: {bad} of {read} rows of {path} cannot be used, more than"
             f" data.max_bad_rows={config.data.max_bad_rows:g} allows:"
-            f" {'; '.join(quarantine.first[field_name])}; mend the rows or raise the limit"
+            f" {'; '.join(quarantine.first[field_name])}; correct the rows or raise the limit"
         )
     if bad:
         log.warning("%s: %d of %d rows are in quarantine.jsonl", field_name, bad, read)

@@ -28,7 +28,8 @@ MAX_FILES = 50_000
 """Maximum number of files of any kind in a folder. With more, it is probably not a folder of data."""
 MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
-BEGINNING_ROWS = 5
+BEGINNING_ROWS = 20
+"""Number of bad lines without a good one after which `check_beginning` refuses a file."""
 _BEGINNING_BYTES = 40_000_000
 """Amount of unpacked text that `check_beginning` reads at most."""
 _SMALL_ARRAY_BYTES = 8_000_000
@@ -123,7 +124,9 @@ def check_beginning(file: Path) -> None:
                 _check_parquet_end(name, stream)
                 return
             if suffix == ".json" and file.stat().st_size > _SMALL_ARRAY_BYTES:
-                _require_array(name, stream.read(256))
+                start = stream.read(1_000_000)
+                if start.strip():
+                    _require_array(name, start)
                 return
             with _unpacked(suffix, stream) as text:
                 _check_first_rows(name, suffix, _Beginning(text, _BEGINNING_BYTES))
@@ -149,7 +152,7 @@ def _check_first_rows(file: str, suffix: str, beginning: _Beginning) -> None:
         return
     if bad:
         raise DataError(
-            f"{file}:{bad[0].line}: {bad[0].reason} (none of the first {len(bad)} rows is usable);"
+            f"{file}:{bad[0].line}: {bad[0].reason} (none of the first {len(bad)} lines is usable);"
             f" {_ROW_FIX[suffix]}"
         )
     if beginning.is_cut:
@@ -343,7 +346,7 @@ def _require_array(file: str, head: bytes) -> None:
 
 def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     content = stream.read()
-    _require_array(file, content[:256])
+    _require_array(file, content)
     try:
         value = json.loads(
             content.decode("utf-8-sig"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,13 @@ from rlhf_core.data.sources import (
 from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.folder import base_model_config, context_problem, longest_sequence, vocabulary_problem
+from rlhf_core.models.folder import (
+    base_model_config,
+    context_problem,
+    is_hub_model,
+    longest_sequence,
+    vocabulary_problem,
+)
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, PromptExample
 
@@ -151,6 +158,13 @@ def _context_length(config: PipelineConfig, vocabulary: int) -> int:
     """
     path = str(config.model.path)
     settings = base_model_config(config)
+    if is_hub_model(path):
+        from transformers import AutoConfig
+
+        # A config.json on the hub may leave out values that are the defaults of its class. If transformers
+        # does not know the class, loading the model fails with a better message than a check here could give.
+        with suppress(KeyError, TypeError, ValueError):
+            settings = AutoConfig.for_model(**settings).to_dict()
     text_settings = settings.get("text_config")
     if isinstance(text_settings, dict):  # of a multimodal model
         settings = {**settings, **text_settings}

@@ -37,11 +37,11 @@ _ERROR_SECONDS = 5.0
 """Time in which a rank that failed sends its error and ends, after its collective broke."""
 
 
-def resolve_device(wanted: str) -> str:
+def resolve_device(wanted: str, setting: str = "run.device") -> str:
     """Return "cuda" or "cpu" for `wanted` (auto, cuda, cpu).
 
-    The decision is the one that keys and precision are based on. Raises ConfigError if it is a GPU and torch
-    cannot use one.
+    The decision is the one that keys and precision are based on. Raises ConfigError, which names `setting`,
+    if it is a GPU and torch cannot use one.
     """
     import torch
 
@@ -49,8 +49,8 @@ def resolve_device(wanted: str) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"run.device={wanted} resolves to cuda on this host, but torch.cuda is not available; fix the"
-            " driver (see `nvidia-smi`), or set run.device=cpu"
+            f"{setting}={wanted} resolves to cuda on this host, but torch.cuda is not available; fix the"
+            f" driver (see `nvidia-smi`), or set {setting}=cpu"
         )
     return "cuda"
 

@@ -58,8 +58,10 @@ def sample_responses(
 ) -> list[Rollout]:
     """Return one response per prompt (n,), in the order of the prompts.
 
-    The seed of a response depends only on the prompt, so that all models use the same random numbers. The
-    engine is shut down at the end, also after an error.
+    The temperature is `config.evaluation_temperature`, which depends on the sections `evaluate` and `ppo`: a
+    stage that calls this function needs both in its `sections`. The seed of a response depends only on the
+    prompt, so that all models use the same random numbers. The engine is shut down at the end, also after an
+    error.
 
     Args:
         config: Configuration of the run.

@@ -230,11 +230,12 @@ def base_model_shape(
     if config.model.path is None:
         return tiny_shape(config.model.tiny)
     try:
-        return shape_from_config(base_model_config(config, local_only=local_only))
+        settings = base_model_config(config, local_only=local_only)
     except ModelError as error:
         if not is_hub_model(config.model.path):
             raise
         raise ModelError(f"{error.message}, or give --model-config with a copy of its config.json") from error
+    return shape_from_config(settings)
 
 
 # -- checks --

@@ -258,6 +258,8 @@ class RemoteService:
         try:
             return await retrying(self._once, samples)
         except Failure as failure:
+            if isinstance(failure, Refused):  # not retried, so tenacity did not call `after`
+                logger.warning("reward %s: refused: %s", self._name, failure)
             return failure
 
     def _score_part(self, samples: Sequence[RewardInput]) -> Outcome:

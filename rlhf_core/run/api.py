@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
@@ -59,7 +61,9 @@ def run_stage(
 
 def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
     started = time.time()
-    checked = CheckedConfig(config, tuple(probe(config, "the configuration")), "python")
+    # Names the origin of the run, as the configuration file does for `rlhf run`.
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    checked = CheckedConfig(config, tuple(probe(config, "the configuration")), script or "python")
     with open_run(checked, start, until, tags, started) as run:
         artifacts: dict[StageName, ArtifactRef] = {}
         for stage in STAGES:

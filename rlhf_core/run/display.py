@@ -44,6 +44,9 @@ class Lines:
         self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
+        # The same object shows further runs of this process: their tasks have the same names.
+        self._began.clear()
+        self._logged.clear()
         log.info("%s: running, log %s", stage, log_file)
 
     def event(self, stage: str, event: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def serve_reward(
             folder,
             template=template or trained_as,
             dtype=dtype,
-            device=resolve_device(device),
+            device=resolve_device(device, "--device"),
             micro_batch_tokens=micro_batch_tokens,
         )
         name, number = socket.getsockname()[:2]

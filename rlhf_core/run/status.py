@@ -20,9 +20,12 @@ def describe_runs(home: Home) -> list[str]:
     shown = 0
     for file in files:
         run = read_state(file)
-        if run is not None and shown < _MAX_RUNS:
-            lines += _describe_run(file.parent.name, run)
-            shown += 1
+        if run is None:
+            continue
+        lines += _describe_run(file.parent.name, run)
+        shown += 1
+        if shown == _MAX_RUNS:
+            break
     return ["pipeline runs, newest first:", *lines] if lines else ["pipeline runs: none yet"]
 
 

@@ -125,14 +125,16 @@ def _size(count: int) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`, which is created; afterwards it replaces `path`
-    atomically.
+def replacing(path: Path, *, sync: bool = False, create_folder: bool = True) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`; afterwards it replaces `path` atomically.
+
+    The folder is created if necessary, unless `create_folder` is false.
 
     With `sync`, the content is on the disk before it replaces the old one, and so is the new name. An
     exception leaves `path` unchanged.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if create_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     try:
         yield temporary

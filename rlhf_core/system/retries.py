@@ -22,7 +22,8 @@ def backoff(
     """
 
     def wait(state: RetryCallState) -> float:
-        return min(longest, first * 2.0 ** (state.attempt_number - 1)) * _random.uniform(*jitter)
+        doublings = min(state.attempt_number - 1, 60)  # a float overflows after 1024, in a long outage
+        return min(longest, first * 2.0**doublings) * _random.uniform(*jitter)
 
     return wait
 

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_core.errors import InputError
-from rlhf_core.system.files import TEMPORARY, replacing, write_atomic
+from rlhf_core.system.files import TEMPORARY, replacing
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, describe_failure
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class Spool:
 
     def add_file(self, source: Path, path: str) -> None:
         """Add a copy of a small file, to be sent as `path`."""
-        with replacing(self._target(path)) as temporary:
+        # If a later attempt has moved the folder, it must not be created again.
+        with replacing(self._target(path), create_folder=False) as temporary:
             shutil.copyfile(source, temporary)
 
     def add_text(self, text: str, path: str) -> None:
@@ -92,7 +93,8 @@ class Spool:
 
     def add_bytes(self, data: bytes, path: str) -> None:
         """Add a file with this content, to be sent as `path`."""
-        write_atomic(self._target(path), data)
+        with replacing(self._target(path), create_folder=False) as temporary:
+            temporary.write_bytes(data)
 
     def files(self) -> list[tuple[Path, str]]:
         """Return (local file, path among the run's artifacts) of each pending file."""

@@ -24,6 +24,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import ConfigError
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.mlflow_client import (
@@ -114,7 +115,7 @@ class Tracking:
     def stage_run(
         self,
         parent_id: str | None,
-        stage: str,
+        stage: StageName,
         key: str,
         params: Mapping[str, Any] | None = None,
         *,
@@ -147,14 +148,13 @@ class Tracking:
             about = {STAGE: stage, _DESCRIPTION: f"Stage `{stage}`, key `{key}`.", **facts, **(tags or {})}
             state = self._find_or_create(identity, stage, about, params or {})
             if (data := inputs.get("data")) is not None:
-                context = "evaluation" if stage in ("evaluate", "register") else "training"
-                self.mlflow.log_datasets(state.run_id, [_artifact(data)], context)
+                self.mlflow.log_datasets(state.run_id, [_artifact(data)], STAGES[stage].data_context)
             return state
 
         spool = Spool(self._spool_folder(stage, key), attempt)
         return StageRun(self.mlflow, open_run, spool, uri=self.uri, system=self.system_metrics)
 
-    def link_reused(self, parent_id: str | None, stage: str, ref: ArtifactRef) -> None:
+    def link_reused(self, parent_id: str | None, stage: StageName, ref: ArtifactRef) -> None:
         """Add a short run for a reused stage, with its headline metrics and a link to the run that made it.
 
         Nothing is added if the stage ran, or was linked, under this parent before. Data that its run could
@@ -288,7 +288,7 @@ class Tracking:
         self.mlflow.log_params(state.run_id, missing)
         return state
 
-    def _link(self, parent_id: str, stage: str, ref: ArtifactRef) -> None:
+    def _link(self, parent_id: str, stage: StageName, ref: ArtifactRef) -> None:
         if self.mlflow.find_run(_stage_identity(parent_id, ref.key)) is not None:
             return
         tags = {

@@ -271,7 +271,7 @@ def test_rows_that_cannot_be_used_stop_the_run_with_line_and_reason(command: Com
     )
     message = command.complaint(bad)
     assert message.startswith("data.sft[0]: ")
-    assert "data.max_bad_rows" in message and "mend the rows or raise the limit" in message
+    assert "data.max_bad_rows" in message and "correct the rows or raise the limit" in message
 
 
 def pairs(number: int, **fields: Any) -> bytes:

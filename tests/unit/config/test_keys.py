@@ -229,3 +229,8 @@ def test_device_auto_has_the_key_of_the_resolved_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(keys, "runs_on_gpu", lambda config: config.run.device != "cpu")
     assert _keys({"run": {"device": "cpu"}}) == fixed
     assert not set(_keys({"run": {"device": "auto"}}).values()) & set(fixed.values())
+
+
+def test_every_section_that_a_stage_names_is_in_the_pipeline_key() -> None:
+    named = {section for stage in STAGES.values() for section in stage.sections}
+    assert set(keys._PIPELINE_SECTIONS) == named

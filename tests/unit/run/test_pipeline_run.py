@@ -272,7 +272,7 @@ def test_run_without_new_artifacts_is_reported_as_reused() -> None:
     summary = summarize(made, 8.8, IDENTITY)
     assert run_markdown(summary).startswith("# Pipeline reused in 8.8 s\n")
     sentence = reuse_sentence(summary, datetime(2026, 11, 22, 6, 30, tzinfo=UTC))
-    assert sentence == "last on 2026-11-22 06:30 UTC, all 6 stages, in 8.8 s."
+    assert sentence == f"last on 2026-11-22 06:30 UTC, all {len(STAGES)} stages, in 8.8 s."
     made["ppo"] = StageRecord(ref("ppo"), 0.5, False)
     assert run_markdown(summarize(made, 8.8, IDENTITY)).startswith("# Pipeline finished in 8.8 s\n")
 
