@@ -376,7 +376,7 @@ def _what_next(error: RLHFError) -> str:
     if isinstance(error, UnexpectedError):
         return "this is a bug, here or in code that was given: the log has its traceback"
     if isinstance(error, Superseded):
-        return "another run goes on with this stage: let it finish"
+        return "another run executes this stage: let it finish"
     return CONTINUE
 
 

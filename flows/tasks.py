@@ -28,8 +28,8 @@ MAX_RETRIES = 1000
 
 
 def make_stage(run: PipelineRun, stage: StageName, *inputs: ArtifactRef | None) -> ArtifactRef | None:
-    """Return the artifact of `stage`, reused or made by its task;
-    None if this run does not have the stage.
+    """Return the artifact of `stage`, reused or made by its task; None if this run does not have
+    the stage.
     """
     if not run.has(stage):
         return None

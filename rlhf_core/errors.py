@@ -10,16 +10,16 @@
     │   ├── StageFailed            a stage's child process ended without a result
     │   │   └── StageTimedOut      it took longer than run.stage_timeout, over all its attempts; not retried
     │   ├── WorkerDied             a Ray worker, engine or training rank is gone
-    │   ├── WorkerStuck            one of them is there and does not move
+    │   ├── WorkerStuck            one of them makes no progress
     │   ├── OutOfMemory            of a device or of the host; tried again once
     │   ├── WeightSyncError        an engine's weights are not the trainer's
-    │   └── StoreError             the store, or the disk below it, does not take or give what it should
+    │   └── StoreError             a read or write of the store or its disk failed
     │       └── StoreUnavailable   a bucket that did not answer, or failed, for the whole time of retries
     ├── UnexpectedError            an unexpected exception that only a change of the code can prevent; not
     │                              retried
     ├── CorruptArtifact            a file does not have the size or sha256 of its manifest
     ├── Superseded                 a later attempt holds this stage key; this one must not commit
-    ├── GateFailed                 a model is too bad to go on with (accuracy, KL, empty answers); not retried
+    ├── GateFailed                 a model misses a limit (accuracy, KL, empty answers); not retried
     ├── NonFiniteError             a loss, gradient or reward is NaN or Inf, three times in a row; not retried
     └── RewardError                a reward source failed or returned something unusable
 
@@ -154,7 +154,7 @@ class Superseded(RLHFError):
 
 
 class GateFailed(RLHFError):
-    """A result is too bad to go on with; the same configuration would end here again."""
+    """A result misses a limit. The same configuration would miss it again."""
 
 
 class NonFiniteError(RLHFError):

@@ -153,8 +153,8 @@ class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 
     def latest(self) -> tuple[int, Path] | None:
-        """(step, verified local folder) of the newest whole checkpoint,
-        or None when none was ever committed.
+        """(step, verified local folder) of the newest whole checkpoint, or None when none was ever
+        committed.
         """
 
     def prepare(self, step: int, folder: Path, size: int) -> None:

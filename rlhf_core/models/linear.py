@@ -26,8 +26,8 @@ class OneDNNLinear(nn.Linear):
 
 
 class Float32Linear(nn.Linear):
-    """A small layer without bias whose output must not be rounded: float32, whatever its weight and input are
-    in.
+    """A small layer without bias that computes in float32 for every type of weight and input, because its
+    output must not be rounded.
     """
 
     def forward(self, input: Tensor) -> Tensor:

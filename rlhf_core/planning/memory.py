@@ -292,8 +292,8 @@ class Model:
 
     @property
     def _head_copies(self) -> float:
-        """Bytes of the copies of a 16-bit head with float32 logits: on the CPU,
-        a float32 copy of its weight.
+        """Bytes of the copies of a 16-bit head with float32 logits: on the CPU, a float32 copy of
+        its weight.
         """
         if self.scores or self._logit == self.size or self.device != "cpu":
             return 0.0

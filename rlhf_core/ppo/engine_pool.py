@@ -7,8 +7,8 @@
                 +------------------------ restart ------------------------+
 
 Only a serving engine gets requests: one that was restarted holds old weights until the next complete sync.
-Each engine has a number of restarts, which starts again with each answer. An engine without restarts left is
-given up, and the stage fails if fewer engines than `ppo.engine.min_count` remain.
+The count of restarts of an engine is reset by each answer. An engine without restarts left is
+removed, and the stage fails if fewer engines than `ppo.engine.min_count` remain.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def scatter(
 
 
 def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
-    """Return indices into the concatenation of the micro-batches,
-    where the first element has index `start`.
+    """Return indices into the concatenation of the micro-batches, where the first element has
+    index `start`.
     """
     indices = []
     for micro_batch in micro_batches:

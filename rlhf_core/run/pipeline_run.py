@@ -152,7 +152,7 @@ class PipelineRun:
         """Remove the temporary files of an attempt that was killed after it had published its artifact."""
         outbox = Outbox.of(self.store, self.home.outbox)
         checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store, outbox=outbox)
-        with suppress(StoreError):  # the next run comes by again
+        with suppress(StoreError):  # the next run tries again
             checkpoints.clear()
             if outbox is not None:
                 outbox.discard_all(f"artifacts/{spec.stage}/{spec.key}")
@@ -330,5 +330,5 @@ def warm_up(config: PipelineConfig) -> None:
     """Import MLflow and open its database, which takes seconds, while something else starts."""
     tracking = open_tracking(config)
     if tracking.uri.startswith("sqlite:"):
-        with suppress(Exception):  # whatever it is, the run itself will say it
+        with suppress(Exception):  # the run itself reports the error
             _ = tracking.mlflow.experiment_id

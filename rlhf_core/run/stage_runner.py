@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 def make_with_retries(
     run: PipelineRun, stage: StageName, inputs: Mapping[StageName, ArtifactRef]
 ) -> StageRecord:
-    """Return the artifact of `stage`; failures are retried with a growing delay,
-    as the configuration says.
+    """Return the artifact of `stage`; failures are retried with a growing delay, as the
+    configuration says.
     """
     policy = RetryPolicy(run.config.run.retries)
     delay = run.config.run.retry_delay

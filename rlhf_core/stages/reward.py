@@ -164,7 +164,7 @@ def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: Stage
 
 
 def _table(data: Path, pairs: list[PairExample], scores: Any) -> list[dict[str, Any]]:
-    """Twenty held-out pairs with their raw scores, for reading."""
+    """Return twenty held-out pairs with their raw scores, for the table of samples."""
     decode = load_decoder(data)
     return [
         {
@@ -201,7 +201,9 @@ class BestSoFar:
         return better
 
     def is_final(self, config: RewardConfig) -> bool:
-        """True when the patience with what came after it has ended."""
+        """Return whether early stopping ends the training: no better evaluation for `early_stop.patience`
+        times.
+        """
         return config.early_stop is not None and self.evaluations_since >= config.early_stop.patience
 
 
@@ -271,8 +273,9 @@ def _evaluate_in_between(
     total: int,
     best: BestSoFar,
 ) -> dict[str, float]:
-    """Where `early_stop` asks for it: the finite ones of the held-out metrics. Keeps weights that are the
-    best so far.
+    """Return the finite held-out metrics of a step at which `early_stop` evaluates, else nothing.
+
+    Takes a snapshot of the weights if they are the best so far.
     """
     if config.early_stop is None or (step % config.early_stop.every and step < total):
         return {}
@@ -285,8 +288,9 @@ def _evaluate_in_between(
 def train_step(
     engine: TrainingEngine, batch: Sequence[PairExample], config: RewardConfig, total: int, pad_id: int
 ) -> dict[str, float]:
-    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's
-    metrics, of which `train/accuracy` counts ties half.
+    """Run one optimizer step and return its metrics. Each rank computes its share of `batch`.
+
+    A tie counts half in `train/accuracy`.
 
     A step whose gradient is not finite is skipped and counted.
     """

@@ -39,7 +39,7 @@ from rlhf_core.types import StageContext, StageResult
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
-    """Fine-tune over `sft.deepspeed.ranks` ranks and sample some answers for reading."""
+    """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
     from rlhf_core.engines.ranks import resolve_device, run_ranks
@@ -47,7 +47,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     device = resolve_device(config.run.device)
     if config.model.path is not None and is_hub_model(config.model.path):
-        # A download takes what it takes; ranks that load have `run.timeouts.start`.
+        # Downloaded before the ranks start: a download has no time limit, but loading has
+        # `run.timeouts.start`.
         fetch_model(config.model.path, config.model.revision)
     # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each
     # other.
@@ -141,7 +142,7 @@ def _train(
 
 
 def _samples(config: PipelineConfig, context: StageContext, device: str) -> list[dict[str, Any]]:
-    """Held-out prompts and what the new model says, one sample each."""
+    """Return held-out prompts with one sampled answer of the new model each."""
     folder = context.output / "model"
     decode = load_decoder(context.inputs["data"])
     model = (
@@ -229,10 +230,9 @@ def train_sft(
 def train_step(
     engine: TrainingEngine, batch: Sequence[TokenSequence], config: SFTConfig, total: int, pad_id: int
 ) -> dict[str, float]:
-    """One optimizer step of `total` on a batch that all ranks know; each takes its share. Returns the step's
-    metrics.
+    """Run one optimizer step and return its metrics. Each rank computes its share of `batch`.
 
-    A step whose gradient is not finite is skipped and counted, and tells no loss.
+    A step whose gradient is not finite is skipped and counted, and its loss is not reported.
     """
     targets = sum(sequence.targets for sequence in batch)
     loss_sum = torch.zeros((), device=engine.rank.torch_device)

@@ -129,7 +129,7 @@ class ArtifactStore:
                 fence.check()
 
         if self._outbox is not None:
-            # Before the first request to the store: whatever that answers, the artifact is not lost.
+            # Before the first request to the store, so that the artifact is not lost if the request fails.
             self._outbox.add(prefix, folder, files, folder=name, body=body)
             manifest = self._outbox.upload(prefix, may_commit)
         else:

@@ -9,8 +9,7 @@ on another machine is alive is not known, so it is superseded.
 
 One request separates the last check of the attempts from the manifest. An attempt that is superseded in
 between can still add a complete bundle that no other attempt has committed. It cannot change an existing one,
-because manifests
-are created only if absent, and it belongs to the same stage key.
+because manifests are created only if absent, and it belongs to the same stage key.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ slower than 0.25 MB/s counts as an outage.
 LISTED = 100_000
 """Maximum number of objects below one folder. The checkpoints of a stage are a few hundred files."""
 SETTLE_SECONDS = 0.5
-"""Time before concurrent writers of one key read back which of them won,
-on servers without conditional puts.
+"""Time before concurrent writers of one key read back which of them won, on servers without conditional puts.
 """
 
 _LEAST_SECONDS = 10.0

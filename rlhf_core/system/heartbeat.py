@@ -8,7 +8,7 @@
     Monitor      in the stage's own process: a thread polls all files and counts how long each has not changed
                      stalled()       participants that made no progress, or were suspended, beyond their limit
                      diagnose(...)   the error that names them; saves the stacks of all participants
-                     abort(error)    fails the stage, from a thread that knows why a wait can not succeed
+                     abort(error)    fails the stage, from a thread that knows why a wait cannot succeed
                  Code that waits for participants asks the monitor. If nothing asks, or the code that asks is
                  itself stuck, the monitor calls `fail`.
 
@@ -251,7 +251,7 @@ class Monitor:
         return WorkerStuck(f"while waiting for {waiting_for} ({limit}): {named}; {stacks}")
 
     def abort(self, error: RLHFError) -> None:
-        """Fail the stage with `error`; for a thread that knows why another thread's wait can not succeed."""
+        """Fail the stage with `error`; for a thread that knows why another thread's wait cannot succeed."""
         if self._fail is not None:
             self._fail(error)
 

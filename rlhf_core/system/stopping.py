@@ -35,8 +35,8 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Do not exit on a signal; the body checks `requested`,
-        and must call `exit` soon after it is true.
+        """Do not exit on a signal; the body checks `requested`, and must call `exit` soon after it
+        is true.
         """
         self._deferred = True
         try:

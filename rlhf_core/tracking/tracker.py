@@ -105,8 +105,8 @@ class Tracking:
         tags: Mapping[str, str] | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Find the run of the pipeline by `pipeline_key`, or create it;
-        mark it as RUNNING and return its id.
+        """Find the run of the pipeline by `pipeline_key`, or create it; mark it as RUNNING and
+        return its id.
         """
         identity = {PIPELINE_KEY: pipeline_key}
         state = self._try(lambda: self._find_or_create(identity, name, tags or {}, params or {}))

@@ -76,8 +76,8 @@ def share_of_many(dtype: str, stage: int, sums: str | None) -> tuple[float, int]
 
 
 def share_by_hand() -> float:
-    """What `share_of_many` is where gradients are added up in bfloat16:
-    torch's additions and nothing else.
+    """What `share_of_many` is where gradients are added up in bfloat16: torch's additions and
+    nothing else.
     """
     model = deepspeed_step.model("sft").to(torch.bfloat16)
     sequences = [TokenSequence.of(s.prompt_ids, s.response_ids) for s in deepspeed_step.samples()[:1]]

@@ -22,8 +22,8 @@ def byte_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[..., Any]:
-    """A tokenizer of the SentencePiece kind: a blank is put before each text,
-    bytes for unknown characters.
+    """A tokenizer of the SentencePiece kind: a blank is put before each text, bytes for unknown
+    characters.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

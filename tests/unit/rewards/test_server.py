@@ -451,8 +451,8 @@ def test_a_client_without_the_token_is_told_so(start: Start, monkeypatch: pytest
 
 
 def test_without_a_token_no_web_page_from_elsewhere_is_answered(start: Start) -> None:
-    """A page whose name was pointed to 127.0.0.1 (DNS rebinding) may send JSON,
-    and has its own name as Host.
+    """A page whose name was pointed to 127.0.0.1 (DNS rebinding) may send JSON, and has its own
+    name as Host.
     """
     scripted = Scripted()
     url = start(scripted)

@@ -1,5 +1,5 @@
-"""Untrusted files are refused before they are opened unless regular and small;
-files are replaced atomically.
+"""Untrusted files are refused before they are opened unless regular and small; files are replaced
+atomically.
 """
 
 from __future__ import annotations
