@@ -137,7 +137,7 @@ def _watch(stage: int, flow: int, stop_seconds: float, suspend_seconds: float) -
         signum = signal.sigtimedwait(_WATCHED, 1.0)
         code = _reap(stage)
         flow_lives = os.getppid() == flow
-        # Whatever suspended the stage may have suspended the guard, too: its own absence does not count.
+        # What suspended the stage may have suspended the guard as well: that time does not count.
         passed, before = min(time.monotonic() - before, 2.0), time.monotonic()
         suspended = suspended + passed if code is None and _is_suspended(stage) else 0.0
         if suspended > suspend_seconds:
