@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -263,6 +264,13 @@ class PipelineConfig(Section):
     @property
     def store_url(self) -> str:
         return self.store.url or f"{self.run.home}/store"
+
+    @property
+    def store_folder(self) -> Path | None:
+        """The folder of a store on this machine; None for a bucket."""
+        if "://" in self.store_url and not self.store_url.startswith("file://"):
+            return None
+        return Path(self.store_url.removeprefix("file://"))
 
     @property
     def experiment(self) -> str:

@@ -117,7 +117,7 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     copies = 1
-    if "://" not in config.store_url:
+    if config.store_folder is not None:
         copies = config.store.keep_checkpoints + config.store.keep_best + 1
     # With an adapter, a checkpoint has nothing large. The merged model is saved once.
     bytes_per_parameter = _BYTES_PER_PARAMETER * copies if config.ppo.lora is None else 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, has_credentials, shown
@@ -39,13 +38,11 @@ def check_store(config: PipelineConfig) -> Iterator[Finding]:
 
 def check_store_folder(config: PipelineConfig) -> Iterator[Finding]:
     """Check that a store on this machine can be written to."""
-    if "://" in config.store_url and not config.store_url.startswith("file://"):
-        return
-    folder = config.store_url.removeprefix("file://")
-    problem = unwritable(Path(folder))
+    folder = config.store_folder
+    problem = None if folder is None else unwritable(folder)
     if problem is not None:
         yield ConfigError(
-            f"store.url: the folder {shown(folder, limit=200)} cannot be used: {problem}; choose another"
+            f"store.url: the folder {shown(str(folder), limit=200)} cannot be used: {problem}; choose another"
         )
 
 
