@@ -52,9 +52,8 @@ def _torch_is_cpu_build() -> bool:
 def gpu_names() -> list[str]:
     """Return the driver's names of the GPUs, such as `NVIDIA A100-SXM4-80GB`. Empty if they are unknown."""
     names = []
-    for folder in sorted(_DRIVER.iterdir()) if _DRIVER.is_dir() else []:
-        file = folder / "information"
-        for line in file.read_text().splitlines() if file.is_file() else []:
+    for file in sorted(_DRIVER.glob("*/information")):
+        for line in file.read_text().splitlines():
             if line.startswith("Model:"):
                 names.append(line.partition(":")[2].strip())
     return names or [line.partition(":")[2].partition("(")[0].strip() for line in _listed_gpus()]

@@ -393,7 +393,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             if str(error) == "unexpected end of data":
                 raise DataError(
                     f"{file}:{line}: a quote that opens in this row is never closed, so the"
-                    f" {reader.line_num - line} lines behind it cannot be told apart; close it"
+                    f" {reader.line_num - line} lines after it cannot be separated; close it"
                 ) from error
             yield from _lost(file, line, reader.line_num, f"not CSV: {error}", "")
             continue

@@ -63,7 +63,9 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     started = time.time()
     # Names the origin of the run, as the configuration file does for `rlhf run`.
     script = Path(sys.argv[0]).name if sys.argv else ""
-    checked = CheckedConfig(config, tuple(probe(config, "the configuration")), script or "python")
+    if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file
+        script = "python"
+    checked = CheckedConfig(config, tuple(probe(config, "the configuration")), script)
     with open_run(checked, start, until, tags, started) as run:
         artifacts: dict[StageName, ArtifactRef] = {}
         for stage in STAGES:

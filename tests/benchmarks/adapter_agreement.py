@@ -1,6 +1,6 @@
 """The policy of a PPO run with `ppo.lora`, three ways: vLLM serves its adapter on the SFT model, PEFT loads
 the adapter onto the SFT model, and the merged model stands alone. Prints the largest differences of the
-log-probabilities that they give to the same sampled responses, beside those of the SFT model without adapter.
+log-probabilities that they give to the same sampled responses, and the difference from the SFT model.
 
     python -m tests.benchmarks.adapter_agreement SUMMARY
 

@@ -9,7 +9,7 @@ checkpointing, through the real engine on one rank:
 
 Utilisation counts the arithmetic of the model, not of checkpointing's second forward pass: 6 floating point
 operations for each weight of a matrix product and token, and 6 x layers x width x length for causal
-attention, over what the data sheet promises. Beside it stand prime-rl's published 26.0 (SFT, 8k) and 11.9
+attention, divided by the peak of the data sheet. It also prints prime-rl's published 26.0 (SFT, 8k) and 11.9
 (RL, 16k) thousand tokens/s for Qwen3-0.6B on one H100. `--device cpu --small` tries the script where there is
 no GPU; its figures mean nothing.
 """

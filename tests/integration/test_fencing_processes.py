@@ -1,8 +1,9 @@
-"""Processes that race for one stage key, and holders that were only thought dead.
+"""Processes that compete for one stage key, and holders that were wrongly considered dead.
 
-Locks: of processes that claim and publish at the same moment one artifact stays, everybody else gets it or is
-told who holds the key, and it verifies; a holder stopped anywhere in a save and woken after its successor has
-committed changes nothing of it.
+Tested here:
+- if several processes claim and publish at the same time, one artifact remains and verifies; the others get
+  it, or an error that names the holder of the key;
+- a holder that was suspended during a save changes nothing after its successor has committed.
 """
 
 from __future__ import annotations

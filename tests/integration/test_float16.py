@@ -1,5 +1,5 @@
-"""float16 with a dynamic loss scale, through the real DeepSpeed, on a CPU that is told it may (it computes
-float16 too).
+"""float16 with a dynamic loss scale, through the real DeepSpeed, on a CPU, where DeepSpeed's check for
+float16 support is replaced (CPUs can compute in float16).
 
 - under ZeRO 1 to 3 on one rank, three steps end near those in float32, norms included
 - steps whose gradient overflows halve the scale, change nothing, are counted, and end nothing while the scale

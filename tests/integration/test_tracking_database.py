@@ -49,9 +49,10 @@ def test_killed_creation_is_repeated(tmp_path: Path, moment: str) -> None:
 
 def test_concurrent_processes_create_it_once(tmp_path: Path) -> None:
     file = tmp_path / "mlflow.db"
-    told = {**os.environ, "MLFLOW_LOGGING_LEVEL": "INFO"}
+    environment = {**os.environ, "MLFLOW_LOGGING_LEVEL": "INFO"}
     makers = [
-        subprocess.Popen([*MAKE, str(file)], env=told, stderr=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen([*MAKE, str(file)], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
     ]
     said = [maker.communicate()[1] for maker in makers]
     assert [maker.returncode for maker in makers] == [0, 0, 0], said

@@ -1,7 +1,7 @@
 """Tracking and registry against a real MLflow server that dies and comes back.
 
 Locks: runs, points, tables and files over HTTP, an outage in the middle of a stage, registration of a policy
-that lies in a local store, links for people.
+in a local store, links to MLflow's pages.
 """
 
 from __future__ import annotations

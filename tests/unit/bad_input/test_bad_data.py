@@ -222,7 +222,7 @@ BAD_TABLES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "a quote that is never closed": (
         "a.csv",
         (QUOTE + '"open,b,c\n' + "".join(f"{i},a,b\n" for i in range(30))).encode(),
-        ("a.csv:7: a quote that opens in this row is never closed", "30 lines behind it"),
+        ("a.csv:7: a quote that opens in this row is never closed", "30 lines after it"),
     ),
     "a quote that is closed lines later": (
         "a.csv",

@@ -3,7 +3,7 @@
 - a setting changes the keys of its own stages only; later stages follow through the digests of their inputs
 - fields that do not affect results are in no key; they are listed here, and every other field is in a key
 - what is read from outside counts by content: a folder can be moved, and changes in it are noticed
-- keys that users choose, such as those of `rename`, count whatever they are called
+- keys that users choose, such as those of `rename`, are part of the stage key under any name
 - a registration belongs to one registry
 - settings that affect rounding only are recorded for a checkpoint
 - `device: auto` has the key of the device that it resolves to

@@ -2,7 +2,7 @@
 
 Locked here, each by a file that would leave a mark if it ran, and that does where nobody takes care:
 - a model whose config names code (`auto_map`) is loaded without it, or refused; its tokenizer likewise
-- pickled weights are refused, whatever they are called; so are weights that only pretend to be safetensors
+- pickled weights are refused under any file name; so are weights that only pretend to be safetensors
 - an artifact with a program or a pickle in it is neither published nor read, also where its manifest was made
   to fit
 - links inside artifacts are refused on both sides, and what they point to is not read
