@@ -247,3 +247,9 @@ def test_the_library_never_prints() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert wrong == []
+
+
+def test_test_files_have_distinct_names() -> None:
+    """pytest imports test files by their base name. `make test-slow` collects all of them in one process."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in names if names.count(name) > 1] == []
