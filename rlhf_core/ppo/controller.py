@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
@@ -32,7 +33,6 @@ from rlhf_core.ppo.experience import Experience, make_experience, shaped_scores
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.loss_step import FloatArray
 from rlhf_core.ppo.rollouts import Collector, RolloutBatch, RolloutCache
-from rlhf_core.ppo.rpc import Pending
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import Updater
 from rlhf_core.ppo.worker import ModelWorker

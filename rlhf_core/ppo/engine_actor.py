@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WorkerStuck
-from rlhf_core.ppo.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, rpc
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, dead_actors, fetch, ready
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
 from rlhf_core.ppo.engine_actor import EngineActor
-from rlhf_core.ppo.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, dead_actors, fetch, ready
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from rlhf_core.cluster.connect import connect, on_cluster
+from rlhf_core.cluster.rpc import (
+    Actor,
+    ActorClient,
+    ParticipantSpec,
+    Pending,
+    RemoteActor,
+    Usage,
+    dead_actors,
+)
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import log_layout
@@ -29,7 +38,6 @@ from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.loss_step import FloatArray
 from rlhf_core.ppo.placement import reserve_bundles
-from rlhf_core.ppo.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage, dead_actors
 from rlhf_core.ppo.worker import LogprobResult, ModelWorker
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import PromptAndResponse
@@ -151,7 +159,7 @@ class Fleet:
         self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
         self._pad_id = pad_id
         self._timeouts = config.run.timeouts
-        self._local = not os.environ.get("RAY_ADDRESS")
+        self._local = not on_cluster()
         self._given_monitor = monitor
         self._resources = ExitStack()
         self._connected: list[RemoteActor[EngineActor]] = []
@@ -170,7 +178,7 @@ class Fleet:
         self._client = ActorClient(self._monitor, self._timeouts)
         try:
             heartbeat("start Ray", self._timeouts.start)
-            self._start_ray()
+            connect(self._plan.processes, self._device)
             self._start_actors()
         except BaseException as error:
             self.__exit__(type(error))
@@ -190,33 +198,6 @@ class Fleet:
         self._resources.close()
 
     # -- start --
-
-    def _start_ray(self) -> None:
-        import ray
-        from ray.job_config import JobConfig
-
-        # Otherwise Ray replaces a worker's environment by its own thread counts.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.
-        os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
-        # Otherwise Ray puts the working folder first on the search path of its workers, which would import a
-        # `queue.py` from there.
-        job = JobConfig(_client_job=True)
-        if not self._local:
-            ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
-            return
-        # Ray's default is a token in a file that every user of this host can read.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray.init(
-            num_cpus=max(os.cpu_count() or 1, self._plan.processes + 1),
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-            object_store_memory=None if self._device == "cuda" else 256 << 20,
-            _node_ip_address="127.0.0.1",
-            job_config=job,
-        )
 
     def _start_actors(self) -> None:
         self._placement = reserve_bundles(self._plan, gpus=self._device == "cuda", wait=self.wait)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.rpc import Pending
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.rpc import Pending
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_inputs
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import PromptAndResponse, PromptExample, Rollout

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_core.algo.losses import step_denominator
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.fleet import Fleet, reindex
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample
-from rlhf_core.ppo.rpc import Pending
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.types import Rollout, SFTExample

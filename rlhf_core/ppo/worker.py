@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.ppo import loss_step
 from rlhf_core.ppo.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.loss_step import FloatArray, OptimizerStep, TrainSample
-from rlhf_core.ppo.rpc import Actor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse

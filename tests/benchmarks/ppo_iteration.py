@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_core.cluster.rpc import process_usage
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.rpc import process_usage
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.types import PromptExample
 from tests.support.small_ppo import ROLES, local_context

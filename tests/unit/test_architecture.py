@@ -32,6 +32,7 @@ LAYERS = (
     ("rlhf_core.algo",),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
     ("rlhf_core.engines", "rlhf_core.planning", "rlhf_core.rewards"),
+    ("rlhf_core.cluster",),
     ("rlhf_core.weight_sync",),
     ("rlhf_core.ppo",),
     ("rlhf_core.evaluation",),
@@ -47,7 +48,7 @@ HOMES = {
     "prefect": ("flows",),
     "vllm": ("rlhf_core.engines.vllm", "rlhf_core.weight_sync"),
     "deepspeed": ("rlhf_core.engines",),
-    "ray": ("rlhf_core.ppo",),
+    "ray": ("rlhf_core.cluster", "rlhf_core.ppo"),
     "mlflow": ("rlhf_core.tracking", "flows.application"),
 }
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo import engine_pool as module
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
-from rlhf_core.ppo.rpc import ActorClient, Pending, RemoteActor
 
 LIMIT = 30.0
 

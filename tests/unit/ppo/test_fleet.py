@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role, plan
 from rlhf_core.errors import InfrastructureError, WorkerDied
 from rlhf_core.ppo import fleet as module
 from rlhf_core.ppo.fleet import FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
-from rlhf_core.ppo.rpc import Pending, RemoteActor
 
 Made = tuple[Fleet, list[str], list[str]]
 

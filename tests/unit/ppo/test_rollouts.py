@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.errors import WeightSyncError
@@ -36,7 +37,6 @@ from rlhf_core.ppo.rollouts import (
     prompts_of_step,
     reassign,
 )
-from rlhf_core.ppo.rpc import Pending, RemoteActor
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 

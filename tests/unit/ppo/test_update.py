@@ -23,11 +23,11 @@ import pytest
 import torch
 
 from rlhf_core.algo.losses import step_denominator
+from rlhf_core.cluster.rpc import RemoteActor
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.fleet import WorkerGroup
 from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample
-from rlhf_core.ppo.rpc import RemoteActor
 from rlhf_core.ppo.update import Updater, train_samples
 from rlhf_core.types import Rollout, SFTExample
 

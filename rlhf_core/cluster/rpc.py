@@ -17,6 +17,7 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
@@ -138,16 +139,46 @@ def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
         WorkerDied: The process of an actor died.
         RLHFError: The error of an actor, as it was raised there.
     """
+    received: dict[int, R] = {}
+    receive(pending, received, seconds)
+    if len(received) < len(pending):
+        raise TimeoutError(f"{len(pending) - len(received)} of {len(pending)} results after {seconds:g} s")
+    return [received[index] for index in range(len(pending))]
+
+
+def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
+    """Add the results that arrive within `seconds` to `received`, by their index in `pending`.
+
+    Returns as soon as all are there, and raises the first error that arrives, as `fetch` does.
+    """
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while len(received) < len(pending):
+        missing = {call.reference: index for index, call in enumerate(pending) if index not in received}
+        # `ray.get` with a timeout cancels the transfer from another host at the timeout, so the next call
+        # begins it again. `ray.wait` lets it continue. All objects that it returns are on this host.
+        left = max(0.0, deadline - time.monotonic())
+        ended, _ = ray.wait(list(missing), num_returns=1, timeout=left, fetch_local=True)
+        if not ended:
+            return
+        ended, _ = ray.wait(list(missing), num_returns=len(missing), timeout=0, fetch_local=True)
+        for reference in ended:
+            # Under memory pressure Ray may have evicted the copy; then it arrives in a later call.
+            with suppress(TimeoutError):
+                received[missing[reference]] = _get(reference, seconds)
+
+
+def _get(reference: Any, seconds: float) -> Any:
     import ray
     from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
     try:
-        results: list[R] = ray.get([call.reference for call in pending], timeout=seconds)
-        return results
-    except RayTaskError as error:
-        raise classified(error.cause if isinstance(error.cause, Exception) else error) from error
+        return ray.get(reference, timeout=seconds)
     except GetTimeoutError as error:
         raise TimeoutError(str(error)) from error
+    except RayTaskError as error:
+        raise classified(error.cause if isinstance(error.cause, Exception) else error) from error
     except RayActorError as error:
         raise WorkerDied(f"a process died: {_first_line(error)}") from error
     except OutOfMemoryError as error:
@@ -202,18 +233,13 @@ class ActorClient:
                 another actor raised an error because of it.
             RLHFError: The error of an actor in all other cases.
         """
+        received: dict[int, R] = {}
         last_progress = time.monotonic()
         try:
             while True:
                 heartbeat(f"wait for {what}", self.timeouts.stall)
                 try:
-                    return fetch(pending, POLL_SECONDS)
-                except TimeoutError:
-                    if self.monitor.busy():
-                        last_progress = time.monotonic()
-                    too_long = time.monotonic() - last_progress > self.start_seconds
-                    if self.monitor.stalled() or too_long:
-                        raise self.monitor.diagnose(what, self._limits()) from None
+                    receive(pending, received, POLL_SECONDS)
                 except OutOfMemory:
                     raise  # more specific than the name of the dead process
                 except InfrastructureError as error:
@@ -221,6 +247,13 @@ class ActorClient:
                     if not self.monitor.unhealthy():
                         raise
                     raise self.monitor.diagnose(what, self._limits()) from error
+                if len(received) == len(pending):
+                    return [received[index] for index in range(len(pending))]
+                if self.monitor.busy():
+                    last_progress = time.monotonic()
+                too_long = time.monotonic() - last_progress > self.start_seconds
+                if self.monitor.stalled() or too_long:
+                    raise self.monitor.diagnose(what, self._limits())
         finally:
             idle()
 

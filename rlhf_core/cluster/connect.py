@@ -1,0 +1,48 @@
+"""The connection of a stage to Ray: a cluster of this host alone, or the one at RAY_ADDRESS."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+
+
+def on_cluster() -> bool:
+    """Return whether RAY_ADDRESS names a running cluster. Without it, Ray runs on this host alone."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def connect(processes: int, device: str) -> None:
+    """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1.
+
+    `ray.shutdown()` ends the connection, and what was started.
+
+    Args:
+        processes: Number of actors that a Ray started here has to hold, one CPU each.
+        device: "cpu" or "cuda".
+    """
+    import ray
+    from ray.job_config import JobConfig
+
+    # Otherwise Ray replaces a worker's environment by its own thread counts.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.
+    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
+    # Otherwise Ray puts the working folder first on the search path of its workers, which would import a
+    # `queue.py` from there.
+    job = JobConfig(_client_job=True)
+    if on_cluster():
+        ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
+        return
+    # Ray's default is a token in a file that every user of this host can read.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, processes + 1),
+        include_dashboard=False,
+        log_to_driver=True,
+        logging_level=logging.WARNING,
+        object_store_memory=None if device == "cuda" else 256 << 20,
+        _node_ip_address="127.0.0.1",
+        job_config=job,
+    )
