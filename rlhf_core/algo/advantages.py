@@ -20,11 +20,19 @@ GroupKind = Literal["grpo", "dr_grpo", "reinforce_baseline", "rloo"]
 def token_rewards(
     scores_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float, score_clip: float | None = None
 ) -> Tensor:
-    """-kl_coef * kl on the mask, plus the score at its last token; 0 elsewhere. [B, T], unit of the score.
+    """Return the reward of each token: the KL penalty, plus the score at the last token (Ziegler et al. 2019;
+    Ouyang et al. 2022, eq. 2).
 
-    The score is clipped to [-score_clip, score_clip] (None: not at all) before the KL joins it, so that the
-    clip cannot hide the KL. A sequence without a mask token gets zeros. (Ziegler et al. 2019; Ouyang et al.
-    2022, eq. 2.)
+    Args:
+        scores_B: [B] scores of the sequences.
+        kl_BT: [B, T] KL estimate of each token, in nats.
+        mask_BT: [B, T] response tokens.
+        kl_coef: Coefficient of the KL penalty.
+        score_clip: Limit of the score's absolute value, or None. It applies before the KL is subtracted, so
+            that it cannot hide the KL.
+
+    Returns:
+        [B, T], in the unit of the score, 0 outside the mask. A sequence without a mask token gets zeros.
     """
     mask = mask_BT.bool()
     scores = as_float(scores_B)
@@ -39,13 +47,22 @@ def token_rewards(
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+    """Return generalized advantage estimates and returns (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        returns = A + V
 
-    [B, T] each -> (advantages, returns), [B, T], unit of the reward, 0 under the mask. t + 1 is the next
-    VALID token: a masked step inside a row (tokens of a tool) is passed over as if it were not there. After
-    the last one V is 0.
+    t + 1 is the next VALID token: a masked token inside a row (the output of a tool) is skipped. After the
+    last valid token V is 0.
+
+    Args:
+        rewards: [B, T] reward of each token.
+        values: [B, T] value before each token, in the unit of the reward.
+        mask: [B, T] valid tokens.
+        gamma: Discount factor.
+        lam: Decay of the advantage (lambda).
+
+    Returns:
+        (advantages, returns), [B, T] each, in the unit of the reward, 0 outside the mask.
     """
     valid = mask.bool()
     rewards, values = select(rewards, valid), select(values, valid)

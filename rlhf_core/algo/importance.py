@@ -25,15 +25,24 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Weights from w = exp(old - rollout), the log-ratio clamped to [-20, 20]. [B, T] -> [B, T], no unit.
+    """Return importance weights from w = exp(old - rollout), with the log-ratio clamped to [-20, 20].
 
         none           1: no correction
         truncate       clamp(w, low, high)                                       TIS, Yao et al. 2025
         mask           w where low <= w <= high, else 0                          IcePop, Ling team 2025
         sequence-mask  w in rows whose geometric mean of w is within [low, high], else 0 for the whole row
 
-    Detached, 0 under the mask. A NaN log-probability of a valid token stays NaN under every kind but `none`:
-    no bound may turn it into a quiet 0.
+    Args:
+        old_logprobs: [B, T] log-probabilities of the trainer before the update.
+        rollout_logprobs: [B, T] log-probabilities of the engine that sampled.
+        mask: [B, T] valid tokens.
+        kind: One of the above.
+        low: Lower bound.
+        high: Upper bound.
+
+    Returns:
+        [B, T], without unit or gradient, 0 outside the mask. A NaN log-probability of a valid token stays NaN
+        for every kind except `none`: a bound must not turn it into 0.
     """
     valid = mask.bool()
     log_w = select(old_logprobs, valid) - select(rollout_logprobs, valid)

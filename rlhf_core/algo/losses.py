@@ -97,13 +97,24 @@ def policy_loss(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate of PPO (Schulman et al. 2017, eq. 7). All [B, T].
+    """Return the clipped surrogate loss of PPO (Schulman et al. 2017, eq. 7).
 
         r = exp(logprobs - old_logprobs)         L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    The log-ratio is clamped to [-20, 20]. `dual_clip` c > 1 bounds L by -c A where A < 0, where a large r
-    would make it grow without limit (Ye et al. 2020, "Mastering Complex Control in MOBA Games"). `weights`
-    [B, T], from `importance`, multiply L after the clip.
+    The log-ratio is clamped to [-20, 20].
+
+    Args:
+        logprobs: [B, T] log-probabilities of the policy, with gradient.
+        old_logprobs: [B, T] log-probabilities before the update.
+        advantages: [B, T].
+        mask: [B, T] response tokens.
+        clip_low: Lower distance of the clip from 1.
+        clip_high: Upper distance of the clip from 1.
+        dual_clip: c > 1 limits L to -c A where A < 0: there a large r makes it grow without limit (Ye et al.
+            2020, "Mastering Complex Control in MOBA Games").
+        weights: [B, T] from `importance.importance_weights`. They multiply L after the clip.
+        aggregation: How the loss of each token becomes a scalar, see `masking.aggregate`.
+        denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, or None; got {dual_clip}")
@@ -135,9 +146,18 @@ def value_loss(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> ValueLoss:
-    """Squared error of the critic, with PPO's clip. All [B, T].
+    """Return the squared error of the critic, with PPO's clip.
 
     L = max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2, or (v - R)^2 / 2 when clip is None.
+
+    Args:
+        values: [B, T] values, with gradient.
+        old_values: [B, T] values before the update.
+        returns: [B, T], see `advantages.gae`.
+        mask: [B, T] response tokens.
+        clip: Largest change of a value that is not clipped, in the unit of the reward, or None.
+        aggregation: How the loss of each token becomes a scalar, see `masking.aggregate`.
+        denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
     """
     new, old = select(values, mask), select(old_values, mask).detach()
     returns = select(returns, mask).detach()
@@ -173,11 +193,19 @@ def kl_loss(
     aggregation: Aggregation = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """The aggregated KL estimate. [B, T] each -> scalar, in nats; coefficient * it is to be ADDED.
+    """Return the aggregated KL estimate, a scalar in nats. A coefficient times it is ADDED to the loss.
 
-    The gradient is the plain derivative of the estimator. That of k2 is the gradient of the KL in expectation
-    over the policy's own samples. Those of the unbiased estimators are not: k1's has mean zero, k3's is that
-    of KL(reference || policy).
+    The gradient is the plain derivative of the estimator. The gradient of k2 is that of the KL in
+    expectation over the policy's own samples. The gradients of the unbiased estimators are not: k1's has mean
+    zero, k3's is that of KL(reference || policy).
+
+    Args:
+        logprobs: [B, T] log-probabilities of the policy, with gradient.
+        ref_logprobs: [B, T] log-probabilities of the reference.
+        mask: [B, T] response tokens.
+        estimator: See `kl.kl_estimate`.
+        aggregation: How the loss of each token becomes a scalar, see `masking.aggregate`.
+        denominator: Divisor of the aggregation for a micro-batch: the count of the whole optimizer step.
     """
     new, ref = select(logprobs, mask), select(ref_logprobs, mask).detach()
     return aggregate(kl_estimate(new, ref, estimator), mask, aggregation, denominator)
@@ -190,12 +218,17 @@ def reward_model_loss(
     center: float = 0.0,
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """Bradley-Terry loss on pairs of scores. [B] each -> mean over pairs (Ouyang et al. 2022, eq. 1).
+    """Return the Bradley-Terry loss, the mean over pairs (Ouyang et al. 2022, eq. 1).
 
         L = -log sigmoid(c - r - margin) + center (c + r)^2
 
-    `margin_B`: by how much the chosen should win (Touvron et al. 2023, eq. 2). `center` holds the free offset
-    of the scores near 0 (Eisenstein et al. 2023). `denominator`: pairs of the whole optimizer step.
+    Args:
+        chosen_B: [B] scores of the chosen responses.
+        rejected_B: [B] scores of the rejected responses.
+        margin_B: [B] intended difference of the scores (Touvron et al. 2023, eq. 2).
+        center: Coefficient that keeps the mean of the scores near 0, which the first term leaves free
+            (Eisenstein et al. 2023).
+        denominator: Number of pairs of the whole optimizer step.
     """
     chosen, rejected = as_float(chosen_B), as_float(rejected_B)
     gap = chosen - rejected
@@ -224,13 +257,19 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """DPO on summed log-probabilities. [B] each -> mean over pairs (Rafailov et al. 2023, eq. 7).
+    """Return the DPO loss, the mean over pairs (Rafailov et al. 2023, eq. 7).
 
         h = beta ((policy_chosen - policy_rejected) - (ref_chosen - ref_rejected))
         L = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
 
-    `label_smoothing`: the probability that a label is the wrong way round (Mitchell 2023, "cDPO").
-    `denominator`: pairs of the whole optimizer step.
+    Args:
+        policy_chosen_B: [B] summed log-probabilities of the chosen responses, with gradient.
+        policy_rejected_B: [B] summed log-probabilities of the rejected responses, with gradient.
+        ref_chosen_B: [B] summed log-probabilities under the reference.
+        ref_rejected_B: [B] summed log-probabilities under the reference.
+        beta: Coefficient of the implicit KL penalty.
+        label_smoothing: Probability that a label is wrong (Mitchell 2023, "cDPO").
+        denominator: Number of pairs of the whole optimizer step.
     """
     policy_gap = as_float(policy_chosen_B) - as_float(policy_rejected_B)
     ref_gap = (as_float(ref_chosen_B) - as_float(ref_rejected_B)).detach()

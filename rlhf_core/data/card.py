@@ -33,7 +33,15 @@ def build_card(
     splits: Splits,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Return the content of the card, as JSON."""
+    """Return the content of the card, as JSON.
+
+    Args:
+        config: The whole configuration.
+        digests: Digest of each source, by its field.
+        counts: Numbers of rows of each data set.
+        splits: Encoded rows of each data set, by split.
+        tokenizer: The tokenizer of the run.
+    """
     return {
         "seed": config.run.seed,
         "split_seed": config.data.split_seed,

@@ -94,7 +94,15 @@ class Quarantine:
         """The first reasons of each source, with file and line, for the message that stops the run."""
 
     def add(self, source: str, file: str, line: int, reason: str, text: str) -> None:
-        """Write one bad row. `source` is the field of its source, such as `data.sft[0]`."""
+        """Write one bad row.
+
+        Args:
+            source: Field of its source, such as `data.sft[0]`.
+            file: File that contains it.
+            line: Line in the file, starting at 1.
+            reason: Why it is bad.
+            text: The row.
+        """
         row = {"source": file, "line": line, "reason": reason, "row": text[:500]}
         self._file.write(json.dumps(row) + "\n")
         first = self.first.setdefault(source, [])

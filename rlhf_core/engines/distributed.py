@@ -59,8 +59,13 @@ def rendezvous(
 ) -> Any:
     """Return the store through which `size` processes connect.
 
-    `listener` is the master's socket on `address` and `port`, which the store takes over. Without it, torch
-    would listen on every interface. None means that this process is not the master.
+    Args:
+        address: Address of the master.
+        port: Port of the master.
+        size: Number of processes.
+        timeout: Limit of each operation.
+        listener: The master's socket on `address` and `port`, which the store takes over. Without it, torch
+            would listen on every interface. None means that this process is not the master.
     """
     import torch.distributed as dist
 

@@ -51,8 +51,18 @@ def measure_published(
 ) -> dict[str, float]:
     """Compute the measures in the module's docstring, named `published/...`.
 
-    `stages.gates` checks the limit of `loss`. Raises GateFailed if the files do not match the training
-    process, or if no response has a token. Empty responses are left out.
+    `stages.gates` checks the limit of `loss`.
+
+    Args:
+        config: The whole configuration.
+        trained: Sequences, and their log-probabilities in the training process. Empty responses are ignored.
+        ppo: Folder with the files of the PPO policy.
+        sft: Folder with the SFT model.
+        pad_id: Padding token.
+        device: "cpu" or "cuda".
+
+    Raises:
+        GateFailed: The files do not match the training process, or no response has a token.
     """
     lora = config.ppo.lora
     assert lora is not None

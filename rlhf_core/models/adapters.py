@@ -151,8 +151,15 @@ def save_adapter(
     base: str,
     revision: str | None = None,
 ) -> None:
-    """As PEFT saves it, without its model card. `tensors`: by `adapter_name`. `base`: where the model is that
-    it belongs to; the same weights give the same bytes.
+    """Save an adapter as PEFT does, without its model card. The same weights give the same bytes.
+
+    Args:
+        folder: Destination.
+        lm: Language model with the adapter.
+        lora: Its settings.
+        tensors: Weights of the adapter, by `adapter_name`.
+        base: Path or hub id of the base model.
+        revision: Revision of the base model on the hub.
     """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors.torch import save_file

@@ -188,8 +188,12 @@ def weighted_sum(
 ) -> list[float]:
     """Return the (n,) weighted sum of the values of `count` responses.
 
-    `score_clip` is described in `RewardComposer`. `normalized=False` disables batch normalisation, which
-    gives every batch the mean 0.
+    Args:
+        sources: Reward sources with their weights.
+        by_source: (n,) values of each source, by its name.
+        count: n.
+        score_clip: See `RewardComposer`.
+        normalized: False disables batch normalisation, which gives every batch the mean 0.
     """
     total = [0.0] * count
     for source in sources:

@@ -29,8 +29,22 @@ def serve_reward(
     micro_batch_tokens: int,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal arrives. `ready` is called with the URL. Raises InputError for a model or address
-    that cannot be used.
+    """Serve the scores of a reward model until a signal arrives.
+
+    Args:
+        address: The model: a folder, or an artifact in a store.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any.
+        home: Cache of models from S3.
+        endpoint: Endpoint of the S3 server, or None for AWS.
+        template: How text requests are formatted; None for the template that the model was trained with.
+        dtype: Precision of the model.
+        device: "auto", "cpu" or "cuda".
+        micro_batch_tokens: Tokens per forward pass.
+        ready: Called with the URL when the server listens.
+
+    Raises:
+        InputError: The model or the address cannot be used.
     """
     if micro_batch_tokens < 1:
         raise InputError(f"--micro-batch-tokens must be at least 1; got {micro_batch_tokens}")

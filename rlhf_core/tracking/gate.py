@@ -162,7 +162,13 @@ def decide(
     The candidate must be good enough compared with its own SFT model, and better than the current champion.
     The champion is compared in a match. Without a match, the first measure with the same judge in both
     records is used: true reward, score of the same reward model, or win rate against the same SFT model.
-    `number` is the number of the test against this champion, starting at 1.
+
+    Args:
+        candidate: Evaluation of the new model.
+        champion: Evaluation of the present champion, or None.
+        match: Comparison of both by the same judge, or None.
+        gate: Limits of the configuration.
+        number: Number of the test against this champion, starting at 1.
     """
     if candidate.win_rate < gate.min_win_rate:
         text = f"win rate {candidate.win_rate:.3f} is below register.min_win_rate={gate.min_win_rate:g}"

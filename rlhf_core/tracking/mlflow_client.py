@@ -267,6 +267,13 @@ class Mlflow:
         """Find or create the logged model with the tag `key` as an output of the run, and return its id.
 
         MLflow stores its metadata but not its files.
+
+        Args:
+            name: Name of the model.
+            key: Name and value of the tag that identifies it.
+            run_id: Run that made it.
+            tags: Further tags.
+            description: Text for MLflow's page.
         """
         from mlflow.entities import LoggedModelOutput
 
@@ -356,7 +363,15 @@ class Mlflow:
     def create_version(
         self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str
     ) -> ModelVersion:
-        """Create a version that points to `source`; nothing is copied."""
+        """Create a version of a registered model. No file is copied.
+
+        Args:
+            name: Name of the registered model.
+            source: Address of its files.
+            run_id: Run that made it, or None.
+            tags: Tags of the version.
+            description: Text for MLflow's page.
+        """
         entry = self._client.create_model_version(
             name, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=0
         )
