@@ -23,7 +23,7 @@ from rlhf_core.run.events import Events
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import Fence, await_holder, claim
+from rlhf_core.storage.fencing import Fence, acquire, renewed
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
@@ -42,11 +42,16 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     Errors of the stage are raised. Its MLflow run is then FAILED, or KILLED if the process was asked to stop.
     """
     store = open_store(spec.config)
-    waited = await_holder(store, spec.key, spec.stage)
-    fence = claim(store, spec.key)
-    if waited and (made := ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key)) is not None:
-        events.send("reused")
-        return made
+    fence, waited = acquire(store, spec.key, spec.stage)
+    with renewed(fence):
+        if waited and (made := ArtifactStore(store, spec.home.cache).find(spec.stage, spec.key)) is not None:
+            events.send("reused")
+            return made
+        return _execute(spec, store, fence, events, stop or StopRequest())
+
+
+def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: StopRequest) -> ArtifactRef:
+    """Run the stage with the right to commit."""
     for folder in (f"checkpoints/{spec.key}", f"artifacts/{spec.stage}/{spec.key}"):
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
@@ -73,7 +78,7 @@ def execute(spec: StageSpec, events: Events, stop: StopRequest | None = None) ->
     try:
         stacks = spec.home.stacks(spec.stage, spec.key, fence.attempt)
         with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
-            ref = _Attempt(spec, store, fence, work, stage_run, events, stop or StopRequest(), monitor).run()
+            ref = _Attempt(spec, store, fence, work, stage_run, events, stop, monitor).run()
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"

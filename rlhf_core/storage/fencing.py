@@ -4,8 +4,14 @@ Attempts are numbered by objects that are created only if absent, in `{store}/ch
 key}/attempts/%06d.json`. Only the attempt with the highest number commits checkpoints and artifacts, so a
 process that was believed dead cannot overwrite its successor.
 
-On one machine, the second of two runs waits for the first and then fails (`await_holder`). Whether a holder
-on another machine is alive is not known, so it is superseded.
+An attempt has a lease: while it runs, it rewrites `attempts/%06d.beat` every `BEAT_SECONDS`, and at its end
+it writes there that it has ended (`renewed`). `acquire` claims a key as soon as no other attempt holds it:
+
+    holder on this machine      it lives as long as its process does; after `WAIT_SECONDS` an error names it
+    holder on another machine   it lives as long as that object changes; it is superseded after `MISSED_BEATS`
+                                intervals without a change
+
+Only changes are observed, with the clock of the observer, so the clocks of machines need not agree.
 
 One request separates the last check of the attempts from the manifest. An attempt that is superseded in
 between can still add a complete bundle that no other attempt has committed. It cannot change an existing one,
@@ -17,24 +23,37 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import psutil
 
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId, is_alive
+from rlhf_core.system.processes import ProcessId
 
 log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0
 """A stage whose flow was killed may take 20 s to stop, and its guard a little longer."""
+BEAT_SECONDS = 10.0
+"""Interval in which the lease of an attempt is renewed."""
+MISSED_BEATS = 3
+"""Intervals without a renewal after which an attempt on another machine counts as dead."""
+_LOCAL_POLL_SECONDS = 0.5
+_REMOTE_POLL_SECONDS = 2.0
+_RELEASE_SECONDS = 5.0
+"""Longest wait for a renewal under way, before the lease is released."""
+_ENDED = b"ended"
 _MAX_CLAIMS = 1000
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Exceptions raised when a record that was not written by `claim` is read."""
@@ -59,51 +78,150 @@ class Fence:
             )
 
 
-def await_holder(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> bool:
-    """Wait while a process of this machine holds the key of stage `name`, and return whether one did.
+def acquire(store: Store, stage_key: str, name: str, seconds: float = WAIT_SECONDS) -> tuple[Fence, bool]:
+    """Claim the key of stage `name` when no other attempt holds it.
 
-    That process may have published the artifact. Raises StageHeld if it does not end within `seconds`.
+    Returns the fence, and whether another attempt held the key before: it may have published the artifact.
+    Raises StageHeld if a process of this machine holds it for longer than `seconds`. A holder on another
+    machine is waited for as long as it renews its lease.
     """
-    deadline = time.monotonic() + seconds
     waited = False
-    while True:
-        holder = _living_holder(store, stage_key)
-        if holder is None:
-            return waited
-        described = (
-            f"process {holder.pid} of this machine, running since"
-            f" {datetime.fromtimestamp(holder.started):%d %b %H:%M}"
-        )
-        if time.monotonic() > deadline:
-            raise StageHeld(
-                f"stage {name} of this configuration is being made by {described}; wait until it is done, or"
-                f" end its run{_how_to_end(holder)} and type the command again"
-            )
-        if not waited:
-            log.warning("stage %s is held by %s; waiting for it for up to %g s", name, described, seconds)
-            waited = True
-        time.sleep(0.5)
+    holder: _Holder | None = None
+    for _ in range(_MAX_CLAIMS):
+        while True:
+            attempt = _latest(store, stage_key)
+            if holder is None or holder.attempt != attempt:
+                holder = _read_holder(store, stage_key, attempt)
+            if holder is None or not holder.lives(store, stage_key):
+                break
+            if holder.is_here and holder.seconds > seconds:
+                raise StageHeld(
+                    f"stage {name} of this configuration is being made by {holder.describe()}; wait until it"
+                    f" is done, or end its run{_how_to_end(holder.process)} and type the command again"
+                )
+            if not waited:
+                limit = f" for up to {seconds:g} s" if holder.is_here else ""
+                log.warning("stage %s is held by %s; waiting for it%s", name, holder.describe(), limit)
+                waited = True
+            time.sleep(_LOCAL_POLL_SECONDS if holder.is_here else _REMOTE_POLL_SECONDS)
+        # Exactly the next number: of several processes that wait for the same holder, one gets it.
+        if _create(store, stage_key, attempt + 1):
+            return Fence(store, stage_key, attempt + 1), waited
+    raise _unclaimed(stage_key)
 
 
 def claim(store: Store, stage_key: str) -> Fence:
-    """Become the newest attempt at `stage_key`: earlier attempts can no longer commit."""
-    own = ProcessId.of(os.getpid())
-    content = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": own.started if own is not None else 0.0,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        # Two claims must never be equal: a store without conditional puts compares them to see which one won.
-        "token": uuid.uuid4().hex,
-    }
+    """Become the newest attempt at `stage_key`, whoever holds it: earlier attempts can no longer commit."""
     attempt = _latest(store, stage_key)
     for _ in range(_MAX_CLAIMS):
         attempt += 1
-        if store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode()):
+        if _create(store, stage_key, attempt):
             return Fence(store, stage_key, attempt)
-    raise StoreError(
+    raise _unclaimed(stage_key)
+
+
+@contextlib.contextmanager
+def renewed(fence: Fence) -> Iterator[None]:
+    """Renew the lease of an attempt in this context, and release it at the end.
+
+    A renewal that fails is logged: if no other succeeds, an attempt on another machine takes over.
+    """
+    ended = threading.Event()
+    beat = _beat_key(fence.stage_key, fence.attempt)
+
+    def renew() -> None:
+        beats = 0
+        while not ended.wait(BEAT_SECONDS):
+            beats += 1
+            try:
+                fence.store.put_bytes(beat, str(beats).encode())
+            except StoreError as error:
+                log.warning("The lease of stage %s is not renewed: %s", fence.stage_key, error.message)
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_RELEASE_SECONDS)
+        if not thread.is_alive():  # else the store does not answer
+            with contextlib.suppress(StoreError):
+                fence.store.put_bytes(beat, _ENDED)
+
+
+@dataclass
+class _Holder:
+    """The attempt that has claimed a key, as another process observes it."""
+
+    attempt: int
+    process: ProcessId
+    host: str
+    is_here: bool
+    """Whether it runs on this machine, so that its process can be looked up."""
+    has_lease: bool
+    since: str
+    seconds: float = 0.0
+    """Since the first observation, or on another machine since the last change of its lease."""
+    _beat: bytes | None = None
+    _observed: float | None = None
+
+    def lives(self, store: Store, stage_key: str) -> bool:
+        """Observe it once more, and return whether it still holds the key."""
+        if self.is_here:
+            self._pass_time(math.inf)
+            return self.process.pid != os.getpid() and self.process.alive()
+        beat = store.read_bytes(_beat_key(stage_key, self.attempt)) if self.has_lease else _ENDED
+        if beat == _ENDED:
+            return False
+        # This process may have been suspended, or the store unreachable, for this process and the holder.
+        self._pass_time(2 * _REMOTE_POLL_SECONDS)
+        if beat != self._beat:
+            self._beat, self.seconds = beat, 0.0
+        return self.seconds < MISSED_BEATS * BEAT_SECONDS
+
+    def _pass_time(self, most: float) -> None:
+        now = time.monotonic()
+        if self._observed is not None:
+            self.seconds += min(now - self._observed, most)
+        self._observed = now
+
+    def describe(self) -> str:
+        """Return a phrase such as `process 4711 of this machine, running since 3 Nov 10:21`."""
+        where = "this machine" if self.is_here else f"host {self.host}"
+        return f"process {self.process.pid} of {where}, running since {self.since}"
+
+
+def _create(store: Store, stage_key: str, attempt: int) -> bool:
+    """Claim the number `attempt`; False if another process has it."""
+    own = ProcessId.of(os.getpid())
+    content = {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "started": own.started if own is not None else 0.0,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "lease": True,
+        # Two claims must never be equal: a store without conditional puts compares them to see which one won.
+        "token": uuid.uuid4().hex,
+    }
+    return store.put_if_absent(_key(stage_key, attempt), json.dumps(content).encode())
+
+
+def _unclaimed(stage_key: str) -> StoreError:
+    return StoreError(
         f"Stage {stage_key} could not be claimed after {_MAX_CLAIMS} tries: too many processes race for it."
     )
+
+
+def _machine() -> str:
+    """Identify the processes that this one can look up: those of its boot and of its namespace of pids.
+
+    Two containers can have the same hostname.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _folder(stage_key: str) -> str:
@@ -119,15 +237,26 @@ def _latest(store: Store, stage_key: str) -> int:
     return max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
 
 
-def _living_holder(store: Store, stage_key: str) -> ProcessId | None:
-    attempt = _latest(store, stage_key)
+def _beat_key(stage_key: str, attempt: int) -> str:
+    return f"{_folder(stage_key)}/{attempt:06d}.beat"
+
+
+def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
+    """Return who claimed the number `attempt`; None if its record cannot be read."""
     try:
-        content = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
-        holder = ProcessId(int(content["pid"]), float(content["started"]))
+        content: dict[str, Any] = json.loads(store.read_bytes(_key(stage_key, attempt)) or b"{}")
+        host, machine = str(content.get("host", "")), content.get("machine", _machine())
+        started = float(content["started"])
+        return _Holder(
+            attempt,
+            ProcessId(int(content["pid"]), started),
+            host,
+            is_here=(host, machine) == (socket.gethostname(), _machine()),
+            has_lease=content.get("lease") is True,
+            since=f"{datetime.fromtimestamp(started):%d %b %H:%M}",
+        )
     except _UNREADABLE:
         return None
-    other = holder.pid != os.getpid()
-    return holder if other and is_alive(holder.pid, holder.started, content.get("host", "")) else None
 
 
 def _how_to_end(holder: ProcessId) -> str:

@@ -17,7 +17,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
 from rlhf_core.storage import fencing, local
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
-from rlhf_core.storage.fencing import await_holder, claim
+from rlhf_core.storage.fencing import acquire, claim
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.types import ArtifactRef
@@ -98,10 +98,10 @@ def test_unreadable_claim_is_not_waited_for(record: str, tmp_path: Path) -> None
     (tmp_path / "checkpoints" / "k" / "attempts" / "000002.json").write_bytes(
         text.encode(errors="surrogateescape")
     )
-    assert not await_holder(store, "k", "ppo", 5.0)
-    with pytest.raises(Exception, match=r"attempt 2 .* has taken over"):
+    fence, waited = acquire(store, "k", "ppo", 5.0)
+    assert (fence.attempt, waited) == (3, False)
+    with pytest.raises(Exception, match=r"attempt 3 .* has taken over"):
         first.check()
-    assert claim(store, "k").attempt == 3
 
 
 @pytest.mark.parametrize("name", ["\u00b2", "\u0663", "-1", "1e3", "x"])
