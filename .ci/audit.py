@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "requirements"
-LOCKS = ("cpu.txt", "bootstrap.txt", "audit.txt")
+LOCKS = ("cpu.txt", "gpu.txt", "rocm.txt", "bootstrap.txt", "audit.txt")
 _PINNED = re.compile(r"[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?==[\w.!+-]+( ; .+)?")
 _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 

