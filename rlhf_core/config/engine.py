@@ -81,7 +81,8 @@ class WeightSyncConfig(Section):
 
     backend: Literal["auto", "gloo", "nccl", "ipc"] = result(
         "auto",
-        "`auto`: gloo on CPU, ipc when policy and engines share GPUs, nccl otherwise",
+        "`auto`: gloo on CPU, ipc when policy and engines share GPUs, otherwise nccl, or gloo where torch was"
+        " built without NCCL",
     )
     lora: Literal["merged", "adapter"] | None = result(
         None,

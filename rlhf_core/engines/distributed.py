@@ -78,7 +78,7 @@ def rendezvous(
 
 
 def join(rank: Rank) -> None:
-    """Initialize torch.distributed, with gloo on the CPU and NCCL on GPUs, and DeepSpeed on top of it."""
+    """Initialize torch.distributed with the backend of `training_backend`, and DeepSpeed on top of it."""
     listener = rank.listener
     if rank.rank == 0 and listener is None:
         listener = socket.create_server((rank.master_addr, rank.master_port))
@@ -105,10 +105,10 @@ def join(rank: Rank) -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     bound_collectives(rank.start)
     limit = timedelta(seconds=rank.start)
-    backend = "nccl" if rank.device == "cuda" else "gloo"
+    backend = training_backend(rank.device)
     store = rendezvous(rank.master_addr, port, rank.world_size, timeout=limit, listener=listener)
     # The same device as DeepSpeed would choose; it uses a group that already exists.
-    device = torch.device(rank.torch_device) if rank.device == "cuda" and rank.world_size > 1 else None
+    device = torch.device(rank.torch_device) if backend == "nccl" and rank.world_size > 1 else None
     torch.distributed.init_process_group(
         backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=limit, device_id=device
     )
@@ -118,6 +118,31 @@ def join(rank: Rank) -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+
+
+def training_backend(device: str) -> str:
+    """Return "nccl" for GPUs and "gloo" for the CPU, and for GPUs too if torch was built without NCCL.
+
+    Builds for ROCm have RCCL, which torch calls "nccl".
+    """
+    if device == "cpu":
+        return "gloo"
+    if not lacks_nccl():
+        return "nccl"
+    log.warning(
+        "torch was built for GPUs but without NCCL: training ranks use gloo, which copies everything through"
+        " host memory; install a build of torch with NCCL (CUDA) or RCCL (ROCm)"
+    )
+    return "gloo"
+
+
+def lacks_nccl() -> bool:
+    """Return whether this process has a build of torch for GPUs without NCCL. No GPU is initialized."""
+    import torch
+    import torch.distributed as dist
+
+    for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    return for_gpus and not dist.is_nccl_available()
 
 
 def bound_collectives(seconds: float) -> None:

@@ -31,7 +31,7 @@ from rlhf_core.cluster.rpc import (
 )
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
-from rlhf_core.engines.distributed import log_layout
+from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.ppo.engine_actor import EngineActor
@@ -403,7 +403,9 @@ class Fleet:
             return wanted
         if self._device == "cpu":
             return "gloo"
-        return "ipc" if self._config.ppo.colocate == "all" else "nccl"
+        if self._config.ppo.colocate == "all":
+            return "ipc"
+        return "gloo" if lacks_nccl() else "nccl"
 
     def sync(self, version: int) -> SyncReport:
         """Send the weights of policy `version` to all engines, which acknowledge them.

@@ -64,7 +64,7 @@ def _execute(spec: StageSpec, store: Store, fence: Fence, events: Events, stop: 
         attempt=fence.attempt,
         tags={
             "rlhf.attempt": str(fence.attempt),
-            **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions().get("git", "")),
+            **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions()),
         },
         inputs={str(name): ref for name, ref in spec.inputs.items()},
         pipeline=(

@@ -6,7 +6,6 @@ of the pipeline: a hash of everything that decides its result.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -315,12 +314,7 @@ def open_run(
 
 def _tags(checked: CheckedConfig) -> dict[str, str]:
     """Return the tags of the MLflow run that say what made it."""
-    software = versions()
-    tags = {
-        "rlhf.config": checked.path,
-        "rlhf.versions": json.dumps(software),
-        **origin_tags(checked.path, software.get("git", "")),
-    }
+    tags = {"rlhf.config": checked.path, **origin_tags(checked.path, versions())}
     if checked.warnings:
         tags["rlhf.warnings"] = "\n".join(checked.warnings)[:_MAX_TAG_LENGTH]
     return tags

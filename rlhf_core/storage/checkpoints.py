@@ -46,9 +46,9 @@ _COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
 _DAMAGED_POINTER = -1
 """Stands for the step in a `newest.json` that cannot be read."""
-_ONLY_LOGGED = {"threads", "git", "ray", "datasets", "mlflow", "prefect"}
-"""Differences that do not prevent resuming: versions that do not affect results, and the threads, which the
-user sets. `code`, a digest of the sources, is not one of them.
+_ONLY_LOGGED = {"threads", "git", "ray", "datasets", "mlflow", "prefect", "gpu_driver"}
+"""Differences that do not prevent resuming: versions that do not affect results, the driver of the GPUs, and
+the threads, which the user sets. `code`, a digest of the sources, is not one of them.
 """
 
 

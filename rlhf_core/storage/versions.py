@@ -1,12 +1,14 @@
-"""The software that made an artifact."""
+"""The software that made an artifact, without importing torch or initializing a GPU."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import platform
+import re
 import subprocess
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 _PACKAGES = (
@@ -14,12 +16,16 @@ _PACKAGES = (
     "datasets", "mlflow",
     "prefect",
 )  # fmt: skip
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""Packages of the NCCL that torch's wheels load."""
+_DRIVERS = {"NVIDIA": Path("/sys/module/nvidia/version"), "amdgpu": Path("/sys/module/amdgpu/version")}
+"""Files in which the kernel modules of GPUs tell their versions, also inside a container."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results, a digest of this code, and its
-    commit.
+    """Return the versions of Python, of packages that affect results and of the GPUs' software, a digest of
+    this code, and its commit.
 
     The commit is known only if the code runs from a git checkout.
     """
@@ -29,11 +35,52 @@ def versions() -> dict[str, str]:
             result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    result |= gpu_versions()
     result["code"] = _code_digest()
     sha = _git_sha()
     if sha:
         result["git"] = sha
     return result
+
+
+def gpu_versions() -> dict[str, str]:
+    """Return the versions below this machine's torch: `cuda` and `nccl`, or `rocm`, and `gpu_driver`.
+
+    Empty with a build of torch for CPUs on a machine without GPUs. RCCL has no version of its own here: it is
+    part of the ROCm release that torch was built with.
+    """
+    found = {}
+    for name in ("cuda", "hip"):
+        version = _torch_built_with(name)
+        if version:
+            found["rocm" if name == "hip" else name] = version
+    if "cuda" in found:
+        for package in _NCCL_PACKAGES:
+            try:
+                found["nccl"] = metadata.version(package)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    for name, file in _DRIVERS.items():
+        try:
+            found["gpu_driver"] = f"{name} {file.read_text().strip()}"
+            break
+        except OSError:
+            continue
+    return found
+
+
+def _torch_built_with(name: str) -> str:
+    """Return the value of `torch.version.<name>`, or an empty string. Importing torch takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    match = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _code_digest() -> str:

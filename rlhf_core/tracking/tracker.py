@@ -9,6 +9,7 @@ warning.
 from __future__ import annotations
 
 import getpass
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -342,13 +343,22 @@ def _artifact(data: ArtifactRef) -> DataSet:
     return DataSet(f"data-{data.key}", data.digest, kind, {"uri": data.uri}, counts)
 
 
-def origin_tags(source: str, git: str = "") -> dict[str, str]:
-    """Return MLflow's tags for the user, the `source` file and the `git` commit,
-    which may end in `-dirty`.
+def origin_tags(source: str, software: Mapping[str, str]) -> dict[str, str]:
+    """Return tags for the user, the `source` file, and the versions of `software`.
+
+    Those of the GPUs' software also have tags of their own, to search by. `git` may end in `-dirty`.
     """
-    tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
+    tags = {
+        "mlflow.source.name": source,
+        "mlflow.source.type": "LOCAL",
+        "rlhf.versions": json.dumps(dict(software)),
+    }
+    for name in ("cuda", "rocm", "nccl", "gpu_driver"):
+        if name in software:
+            tags[f"rlhf.{name}"] = software[name]
     with suppress(OSError, KeyError, ImportError):  # the user of a container may have no name
         tags["mlflow.user"] = getpass.getuser()
+    git = software.get("git", "")
     if git:
         tags["mlflow.source.git.commit"] = git.removesuffix("-dirty")
         tags["mlflow.source.git.dirty"] = str(git.endswith("-dirty")).lower()

@@ -428,14 +428,24 @@ def test_data_sets_are_inputs_of_the_run(tracking: Tracking, database: Path, tmp
 
 def test_a_run_says_who_ran_what(tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
-    parent = tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", "c0ffee-dirty"))
+    parent = tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", {"git": "c0ffee-dirty"}))
     monkeypatch.setenv("LOGNAME", "bob")
-    tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", "c0ffee"))
+    tracking.parent_run("p1", "demo", origin_tags("configs/demo.yaml", {"git": "c0ffee"}))
     tags = run_of(database, parent)["tags"]
     assert tags["mlflow.user"] == "ada", "who made it, not who typed it again"
     assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("configs/demo.yaml", "LOCAL")
     assert (tags["mlflow.source.git.commit"], tags["mlflow.source.git.dirty"]) == ("c0ffee", "false")
-    assert origin_tags("x", "c0ffee-dirty")["mlflow.source.git.dirty"] == "true"
+    assert origin_tags("x", {"git": "c0ffee-dirty"})["mlflow.source.git.dirty"] == "true"
+
+
+def test_versions_of_the_gpus_software_have_tags_of_their_own() -> None:
+    software = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.29.7", "gpu_driver": "NVIDIA 580.95.05"}
+    tags = origin_tags("x", software)
+    assert json.loads(tags["rlhf.versions"]) == software
+    assert {name: tags[f"rlhf.{name}"] for name in ("cuda", "nccl", "gpu_driver")} == {
+        name: software[name] for name in ("cuda", "nccl", "gpu_driver")
+    }
+    assert "rlhf.torch" not in tags and "rlhf.rocm" not in tags
 
 
 def test_silent_tracker_delays_the_end_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
