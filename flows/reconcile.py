@@ -17,7 +17,9 @@ process. The end of a period of running is only known up to the poll that missed
 machine is suspended after each start, such a period seems long although the run makes no progress; the bound
 on the total number covers this case.
 
-Only runs with the tag `auto-recover` are changed. Server, worker and flow runs must be on the same machine.
+Only runs with the tag `auto-recover` are changed, and only runs of the worker on this machine: Prefect labels
+a run with the name of its worker before it starts the run's process. The processes of other workers may be on
+other hosts, where the reconciler cannot see them.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from rlhf_core.system.processes import processes_with_env
 log = logging.getLogger(__name__)
 
 TAG = "auto-recover"
+WORKER_LABEL = "prefect.worker.name"
+"""Set by Prefect's worker on each run that it starts."""
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Set by Prefect for the process that runs a flow. `rlhf_core.run.environment` removes it for the stages."""
 MAX_CONSECUTIVE_LOSSES = 5
@@ -119,12 +123,23 @@ class Reconciler:
     """Compares flow runs with processes at each `poll`.
 
     It only keeps counts of polls in memory, so it may be restarted at any time.
+
+    Args:
+        api: Address of Prefect's API.
+        worker: Name of the worker whose flow runs have their processes on this machine.
+        find_alive: Returns the ids of the flow runs that have a process here.
+        auth: Prefect's authentication string.
     """
 
     def __init__(
-        self, api: str, find_alive: Callable[[], set[str]] | None = None, auth: str | None = None
+        self,
+        api: str,
+        worker: str,
+        find_alive: Callable[[], set[str]] | None = None,
+        auth: str | None = None,
     ) -> None:
         self._api = api
+        self._worker = worker
         self._auth = auth
         self._find_alive = find_alive or flow_runs_alive
         self._missing: dict[str, int] = {}
@@ -136,7 +151,7 @@ class Reconciler:
         If the server does not respond, nothing is changed.
         """
         try:
-            runs = self._active_runs()
+            runs = [run for run in self._active_runs() if self._is_own(run)]
         except _REQUEST_ERRORS as error:
             log.debug("poll skipped: %s", error)
             return
@@ -181,6 +196,12 @@ class Reconciler:
             message = "its process was lost; continuing from the last checkpoint"
             self._set_state(run_id, "SCHEDULED", "AwaitingRetry", message)
         self._missing[run_id] = 0
+
+    def _is_own(self, run: Mapping[str, Any]) -> bool:
+        """Return whether the worker of this machine has taken the run."""
+        worker = (run.get("labels") or {}).get(WORKER_LABEL)
+        # A worker that is killed just after it took a run leaves it PENDING without the label.
+        return worker == self._worker or (worker is None and run["state"]["type"] == "PENDING")
 
     def _active_runs(self) -> list[dict[str, Any]]:
         body = {

@@ -18,9 +18,11 @@ other machines may execute runs of that server.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +79,9 @@ class Supervisor:
         self.stopping = False
         self._home = home
         home.servers.mkdir(parents=True, exist_ok=True)
+        # The same after a restart, and another for each host and home.
+        digest = hashlib.sha256(str(home.servers.resolve()).encode()).hexdigest()[:8]
+        self._worker_name = f"rlhf-{socket.gethostname()}-{digest}"
         self._auth = ensure_auth_string(home)
         self._external_prefect = os.environ.get("PREFECT_API_URL")
         self._external_mlflow = os.environ.get("MLFLOW_TRACKING_URI")
@@ -149,7 +154,8 @@ class Supervisor:
 
     def _worker(self) -> SupervisedProcess:
         command = [
-            *python_module("prefect"), "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1",
+            *python_module("prefect"), "worker", "start", "--name", self._worker_name,
+            "--pool", POOL, "--type", "process", "--limit", "1",
         ]  # fmt: skip
         return SupervisedProcess(
             "worker",
@@ -169,7 +175,9 @@ class Supervisor:
                 self._create_servers()
             self._write_state("ready")
             log.info("ready: %s", self.api)
-            reconciler = None if self._external_prefect else Reconciler(self.api, auth=self._auth)
+            reconciler = (
+                None if self._external_prefect else Reconciler(self.api, self._worker_name, auth=self._auth)
+            )
             while not self.stopping:
                 try:
                     self._poll(reconciler)

@@ -359,7 +359,8 @@ def _culprits(participants: list[Participant]) -> list[Participant]:
 
 
 def _is_this_process(participant: Participant) -> bool:
-    return participant.process.pid == os.getpid()
+    # A process on another host may have the same id, in containers it often has.
+    return participant.is_local and participant.process.pid == os.getpid()
 
 
 def _unchanged(a: Participant, b: Participant) -> bool:

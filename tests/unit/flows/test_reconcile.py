@@ -5,6 +5,7 @@
 - a run is resumed a bounded number of times in a row and in total, then it fails with a message; a run that
   continued for some time resets the first count
 - a cancelled run is never resumed
+- only runs of this machine's worker are changed
 - a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the
   others are still resumed
 """
@@ -30,6 +31,7 @@ from flows.reconcile import (
     MAX_LOSSES,
     MISSING_POLLS,
     STABLE_SECONDS,
+    WORKER_LABEL,
     Observation,
     Reconciler,
     count_losses,
@@ -117,12 +119,13 @@ class Server:
         monkeypatch.setattr(reconcile, "post", self.post)
         monkeypatch.setattr(reconcile, "get", lambda url, auth: self.history[url.partition("=")[2]])
 
-    def add(self, name: str, state: str, age: float = 60.0) -> None:
+    def add(self, name: str, state: str, age: float = 60.0, worker: str | None = "here") -> None:
         since = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
         self.runs[name] = {
             "id": name,
             "name": name,
             "state": {"type": state, "timestamp": since},
+            "labels": {} if worker is None else {WORKER_LABEL: worker},
         }
         self.history.setdefault(name, []).append(self.runs[name]["state"])
 
@@ -150,11 +153,22 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def test_lost_run_is_crashed_and_scheduled_in_the_second_poll(server: Server) -> None:
     server.add("lost", "RUNNING")
     server.add("alive", "RUNNING")
-    reconciler = Reconciler("http://x/api", find_alive=lambda: {"alive"})
+    reconciler = Reconciler("http://x/api", "here", find_alive=lambda: {"alive"})
     reconciler.poll()
     assert server.sets == []
     reconciler.poll()
     assert server.sets == [("lost", "Crashed"), ("lost", "AwaitingRetry")]
+
+
+def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> None:
+    for state in ("RUNNING", "PENDING", "CANCELLING", "CRASHED"):
+        server.add(f"elsewhere {state}", state, worker="there")
+    server.add("without a worker", "RUNNING", worker=None)
+    server.add("taken by a worker that was killed", "PENDING", worker=None)
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)
+    for _ in range(2 * MISSING_POLLS):
+        reconciler.poll()
+    assert {name for name, _ in server.sets} == {"taken by a worker that was killed"}
 
 
 def test_refused_run_does_not_prevent_the_others(
@@ -162,7 +176,7 @@ def test_refused_run_does_not_prevent_the_others(
 ) -> None:
     server.add("refused", "RUNNING")
     server.add("lost", "RUNNING")
-    reconciler = Reconciler("http://x/api", find_alive=set)
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)
     for _ in range(3):
         reconciler.poll()
     assert ("lost", "AwaitingRetry") in server.sets
@@ -170,7 +184,7 @@ def test_refused_run_does_not_prevent_the_others(
 
 def test_incomplete_response_changes_nothing(server: Server) -> None:
     server.add("lost", "RUNNING")
-    reconciler = Reconciler("http://x/api", find_alive=set)
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)
     server.incomplete = True
     reconciler.poll()
     server.incomplete = False
@@ -182,7 +196,7 @@ def test_incomplete_response_changes_nothing(server: Server) -> None:
 def test_poll_with_a_process_resets_the_count_of_polls(server: Server) -> None:
     server.add("run", "RUNNING")
     alive: set[str] = set()
-    reconciler = Reconciler("http://x/api", find_alive=lambda: alive)
+    reconciler = Reconciler("http://x/api", "here", find_alive=lambda: alive)
     reconciler.poll()
     alive.add("run")
     reconciler.poll()
@@ -192,14 +206,14 @@ def test_poll_with_a_process_resets_the_count_of_polls(server: Server) -> None:
 
 
 def test_run_that_never_starts_is_given_up(server: Server) -> None:
-    reconciler = Reconciler("http://x/api", find_alive=set)
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)
     for _ in range(MAX_CONSECUTIVE_LOSSES - 1):
         server.add("stuck", "PENDING")  # a worker takes the run and loses it, each time
         reconciler.poll()
         reconciler.poll()
     assert server.sets.count(("stuck", "AwaitingRetry")) == MAX_CONSECUTIVE_LOSSES - 1
     server.add("stuck", "PENDING")
-    reconciler = Reconciler("http://x/api", find_alive=set)  # the counts are in the server's history
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)  # the counts are in the server's history
     reconciler.poll()
     reconciler.poll()
     assert server.sets[-1] == ("stuck", "Failed")
@@ -207,7 +221,7 @@ def test_run_that_never_starts_is_given_up(server: Server) -> None:
 
 def test_refused_run_is_ignored_for_some_polls(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.add("refused", "RUNNING")
-    reconciler = Reconciler("http://x/api", find_alive=set)
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)
     for _ in range(16):
         reconciler.poll()
     assert sum("HTTP Error 409" in record.getMessage() for record in caplog.records) == 1
@@ -218,7 +232,7 @@ def test_refused_run_is_ignored_for_some_polls(server: Server, caplog: pytest.Lo
 
 def test_unreachable_server_changes_nothing(server: Server) -> None:
     server.add("lost", "RUNNING")
-    reconciler = Reconciler("http://x/api", find_alive=set)
+    reconciler = Reconciler("http://x/api", "here", find_alive=set)
     reconciler.poll()
     server.down = True
     reconciler.poll()

@@ -6,11 +6,13 @@
 - the stacks of all processes are saved; those of a suspended one are replaced by a note
 - if nothing reports a stall, `fail` is called some seconds later
 - `kill` ends running and suspended participants, and never another process with the same number
+- a participant on another host is not taken for this process
 - an unregistered participant is not reported, and empty files are removed
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -175,3 +177,12 @@ def test_unregistered_participant_is_not_reported(tmp_path: Path, start: Start) 
         assert monitor.unhealthy() == []
         unregister()
     assert not (tmp_path / "stacks").exists()
+
+
+def test_participant_of_another_host_with_this_process_id_is_busy(monitor: Monitor) -> None:
+    record = [os.getpid(), 0.0, "another-host", 1, LIMIT, "step 1"]
+    monitor.folder.mkdir()
+    (monitor.folder / "engine_0.heartbeat").write_text(json.dumps(record))
+    wait_until(monitor.busy)
+    monitor.kill()
+    assert monitor.participant("engine 0") is None, "forgotten, as all but this process"
