@@ -139,5 +139,8 @@ def stages_between(start: StageName, until: StageName) -> tuple[StageName, ...]:
     names = tuple(STAGES)
     between = names[names.index(start) : names.index(until) + 1]
     if not between:
-        raise InputError(f"--from {start} comes after --until {until}; the stages are {', '.join(names)}")
+        raise InputError(
+            f"the first stage, {start} (--from), comes after the last stage, {until} (--until); the stages"
+            f" are {', '.join(names)}"
+        )
     return between

@@ -41,7 +41,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """Endings of the names of input embeddings."""
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,6})\.")
-_TINY_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class UnreadableJSON(ValueError):
@@ -499,7 +498,7 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
         if lora is None:
             continue
         if lora.targets is not None:
-            yield from guarded(f"{field}.lora.targets", _targets(field, lora.targets, config.model.path))
+            yield from guarded(f"{field}.lora.targets", _targets(field, lora.targets, config))
         if lora.quantize is None:
             continue
         rule = f"{field}.lora.quantize: {lora.quantize} needs"
@@ -520,11 +519,12 @@ def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
             )
 
 
-def _targets(field: str, targets: tuple[str, ...], path: str | None) -> Iterator[Finding]:
+def _targets(field: str, targets: tuple[str, ...], config: PipelineConfig) -> Iterator[Finding]:
+    path = config.model.path
     if path is not None and is_hub_model(path):
         return
     if path is None:
-        model, layers = "the model from scratch", set(_TINY_LAYERS)
+        model, layers = "the model from scratch", set(tiny_shape(config.model.tiny).linear_layers)
     else:
         model, layers = path, ModelFolder(path).layer_names
     unknown = sorted(set(targets) - layers)

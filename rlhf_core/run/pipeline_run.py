@@ -142,8 +142,9 @@ class PipelineRun:
                 found = None
         if found is None and spec.stage not in self.stages:
             raise InputError(
-                f"--from {self.stages[0]} needs the artifact of stage {spec.stage} (key {spec.key}), which"
-                f" is not in {self.config.store_url}; leave --from out, or give --from {spec.stage}"
+                f"the run starts at stage {self.stages[0]} (--from) and needs the artifact of stage"
+                f" {spec.stage} (key {spec.key}), which is not in {self.config.store_url};"
+                f" start at {spec.stage}"
             )
         return found
 

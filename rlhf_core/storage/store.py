@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.config.redact import has_credentials, scrubbed
+from rlhf_core.config.redact import HIDDEN, has_credentials, scrubbed, shown
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend
 from rlhf_core.storage.local import LocalFiles
@@ -24,7 +24,8 @@ from rlhf_core.system.files import TEMPORARY
 _CHECK_SECONDS = 2.0
 _MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
-_BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_ENDPOINT = re.compile(r"https?://[^/\s]+")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?\ud800-\udfff]")
 
 
@@ -178,49 +179,68 @@ def open_store(config: PipelineConfig) -> Store:
 
 
 def _open(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
-    for name, value in (("store.url", url), ("store.endpoint", endpoint or "")):
-        if has_credentials(value):
-            raise ConfigError(
-                f"{name} must not contain credentials (value hidden); give them as AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, a profile or a role."
-            )
-    scheme = urlsplit(url).scheme if "://" in url else ""
-    if scheme == "s3":
-        return _open_s3(url, endpoint, retry_seconds)
-    if scheme == "file":
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
-            raise ConfigError(
-                f"store.url={url!r} names the host {parts.netloc!r}; write file:///path or a plain path."
-            )
-        url = parts.path
-    elif scheme:
-        raise ConfigError(
-            f"store.url={url!r} must be a folder or s3://bucket/prefix; got the scheme {scheme!r}."
+    problem = url_problem(url)
+    if problem is not None:
+        raise ConfigError(f"store.url: {problem}")
+    problem = None if endpoint is None else endpoint_problem(endpoint)
+    if problem is not None:
+        raise ConfigError(f"store.endpoint: {problem}")
+    if url.startswith("s3://"):
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        return S3Objects(
+            bucket, prefix.strip("/"), endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), retry_seconds
+        )
+    folder = urlsplit(url).path if url.startswith("file://") else url
+    return LocalFiles(Path(folder).expanduser().absolute())
+
+
+# -- addresses --
+
+
+def url_problem(url: str) -> str | None:
+    """Return the reason for which `url` cannot be the address of a store, with a fix, or None."""
+    if has_credentials(url):
+        return (
+            f"credentials in a URL are refused; got {HIDDEN}; set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY, or use a profile or a role"
         )
     if not url.strip() or "\0" in url:
-        raise ConfigError(f"store.url={url!r} must name a folder or s3://bucket/prefix.")
-    return LocalFiles(Path(url).expanduser().absolute())
+        return f"must name a folder or s3://bucket/prefix; got {shown(url)}; name one"
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return None
+    if scheme == "s3":
+        return _s3_problem(url, rest)
+    if scheme != "file":
+        return f"must be a folder, file:// or s3://bucket/prefix; got scheme {scheme[:20]}://; use s3://"
+    host = rest.split("/")[0]
+    if host not in ("", "localhost"):
+        return f"must not name a host; got {shown(url)}; write file:///path or a plain path"
+    return None
 
 
-def _open_s3(url: str, endpoint: str | None, retry_seconds: float) -> Backend:
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    if not _BUCKET.match(bucket):
-        raise ConfigError(
-            f"store.url={url!r} must be s3://bucket/prefix; {bucket!r} is not a bucket name (3 to 63 of a-z,"
-            " 0-9, '.', '-')."
+def _s3_problem(url: str, rest: str) -> str | None:
+    bucket, _, prefix = rest.partition("/")
+    if _BUCKET.fullmatch(bucket) is None:
+        return (
+            "must be s3://bucket/prefix with a bucket name of 3 to 63 a-z, 0-9, `.` and `-`;"
+            f" got {shown(url)}; name a bucket"
         )
-    prefix = prefix.strip("/")
-    if prefix:
-        try:
-            check_key(prefix)
-        except InputError as error:
-            raise ConfigError(
-                f"store.url={url!r} has a prefix that cannot be used: {error.message}"
-            ) from error
-    if endpoint is not None and not re.match(r"^https?://[^/]+", endpoint):
-        raise ConfigError(
-            f"store.endpoint={endpoint!r} must be the address of a server; write it like"
-            " http://127.0.0.1:9000."
+    try:
+        if prefix.strip("/"):
+            check_key(prefix.strip("/"))
+    except InputError as error:
+        return f"has a prefix that cannot be used: {error.message}"
+    return None
+
+
+def endpoint_problem(endpoint: str) -> str | None:
+    """Return the reason for which `endpoint` cannot be the address of an S3 server, with a fix, or None."""
+    if has_credentials(endpoint):
+        return (
+            f"credentials in a URL are refused; got {HIDDEN}; set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY, or use a profile or a role"
         )
-    return S3Objects(bucket, prefix, endpoint or os.environ.get("AWS_ENDPOINT_URL_S3"), retry_seconds)
+    if _ENDPOINT.match(endpoint) is None:
+        return f"must be http(s)://host:port; got {shown(endpoint)}; add the scheme and host"
+    return None

@@ -372,7 +372,7 @@ def test_a_command_line_that_cannot_be_read_ends_with_2_and_the_usage(
 
 COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "stages in the wrong order": (["run", "c.yaml", "--from", "ppo", "--until", "sft"],
-        ("--from ppo comes after --until sft",)),
+        ("ppo (--from), comes after the last stage, sft (--until)",)),
     "a word that is no override": (["run", "c.yaml", "again"], ("override again", "section.field=value")),
     "no such GPUs": (["plan", "c.yaml", "--gpus", "8xZ9"],
         ("--gpus", "8xA100-80G", "'8xZ9'", "known: A100-40G")),

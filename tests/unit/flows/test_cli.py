@@ -60,7 +60,10 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
         (["run", DEMO, "ppo.steps=0"], ["ppo.steps"]),
         (["run", "no-such.yaml"], ["no-such.yaml"]),
         (["run", DEMO, "model.path=./no/such/model"], ["./no/such/model"]),
-        (["run", DEMO, "--from", "ppo", "--until", "sft"], ["--from ppo comes after --until sft"]),
+        (
+            ["run", DEMO, "--from", "ppo", "--until", "sft"],
+            ["ppo (--from), comes after the last stage, sft (--until)"],
+        ),
     ],
 )
 def test_invalid_input_ends_with_code_2_and_one_message(
