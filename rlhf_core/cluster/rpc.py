@@ -98,6 +98,13 @@ class Actor:
         heartbeat("start", participant.timeouts.start)
 
     @rpc()
+    def address(self) -> str:
+        """Return the address of this process's host in the Ray cluster."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    @rpc()
     def usage(self) -> Usage:
         """Return CPU seconds and peak memory of the actor's process."""
         return process_usage()

@@ -98,6 +98,11 @@ class WeightSyncConfig(Section):
         "Weights are sent in packed buckets of this size",
         within=Range(1, 16384, "a bucket is held twice in memory"),
     )
+    senders: PositiveInt | Literal["auto"] = execution(
+        "auto",
+        "With backend gloo: how many policy ranks send the weights, each its part of every tensor. `auto`:"
+        " all, at most 16, if they are on several hosts; one otherwise",
+    )
     canary: bool = execution(
         True,
         "In every step, compare engine and trainer log-probabilities of the same tokens and stop if they"

@@ -289,6 +289,23 @@ class TrainingEngine:
                 for name, parameter in named:
                     yield str(adapter_name(name)), parameter.detach()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of each weight (ZeRO-3), and no adapter has to be merged into it."""
+        return self.zero_stage == 3 and self.lora is None
+
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the elements of each weight that this rank holds, (elements,), in the order of `weights`.
+
+        The weights must be sharded. This is not a collective operation.
+        """
+        for group in self._gather_groups():
+            for name, parameter in group:
+                shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+                # The last shards are padded beyond the end of the tensor.
+                left = parameter.ds_numel - self.rank.rank * shard.numel()  # type: ignore[attr-defined]
+                yield name, shard.detach().flatten()[: max(0, left)]
+
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""
         rename = adapter_name if adapter else merged_name

@@ -100,10 +100,12 @@ class EngineActor(Actor):
     @rpc("start")
     def init_weight_transfer_engine(self, init_info: dict[str, Any], position: int) -> None:
         """Connect to the sender. `position` is the place of this engine among those that receive."""
-        # Each worker of an engine has a rank of its own. The first rank of an engine follows from its
-        # position and not from its index, because engines that were given up have no ranks.
+        # The ranks of the workers follow from the position of their engine and not from its index, because
+        # engines that were given up have no ranks.
         offset = init_info.get("rank_offset")
-        if offset is not None:
+        if self._backend == "gloo":
+            init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
+        elif offset is not None:
             workers_before = position * self._config.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})

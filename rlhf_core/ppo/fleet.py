@@ -42,6 +42,7 @@ from rlhf_core.ppo.worker import LogprobResult, ModelWorker
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import PromptAndResponse
 from rlhf_core.weight_sync.sender import SyncReport
+from rlhf_core.weight_sync.sender_group import sender_ranks
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ T = TypeVar("T")
 
 FROZEN_RESTARTS = 3
 """Maximum number of restarts of frozen models for one call."""
+MAX_AUTO_SENDERS = 16
+"""An engine has connections to all others for each sender."""
 
 
 # -- calls of all ranks of a group --
@@ -435,14 +438,34 @@ class Fleet:
         engines, policy = self.engines.actors, self.groups["policy"]
         if engines == self._connected:
             return
-        first = policy.workers[0].call(ModelWorker.address, self._local)
-        address = self.wait([first], "the policy's address")[0]
-        receivers = len(engines) * self._config.ppo.engine.tensor_parallel
+        senders = self._start_senders()
+        hosts = tuple(self._addresses(engines))
         self.wait(
-            policy.call(ModelWorker.connect_engines, self.sync_backend, address, engines, receivers),
+            policy.call(ModelWorker.connect_engines, self.sync_backend, senders, engines, hosts),
             "policy and engines to connect for weight sync",
         )
         self._connected = engines
+
+    def _start_senders(self) -> dict[int, tuple[str, int]]:
+        """Let the policy ranks that will send weights listen. Return address and port of each by rank."""
+        policy = self.groups["policy"]
+        wanted = self._config.ppo.weight_sync.senders
+        if self.sync_backend != "gloo":
+            senders = 1
+        elif wanted == "auto":
+            several_hosts = len(set(self._addresses(policy.workers))) > 1
+            senders = min(policy.ranks, MAX_AUTO_SENDERS) if several_hosts else 1
+        else:
+            senders = wanted
+        ranks = sender_ranks(policy.ranks, senders)
+        listening = [policy.workers[rank].call(ModelWorker.listen, self._local) for rank in ranks]
+        return dict(zip(ranks, self.wait(listening, "policy ranks to listen"), strict=True))
+
+    def _addresses(self, actors: Sequence[RemoteActor[Actor]]) -> list[str]:
+        """Return the address of each actor's host."""
+        if self._local:
+            return ["127.0.0.1"] * len(actors)
+        return self.wait([actor.call(Actor.address) for actor in actors], "the addresses of hosts")
 
 
 def _rank_name(group: Group, rank: int) -> str:

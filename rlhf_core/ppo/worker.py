@@ -59,17 +59,18 @@ class ModelWorker(Actor):
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
         self._listener: socket.socket | None = None
-        """Listening socket of rank 0."""
-
-    @rpc()
-    def address(self, local: bool) -> str:
-        """Return the address of this host, or loopback if the whole Ray cluster runs on it (`local`)."""
-        return _own_address(local)
+        """Listening socket of rank 0 of the group, or of a sender of weights."""
 
     @rpc()
     def listen(self, local: bool) -> tuple[str, int]:
-        """Start listening as rank 0 of the group, and return (address, port)."""
-        self._listener = socket.create_server((_own_address(local), 0))
+        """Start listening as rank 0 of the group or as a sender of weights, and return (address, port).
+
+        The address is loopback if the whole Ray cluster runs on this host (`local`).
+        """
+        import ray
+
+        own_address = "127.0.0.1" if local else str(ray.util.get_node_ip_address())
+        self._listener = socket.create_server((own_address, 0))
         address, port = self._listener.getsockname()
         return address, port
 
@@ -246,15 +247,19 @@ class ModelWorker(Actor):
 
     @rpc("start")
     def connect_engines(
-        self, backend: str, address: str, engines: list[RemoteActor[EngineActor]], receivers: int
+        self,
+        backend: str,
+        senders: dict[int, tuple[str, int]],
+        engines: list[RemoteActor[EngineActor]],
+        hosts: tuple[str, ...],
     ) -> None:
         """Prepare weight sync to `engines`. This is a collective operation of the policy ranks.
 
         Args:
             backend: "gloo", "nccl" or "ipc".
-            address: Of rank 0.
+            senders: What `listen` returned on the policy ranks that send, by rank.
             engines: All engines of the run.
-            receivers: Number of their workers.
+            hosts: Address of each engine.
         """
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
@@ -269,12 +274,23 @@ class ModelWorker(Actor):
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
         dtype = DTYPES[ppo.engine.dtype]
+        sharded = len(senders) == self._rank.world_size > 1 and policy.is_sharded
+        whole = policy.adapter if adapter else policy.weights
         self._sender = WeightSender(
-            policy.adapter if adapter else policy.weights,
+            policy.shards if sharded else whole,
             [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)],
             client,
             self._rank.rank,
-            TransportConfig(backend, address, receivers, ppo.weight_sync.bucket_mib << 20, timeout),
+            TransportConfig(
+                backend,
+                senders,
+                hosts,
+                ppo.engine.tensor_parallel,
+                ppo.weight_sync.bucket_mib << 20,
+                timeout,
+            ),
+            listener=self._listener if self._rank.rank in senders else None,
+            sharded=sharded,
         )
 
     @rpc("sync")
@@ -321,9 +337,3 @@ class ModelWorker(Actor):
     def load_checkpoint(self, role: Role, folder: str, scratch: str) -> None:
         """Load what `save_checkpoint` saved. The hosts of all ranks must share `scratch`, an unused path."""
         self._models[role].load_checkpoint(Path(folder), Path(scratch))
-
-
-def _own_address(local: bool) -> str:
-    import ray
-
-    return "127.0.0.1" if local else str(ray.util.get_node_ip_address())

@@ -26,19 +26,17 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec, cut, tensor_checksum, unpack
+from rlhf_core.weight_sync.wire import GlooSource, Route, TensorSpec, receive_buckets, tensor_checksum
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped here
-    """Address of the sender. The ranks of the receivers start at `rank_offset`, in the order of engines and
-    their workers.
-    """
+    """Where the workers of an engine receive from."""
 
-    address: str
-    port: int
-    rank_offset: int
-    size: int
+    senders: list[tuple[str, int]]
+    """Address and port of each."""
+    routes: list[list[Route]]
+    """Of each worker of this engine, for each sender."""
     bucket_bytes: int
     timeout: float
 
@@ -59,8 +57,12 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     update_info_cls = GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        rank = init_info.rank_offset + self.parallel_config.rank
-        self._group = GlooGroup(init_info.address, init_info.port, rank, init_info.size, init_info.timeout)
+        worker = self.parallel_config.rank
+        # Routes are plain lists if vLLM sent them to another process.
+        self._sources = [
+            GlooSource(address, port, Route(*workers[worker]), init_info.timeout)
+            for (address, port), workers in zip(init_info.senders, init_info.routes, strict=True)
+        ]
         self._bucket_bytes = init_info.bucket_bytes
 
     def start_weight_update(self) -> None:
@@ -81,10 +83,8 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
                 update_info.names, update_info.dtypes, update_info.shapes, strict=True
             )
         ]
-        for bucket in cut(specs, self._bucket_bytes):
-            buffer = self._group.receive(sum(spec.bytes for spec in bucket))
-            names = [spec.name for spec in bucket]
-            self.inbox.load_weights(zip(names, unpack(buffer, bucket), strict=True))
+        for tensors in receive_buckets(self._sources, specs, self._bucket_bytes):
+            self.inbox.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -95,7 +95,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
         _repack_embeddings(self.model)
 
     def shutdown(self) -> None:
-        self.__dict__.pop("_group", None)
+        self._sources = []
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:

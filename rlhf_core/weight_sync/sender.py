@@ -1,31 +1,38 @@
 """The trainers' side of weight sync. Every policy rank calls `send`, because gathering the weights is a
-collective operation. Rank 0 also transmits them.
+collective operation. One or several of them transmit the weights, each its part of every tensor. Rank 0 is
+one of these and calls the engines.
 
-start  ->  update (engines receive while rank 0 broadcasts)  ->  finish(version)  ->  compare acknowledgements
+start  ->  update (engines receive while the senders send)  ->  finish(version)  ->  compare acknowledgements
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
+from rlhf_core.engines.distributed import rendezvous
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.processes import free_port
+from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.wire import (
     Acknowledgement,
-    GlooGroup,
+    GlooSender,
+    Route,
     TensorSpec,
     cut,
     pack,
+    routes,
     tensor_checksum,
     verify,
 )
@@ -60,14 +67,21 @@ class TransportConfig:
 
     backend: str
     """"gloo", "nccl" or "ipc"."""
-    address: str
-    """Of rank 0."""
-    receivers: int
-    """Workers of all engines."""
+    senders: Mapping[int, tuple[str, int]]
+    """Address and port of each policy rank that sends, by rank; rank 0 is the first."""
+    engines: tuple[str, ...]
+    """Host of each engine."""
+    workers: int
+    """Of each engine."""
     bucket_bytes: int
     """Largest message."""
     timeout: float
     """Of each operation of the gloo transport, in seconds."""
+
+    @property
+    def receivers(self) -> list[str]:
+        """Hosts of the workers of all engines."""
+        return [host for host in self.engines for _ in range(self.workers)]
 
 
 class WeightSender:
@@ -75,10 +89,12 @@ class WeightSender:
 
     Args:
         weights: The weights of the policy.
-        specs: Names, shapes and dtypes of `weights` as they are sent.
+        specs: Names, shapes and dtypes of the weights as they are sent.
         client: Of the engines on rank 0; None on other ranks.
         rank: Of this process among the policy's ranks.
         transport: The same on all ranks.
+        listener: Socket at the address of this rank in `transport.senders`.
+        sharded: Whether `weights` yields only the elements that this rank sends. Then every rank sends.
     """
 
     def __init__(
@@ -88,15 +104,23 @@ class WeightSender:
         client: EngineClient | None,
         rank: int,
         transport: TransportConfig,
+        *,
+        listener: socket.socket | None = None,
+        sharded: bool = False,
     ) -> None:
         self._weights = weights
         self._specs = specs
         self._client = client
+        self._senders = list(transport.senders)
+        self._index = self._senders.index(rank) if rank in transport.senders else None
+        self._sharded = sharded
         self._checksums: dict[str, str] = {}
         self._transport: _GlooTransport | _VllmTransport
         if transport.backend == "gloo":
-            self._transport = _GlooTransport(self._stream, specs, client, transport)
+            self._transport = _GlooTransport(self._stream, specs, client, self._index, transport, listener)
         else:
+            if listener is not None:
+                listener.close()
             self._transport = _VllmTransport(self._stream, specs, client, rank, transport)
 
     def send(self, version: int) -> SyncReport | None:
@@ -111,22 +135,33 @@ class WeightSender:
             # The transports use other streams, which do not wait for the optimizer's last step.
             torch.cuda.synchronize()
         self._transport.send(str(version))
+        if self._index is None:
+            return None
+        checksums = self._transport.senders.add(self._checksums)
         if self._client is None:
             return None
-        verify(self._checksums, version, self._client.acknowledge())
+        verify(checksums, version, self._client.acknowledge())
         total = sum(spec.bytes for spec in self._specs)
         return SyncReport(version, len(self._specs), total, time.monotonic() - started)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in the engines' precision. Rank 0 stores the checksum of each tensor."""
+        """Yield what this rank sends in the engines' precision: the weights, or its part of each if several
+        ranks send. Senders store the checksums.
+        """
         for spec, (name, tensor) in zip(self._specs, self._weights(), strict=True):
             assert spec.name == name, f"weights come out of order: {name} where {spec.name} was declared"
+            part = slice(0, math.prod(spec.shape))
+            if self._index is not None and len(self._senders) > 1:
+                part = spec.part(self._index, len(self._senders))
+                if not self._sharded:
+                    tensor = tensor.flatten()[part]
             tensor = tensor.to(spec.dtype)
-            if self._client is not None:
-                self._checksums[name] = tensor_checksum(tensor)
+            if self._index is not None:
+                assert tensor.numel() == part.stop - part.start, f"{name} has another size than was declared"
+                self._checksums[name] = tensor_checksum(tensor, part.start)
                 if failpoint("weight_sync.send", "alter") == "alter":
                     tensor = tensor.clone()
-                    tensor.view(-1)[0] += 1
+                    tensor.view(-1)[:1] += 1
             yield name, tensor
 
 
@@ -136,36 +171,55 @@ class _GlooTransport:
         stream: Weights,
         specs: list[TensorSpec],
         client: EngineClient | None,
+        index: int | None,
         transport: TransportConfig,
+        listener: socket.socket | None,
     ) -> None:
         self._stream = stream
         self._specs = specs
         self._client = client
+        self._index = index
         self._bucket_bytes = transport.bucket_bytes
-        if client is None:
+        self.senders = SenderGroup(None, 0, 1, transport.timeout)
+        if index is None:
             return
-        address, size, timeout = transport.address, transport.receivers + 1, transport.timeout
-        listener = socket.create_server((address, 0))
-        port = listener.getsockname()[1]
-        info = {
-            "address": address,
-            "port": port,
-            "rank_offset": 1,
-            "size": size,
-            "bucket_bytes": self._bucket_bytes,
-            "timeout": timeout,
-        }
-        # In a thread: the engines' call only returns after rank 0 has joined as well.
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = GlooGroup(address, port, 0, size, timeout, listener)
-            joined.result()
+        assert listener is not None, "a sender listens"
+        addresses = list(transport.senders.values())
+        paths = [routes(host, transport.receivers) for host, _port in addresses]
+        size = paths[index][0].size
+        if client is None:
+            self._group = GlooSender(listener, size, transport.timeout)
+        else:
+            info = {
+                "senders": addresses,
+                "routes": [_by_engine(path, transport.workers) for path in paths],
+                "bucket_bytes": self._bucket_bytes,
+                "timeout": transport.timeout,
+            }
+            # In a thread: the engines' call only returns after all senders have joined as well.
+            with ThreadPoolExecutor(1) as pool:
+                joined = pool.submit(client.init_weight_transfer_engine, info)
+                self._group = GlooSender(listener, size, transport.timeout)
+                joined.result()
+        if len(addresses) > 1:
+            limit = timedelta(seconds=transport.timeout)
+            store = self._group.store if index == 0 else rendezvous(*addresses[0], size, timeout=limit)
+            self.senders = SenderGroup(store, index, len(addresses), transport.timeout)
 
     def send(self, version: str) -> None:
         stream = self._stream()
+        self.senders.start()
         try:
             if self._client is not None:
                 self._transmit(self._client, stream, version)
+            elif self._index is not None:
+                self._broadcast(stream, None)
+        except BaseException as error:
+            # Before the remaining collectives, in which another sender may wait for this one.
+            self.senders.report(error)
+            if self._client is not None or not isinstance(error, WeightSyncError):
+                raise
+            # Rank 0 raises: its error is that of the engines.
         finally:
             # Also if the engines failed: the other ranks wait for this one in the remaining collectives.
             for _ in stream:
@@ -183,14 +237,22 @@ class _GlooTransport:
         pool = ThreadPoolExecutor(1)
         try:
             received = pool.submit(client.update_weights, dict(update))
+            received.add_done_callback(self.senders.report_from)
             self._broadcast(stream, received)
+            while not wait([received], timeout=0.05).done:
+                self.senders.check()
             received.result()
+        except WeightSyncError:
+            # The connection breaks because an engine failed, and its own error arrives a moment later.
+            with contextlib.suppress(FutureTimeout):
+                received.result(timeout=5)
+            raise
         finally:
             # No wait: after a broken broadcast, the engines' call only ends with its timeout.
             pool.shutdown(wait=False)
         client.finish_weight_update(version)
 
-    def _broadcast(self, stream: Iterator[tuple[str, torch.Tensor]], received: Future[None]) -> None:
+    def _broadcast(self, stream: Iterator[tuple[str, torch.Tensor]], received: Future[None] | None) -> None:
         sending: tuple[Any, torch.Tensor] | None = None
         try:
             for bucket in cut(self._specs, self._bucket_bytes):
@@ -201,21 +263,26 @@ class _GlooTransport:
             if sending is not None:
                 self._finish(sending[0], received)
         except RuntimeError as error:
-            # The connection breaks because an engine failed, and its own error arrives a moment later.
-            with contextlib.suppress(FutureTimeout):
-                received.result(timeout=5)
             raise WeightSyncError(f"the broadcast to the engines broke: {error}") from error
         for _ in stream:  # ends the last gathering context
             raise AssertionError("more weights than were declared")
 
-    @staticmethod
-    def _finish(sending: Any, received: Future[None]) -> None:
-        """Wait until a bucket is sent. Raises the error of the engines if they fail while it waits."""
-        while not sending.is_completed():
-            if received.done():
+    def _finish(self, sending: Any, received: Future[None] | None) -> None:
+        """Wait until a bucket is sent. Raises the error of the engines or of another sender if they fail
+        while it waits.
+        """
+        while sending is not None and not sending.is_completed():
+            if received is not None and received.done():
                 received.result()
+            self.senders.check()
             time.sleep(0.0005)
-        sending.wait()
+        if sending is not None:
+            sending.wait()
+
+
+def _by_engine(paths: list[Route], workers: int) -> list[list[Route]]:
+    """Return the routes of the workers of each engine."""
+    return [paths[first : first + workers] for first in range(0, len(paths), workers)]
 
 
 class _VllmTransport:
@@ -240,6 +307,7 @@ class _VllmTransport:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return stream()
 
+        self.senders = SenderGroup(None, 0, 1, transport.timeout)
         self._client = _Versioned(client)
         self._engine: Any
         if transport.backend == "nccl":
@@ -249,9 +317,9 @@ class _VllmTransport:
             )
 
             nccl = NCCLTrainerInitInfo(
-                master_address=transport.address,
+                master_address=transport.senders[0][0],
                 master_port=free_port(),
-                world_size=transport.receivers + 1,
+                world_size=len(transport.receivers) + 1,
                 rank=rank,
                 packed_buffer_size_bytes=transport.bucket_bytes,
             )

@@ -1,20 +1,24 @@
-"""How weights travel: tensors packed into buckets, sent through a gloo group, and checked by checksums.
+"""How weights travel: tensors packed into buckets, sent through gloo groups, and checked by checksums.
 
-    sender (policy rank 0)                       receivers (one per engine worker)
-      pack bucket k+1  |  broadcast bucket k  ->   unpack, checksum, load bucket k
+    senders (policy ranks)                       receivers (one per engine worker)
+      pack part i of bucket k+1  |  broadcast part i of bucket k  ->   join, checksum, load bucket k
 
-Both sides cut the same buckets from names, dtypes and shapes alone. The gloo group is for CPUs and for
-hardware without NCCL. It is separate from the training group, and each of its operations has a timeout.
+Both sides cut the same buckets from names, dtypes and shapes alone. Sender i of n sends part i of each
+tensor: its flat elements, divided as ZeRO-3 divides them, so that a sharded weight is sent without being
+gathered. Each sender has a gloo group with the receivers on its host and with one on each other host, which
+forwards to the others there. The groups are for CPUs and for hardware without NCCL. They are separate from
+the training group, and each of their operations has a timeout.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as _dist
@@ -44,6 +48,12 @@ class TensorSpec:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def part(self, index: int, parts: int) -> slice:
+        """Return the flat elements of part `index` of `parts`. All have the same size, except at the end."""
+        numel = math.prod(self.shape)
+        size = -(-numel // parts)
+        return slice(min(index * size, numel), min((index + 1) * size, numel))
+
 
 def cut(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
     """Group consecutive specs into buckets of at most `limit` bytes.
@@ -66,14 +76,29 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
-def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return the tensors in `buffer`. They are copies, because a view may be misaligned for its dtype."""
+def part_bytes(specs: Sequence[TensorSpec], index: int, parts: int) -> int:
+    """Return the size of part `index` of a bucket."""
+    slices = [spec.part(index, parts) for spec in specs]
+    return sum(
+        (part.stop - part.start) * spec.dtype.itemsize for part, spec in zip(slices, specs, strict=True)
+    )
+
+
+def unpack(buffers: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return the tensors of a bucket from its parts, one buffer for each sender.
+
+    They are copies, because a view may be misaligned for its dtype.
+    """
     tensors = []
-    offset = 0
+    offsets = [0] * len(buffers)
     for spec in specs:
-        part = buffer[offset : offset + spec.bytes].clone()
-        tensors.append(part.view(spec.dtype).view(spec.shape))
-        offset += spec.bytes
+        parts = []
+        for index, buffer in enumerate(buffers):
+            part = spec.part(index, len(buffers))
+            end = offsets[index] + (part.stop - part.start) * spec.dtype.itemsize
+            parts.append(buffer[offsets[index] : end])
+            offsets[index] = end
+        tensors.append(torch.cat(parts).view(spec.dtype).view(spec.shape))
     return tensors
 
 
@@ -90,8 +115,11 @@ class Acknowledgement:
     """Checksums of the received tensors by name."""
 
 
-def tensor_checksum(tensor: torch.Tensor) -> str:
+def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
     """Return two 64-bit sums of the elements' bits, the second with odd weights that depend on the position.
+
+    `first` is the position of the first element, if `tensor` is a part: the checksums of all parts add up to
+    the checksum of the whole (see `add_checksums`).
 
     Any single altered element changes both sums, and swapped elements change the second. The arithmetic is
     modulo 2^64, so the result does not depend on the order of summation and on the device. It needs 8 bytes
@@ -103,9 +131,24 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     plain = weighted = 0
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
-        index = torch.arange(start, start + part.numel(), device=part.device)
+        index = torch.arange(first + start, first + start + part.numel(), device=part.device)
         plain += int(part.sum())
         weighted += int((part * (index * 2654435761 * 2 + 1)).sum())
+    return _encode(plain, weighted)
+
+
+def add_checksums(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the checksums of whole tensors from those of their parts."""
+    plain: Counter[str] = Counter()
+    weighted: Counter[str] = Counter()
+    for part in parts:
+        for name, checksum in part.items():
+            plain[name] += int(checksum[:16], 16)
+            weighted[name] += int(checksum[16:], 16)
+    return {name: _encode(plain[name], weighted[name]) for name in plain}
+
+
+def _encode(plain: int, weighted: int) -> str:
     return f"{plain & (2**64 - 1):016x}{weighted & (2**64 - 1):016x}"
 
 
@@ -131,32 +174,141 @@ def verify(sent: Mapping[str, str], version: int, acknowledgements: Sequence[Ack
 # -- transport --
 
 
-class GlooGroup:
-    """A process group in which rank 0 sends and the others receive."""
+class Route(NamedTuple):
+    """How a receiver gets what one sender sends: in the sender's group, or from a receiver on its host."""
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        rank: int,
-        size: int,
-        timeout: float,
-        listener: socket.socket | None = None,
-    ) -> None:
-        """`listener` is the socket of rank 0 on `address` and `port`."""
-        wait = timedelta(seconds=timeout)
-        self._store = rendezvous(address, port, size, timeout=wait, listener=listener)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, size, wait)
+    rank: int
+    """In the sender's group; 0 if the receiver is not in it."""
+    size: int
+    """Of the sender's group."""
+    relay: str
+    """Name of the group in which the first receiver on a host forwards to the others; empty: none."""
+    relay_rank: int
+    relay_size: int
+
+
+def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
+    """Return the route of each receiver, so that the weights enter each host once.
+
+    Args:
+        sender: Host of the sender.
+        hosts: Host of each receiver.
+    """
+    on_host: dict[str, list[int]] = {}
+    for receiver, host in enumerate(hosts):
+        on_host.setdefault(host, []).append(receiver)
+    direct = [
+        receiver for receiver, host in enumerate(hosts) if host == sender or receiver == on_host[host][0]
+    ]
+    found = []
+    for receiver, host in enumerate(hosts):
+        neighbours = on_host[host]
+        rank = direct.index(receiver) + 1 if receiver in direct else 0
+        relay = host if host != sender and len(neighbours) > 1 else ""
+        found.append(Route(rank, len(direct) + 1, relay, neighbours.index(receiver), len(neighbours)))
+    return found
+
+
+class GlooSender:
+    """A sender in its group, whose other ranks receive.
+
+    Args:
+        listener: Socket of this sender.
+        size: Ranks of the group.
+        timeout: Of each operation, in seconds.
+    """
+
+    def __init__(self, listener: socket.socket, size: int, timeout: float) -> None:
+        address, port = listener.getsockname()
+        limit = timedelta(seconds=timeout)
+        self.store = rendezvous(address, port, size, timeout=limit, listener=listener)
+        self._group = _group(self.store, "weights", 0, size, timeout)
 
     def send(self, buffer: torch.Tensor) -> Any:
-        """Start to broadcast a buffer (bytes,) of uint8 from rank 0.
+        """Start to broadcast a buffer (bytes,) of uint8.
 
-        Call `wait()` on the result before the buffer is used again.
+        Call `wait()` on the result before the buffer is used again. It is None for an empty buffer.
         """
-        return self._group.broadcast(buffer, 0)
+        return _broadcast(self._group, buffer)
 
-    def receive(self, size: int) -> torch.Tensor:
-        """Receive a buffer (size,) of uint8 from rank 0."""
+
+class GlooSource:
+    """What one receiver gets from one sender.
+
+    Args:
+        address: Of the sender.
+        port: Of the sender.
+        route: Of this receiver.
+        timeout: Of each operation, in seconds.
+    """
+
+    def __init__(self, address: str, port: int, route: Route, timeout: float) -> None:
+        self._store = rendezvous(address, port, route.size, timeout=timedelta(seconds=timeout))
+        self._direct = self._relay = None
+        if route.rank:
+            self._direct = _group(self._store, "weights", route.rank, route.size, timeout)
+        if route.relay:
+            name = f"relay/{route.relay}"
+            self._relay = _group(self._store, name, route.relay_rank, route.relay_size, timeout)
+        self._forwarding: tuple[Any, torch.Tensor] | None = None
+
+    def start(self, size: int) -> tuple[Any, torch.Tensor]:
+        """Start to receive a buffer (size,) of uint8. `finish` waits for it."""
         buffer = torch.empty(size, dtype=torch.uint8)
-        self._group.broadcast(buffer, 0).wait()
+        return _broadcast(self._direct or self._relay, buffer), buffer
+
+    def finish(self, arriving: tuple[Any, torch.Tensor]) -> torch.Tensor:
+        """Wait for a buffer, and start to forward it if this is the first receiver on its host."""
+        work, buffer = arriving
+        if work is not None:
+            work.wait()
+        self.flush()
+        if self._direct is not None and self._relay is not None:
+            self._forwarding = _broadcast(self._relay, buffer), buffer
         return buffer
+
+    def flush(self) -> None:
+        """Wait until the last buffer is forwarded."""
+        if self._forwarding is not None and self._forwarding[0] is not None:
+            self._forwarding[0].wait()
+        self._forwarding = None
+
+
+def _group(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
+
+
+def _broadcast(group: Any, buffer: torch.Tensor) -> Any:
+    """Start to send a buffer from rank 0 of the group to the others. Gloo has no broadcast of nothing."""
+    return group.broadcast(buffer, 0) if len(buffer) else None
+
+
+def receive_buckets(
+    sources: Sequence[GlooSource], specs: Sequence[TensorSpec], limit: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield the named tensors of each bucket.
+
+    The next bucket is requested before: gloo sends nothing until the receiver asks for it.
+
+    Args:
+        sources: One for each sender.
+        specs: All tensors.
+        limit: Size of a bucket in bytes.
+    """
+    buckets = cut(specs, limit)
+    arriving = _start_parts(sources, buckets[0])
+    for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
+        next_parts = _start_parts(sources, following)
+        buffers = [source.finish(part) for source, part in zip(sources, arriving, strict=True)]
+        tensors = unpack(buffers, bucket)
+        arriving = next_parts
+        del buffers
+        yield list(zip((spec.name for spec in bucket), tensors, strict=True))
+    for source in sources:
+        source.flush()
+
+
+def _start_parts(
+    sources: Sequence[GlooSource], bucket: Sequence[TensorSpec]
+) -> list[tuple[Any, torch.Tensor]]:
+    return [source.start(part_bytes(bucket, i, len(sources))) for i, source in enumerate(sources)]

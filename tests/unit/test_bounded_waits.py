@@ -44,9 +44,8 @@ BOUNDED = {
     "rlhf_core/engines/ranks.py: pipe.recv()": "after poll() said that there is something",
     "rlhf_core/engines/ranks.py: self.pipe.recv()": "after poll() said that there is something",
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
-    "rlhf_core/weight_sync/wire.py: self._group.broadcast(buffer, 0).wait()": (
-        "the group's timeout, run.timeouts.sync"
-    ),
+    "rlhf_core/weight_sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
+    "rlhf_core/weight_sync/wire.py: self._forwarding[0].wait()": "the same",
     "rlhf_core/weight_sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/weight_sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/weight_sync/sender.py: sending.wait()": "is completed",

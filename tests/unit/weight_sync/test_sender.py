@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.sender import TransportConfig, WeightSender
-from rlhf_core.weight_sync.wire import GlooGroup, TensorSpec
+from rlhf_core.weight_sync.wire import GlooSource, TensorSpec
 
 BIG = 3 << 20
 """Float32 numbers of each tensor: beyond what sockets buffer, so that a broadcast needs somebody to read it.
@@ -31,7 +32,7 @@ class _Engine:
         self.group: Any = None
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self.group = GlooGroup(info["address"], info["port"], 1, info["size"], info["timeout"])
+        self.group = GlooSource(*info["senders"][0], info["routes"][0][0][0], info["timeout"])
 
     def start_weight_update(self) -> None: ...
 
@@ -55,9 +56,10 @@ def _weights() -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_failing_engine_is_reported_immediately(leaves: bool) -> None:
     specs = [TensorSpec(name, torch.float32, (BIG,)) for name in "abcd"]
-    sender = WeightSender(
-        _weights, specs, _Engine(leaves), 0, TransportConfig("gloo", "127.0.0.1", 1, 12 << 20, 60.0)
-    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = {0: listener.getsockname()}
+    transport = TransportConfig("gloo", address, ("127.0.0.1",), 1, 12 << 20, 60.0)
+    sender = WeightSender(_weights, specs, _Engine(leaves), 0, transport, listener=listener)
     started = time.monotonic()
     with pytest.raises((ValueError, WeightSyncError), match=r"cannot take this tensor|broke"):
         sender.send(1)
@@ -79,7 +81,7 @@ def test_weights_are_read_after_gpu_synchronization(monkeypatch: pytest.MonkeyPa
         [TensorSpec("a", torch.float32, (1,))],
         None,
         1,
-        TransportConfig("gloo", "127.0.0.1", 1, 1 << 20, 1.0),
+        TransportConfig("gloo", {0: ("127.0.0.1", 1)}, ("127.0.0.1",), 1, 1 << 20, 1.0),
     )
     assert sender.send(1) is None
     assert done == (["queue done", "read"] if gpu else ["read"])
