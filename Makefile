@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUDIT := .venv-audit
+CLUSTER := .venv-cluster
 LOCK := requirements/cpu.txt
 CONFIG ?= deployments/configs/demo.yaml
 ARGS ?=
@@ -37,7 +38,12 @@ $(STAMP): $(LOCK) requirements/bootstrap.txt pyproject.toml
 run: setup
 	$(BIN)/rlhf run $(CONFIG) $(ARGS)
 
-test: test-unit
+# Packages of a Ray cluster's head, for the tests of the executor `ray`: not in $(VENV), see requirements/cluster.in.
+$(CLUSTER): requirements/cluster.txt | $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(CLUSTER) --require-hashes --no-deps -r $<
+	@touch $(CLUSTER)
+
+test: test-unit $(CLUSTER)
 	$(BIN)/pytest -m "not slow and not gpu" tests/integration
 
 test-unit: setup
@@ -93,6 +99,7 @@ lock: $(STAMP)
 	  requirements/cpu.in pyproject.toml -o $(LOCK)
 	$(VERSIONS) | $(COMPILE_GPU) --constraints /dev/stdin --extra gpu \
 	  requirements/gpu.in pyproject.toml -o requirements/gpu.txt
+	$(BIN)/$(COMPILE) --no-deps --universal --constraints $(LOCK) requirements/cluster.in -o requirements/cluster.txt
 	$(VERSIONS) | $(COMPILE_GPU) --constraints /dev/stdin --no-emit-package vllm \
 	  --override requirements/rocm-override.txt requirements/rocm.in pyproject.toml -o requirements/rocm.txt
 

@@ -27,7 +27,9 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import DataConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
+from rlhf_core.pipeline import STAGES, StageName
 
 _SECONDS = Range(0.1, 1e8, "shorter times end before any work is done, longer times never end")
 
@@ -90,6 +92,22 @@ class RunConfig(Section):
         within=Range(1, 5e8, "a stage needs seconds to start"),
     )
     timeouts: TimeoutsConfig = execution(TimeoutsConfig(), "When a process counts as stalled")
+    executor: Executor = execution(
+        "local",
+        "Where stages run: `local`: a child process; `ray`: a job of a running Ray cluster"
+        " (RAY_API_SERVER_ADDRESS); `kuberay`: a RayJob on Kubernetes; `slurm`: a batch job. See"
+        " [clusters](clusters.md)",
+    )
+    resources: ResourcesConfig = execution(ResourcesConfig(), "What each stage asks a cluster for")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a stage runs on another machine."""
+        return any(self.executor_of(stage) != "local" for stage in STAGES)
+
+    def executor_of(self, stage: StageName) -> Executor:
+        """Return where `stage` runs."""
+        return self.resources.of(stage).executor or self.executor
 
 
 class StoreConfig(Section):

@@ -92,10 +92,19 @@ def _section_parts(path: str, schema: Schema, defaults: BaseModel | None) -> lis
             sections[name] = field
         else:
             values.append(name)
-    parts.append(_table(schema, values, defaults))
+    if values:
+        parts.append(_table(schema, values, defaults))
     for name, section in sections.items():
-        parts += _section_parts(f"{path}.{name}", section, getattr(defaults, name))
+        parts += _section_parts(f"{path}.{name}", section, _default_of(defaults, name))
     return parts
+
+
+def _default_of(defaults: BaseModel | None, name: str) -> Any:
+    """Return the default of the field that is called `name` in YAML."""
+    for attribute, info in type(defaults).model_fields.items() if defaults is not None else ():
+        if name in (attribute, info.alias):
+            return getattr(defaults, attribute)
+    return None
 
 
 def _reward_parts() -> list[str]:

@@ -24,6 +24,8 @@ _BYTES_PER_PARAMETER = 16
 
 def check_devices(config: PipelineConfig) -> Iterator[Finding]:
     """Check that the GPUs, or the cores and the memory without GPUs, are enough for all ranks and engines."""
+    if config.run.is_remote:
+        return  # this machine only submits jobs
     # A Ray cluster counts its devices itself when PPO reserves them; all other stages run on this machine.
     on_cluster = bool(os.environ.get("RAY_ADDRESS"))
     gpus = visible_gpus()

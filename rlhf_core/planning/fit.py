@@ -76,6 +76,8 @@ def check_memory(config: PipelineConfig) -> None:
     No network requests are made. If the GPUs or the shape of the model are unknown on this machine, nothing
     is checked.
     """
+    if config.run.is_remote:
+        return  # other machines, which are not known
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
     if hardware is None or os.environ.get("RAY_ADDRESS"):
         return  # unknown GPUs, or a Ray cluster on other machines

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
-from rlhf_core.errors import checking
+from rlhf_core.errors import ConfigError, InputError, checking, guarded
 from rlhf_core.planning.fit import check_memory
 from rlhf_core.preflight import check
+from rlhf_core.run.executors.check import check_executors
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.home import Home
 
@@ -57,7 +58,7 @@ def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> li
     `name` is the configuration's name in messages. See `check_config`.
     """
     with checking(name):
-        warnings = check(config)
+        warnings = [*check(config), *_executor_warnings(config)]
         check_memory(config)
     Home.of(config.run.home).make()
     store = open_store(config)
@@ -66,6 +67,15 @@ def probe(config: PipelineConfig, name: str, *, retry_store: bool = False) -> li
     else:
         store.check()
     return warnings
+
+
+def _executor_warnings(config: PipelineConfig) -> list[str]:
+    """Return the warnings of `check_executors`. Raises ConfigError with all its errors."""
+    findings = list(guarded("run.executor", check_executors(config)))
+    errors = [finding.message for finding in findings if isinstance(finding, InputError)]
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return [finding for finding in findings if isinstance(finding, str)]
 
 
 def reuse_check(checked: CheckedConfig) -> None:

@@ -46,9 +46,9 @@ class StageSpec:
         """Rollouts of the unfinished step, which later attempts on this machine reuse."""
         return self.home.rollout_cache(self.stage, self.key)
 
-    def write(self, path: Path) -> None:
-        """Write the file that `read` reads."""
-        payload = {
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict. `from_json` is the inverse."""
+        return {
             "stage": self.stage,
             "key": self.key,
             "config": self.config.model_dump(mode="json", by_alias=True),
@@ -57,13 +57,20 @@ class StageSpec:
             "pipeline_key": self.pipeline_key,
             "sources": dict(self.sources),
         }
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` reads."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(payload, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> StageSpec:
-        """The spec in `path`, validated like any configuration."""
-        payload: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        """Return the spec in `path`, validated like any configuration."""
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> StageSpec:
+        """Return the spec that `to_json` has written, validated like any configuration."""
         config = PipelineConfig.model_validate_json(json.dumps(payload["config"]))
         inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
         return cls(

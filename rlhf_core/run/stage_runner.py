@@ -24,6 +24,8 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import OnEvent, run_child
 from rlhf_core.run.display import current_display
 from rlhf_core.run.environment import stage_environment
+from rlhf_core.run.executors.base import open_scheduler
+from rlhf_core.run.executors.follow import run_remote
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import MAX_DOUBLINGS, RetryPolicy
 from rlhf_core.run.spec import StageRecord, StageSpec
@@ -109,12 +111,18 @@ def find_or_make(
 def _make(
     run: PipelineRun, spec: StageSpec, log_file: Path, on_event: OnEvent, policy: RetryPolicy
 ) -> ArtifactRef:
-    """Run the child, and end its MLflow run if it failed: a child that was killed cannot do that itself."""
+    """Run the child or the job, and end its MLflow run if it failed.
+
+    One that was killed cannot do that itself.
+    """
     config = run.config
     # All attempts of a stage share its time.
     left = config.run.stage_timeout - (time.monotonic() - run.began[spec.stage])
     try:
-        return run_child(spec, log_file, stage_environment(config), max(0.0, left), on_event)
+        if config.run.executor_of(spec.stage) == "local":
+            return run_child(spec, log_file, stage_environment(config), max(0.0, left), on_event)
+        scheduler = open_scheduler(config, spec.stage)
+        return run_remote(scheduler, spec, log_file, max(0.0, left), on_event)
     except (StageHeld, Superseded):
         raise  # The MLflow run belongs to the other attempt.
     except Exception as error:

@@ -48,7 +48,7 @@ HOMES = {
     "prefect": ("flows",),
     "vllm": ("rlhf_core.engines.vllm", "rlhf_core.weight_sync"),
     "deepspeed": ("rlhf_core.engines",),
-    "ray": ("rlhf_core.cluster", "rlhf_core.ppo"),
+    "ray": ("rlhf_core.cluster", "rlhf_core.ppo", "rlhf_core.run.executors.ray_job"),
     "mlflow": ("rlhf_core.tracking", "flows.application"),
 }
 

@@ -1,0 +1,240 @@
+"""Runs a stage as a job of a cluster: submits it or finds the one that is running, and follows it.
+
+find       a job of this stage key that was submitted before and has not ended is followed: a flow that
+           was killed and is started again continues to wait for its job
+submit     `jobs/{key}/{number}/spec.json` is created once, so that two flows submit one job
+follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
+           the store, is a success; a job that ended without one is an error of rlhf_core.errors
+stop       on Ctrl-C, SIGTERM or a cancellation the job is asked to stop through the store, which gives it
+           time to save a checkpoint, and is then cancelled. If the flow is killed, the job goes on
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_core.config.redact import has_credentials
+from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
+from rlhf_core.run.child import TERM_SECONDS, OnEvent, log_excerpt
+from rlhf_core.run.executors.base import Job, JobStatus, Scheduler
+from rlhf_core.run.executors.job_files import JobFiles
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import open_store
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+_STATUS_SECONDS = 5.0
+_LOG_SECONDS = 30.0
+_UNREACHABLE_SECONDS = 300.0
+"""How long a scheduler may not answer."""
+_SUBMIT_SECONDS = 60.0
+"""A job that the scheduler does not know, but whose spec is younger, may be about to be submitted."""
+_STOP_SECONDS = TERM_SECONDS + 25.0
+"""Time for a job to see the request, save a checkpoint and end."""
+_SHARED_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION", "MLFLOW_TRACKING_URI")
+"""Addresses that a job gets from the flow. Secrets come from the cluster."""
+
+
+def run_remote(
+    scheduler: Scheduler, spec: StageSpec, log_file: Path, timeout: float, on_event: OnEvent
+) -> ArtifactRef:
+    """Run the stage of `spec` as a job and return its artifact.
+
+    Args:
+        scheduler: Starts the job and knows its state.
+        spec: The stage.
+        log_file: Gets a copy of the end of the job's log.
+        timeout: Seconds, including the time in queues.
+        on_event: Receives the job's events.
+
+    Raises:
+        RLHFError: The error that the stage sent, with its class.
+        StageFailed: The job died, was evicted, stopped or deleted.
+        StageTimedOut: The job took over `timeout` seconds, or the scheduler ended it at its limit.
+        OutOfMemory: The scheduler says so.
+        InfrastructureError: The scheduler or the store did not answer. The job goes on.
+    """
+    return _Follower(scheduler, spec, log_file, timeout, on_event).run()
+
+
+def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the addresses in the environment that a job on another host needs too, without credentials."""
+    values = {name: environ[name] for name in _SHARED_VARIABLES if environ.get(name)}
+    return {name: value for name, value in values.items() if not has_credentials(value)}
+
+
+class _Follower:
+    def __init__(
+        self, scheduler: Scheduler, spec: StageSpec, log_file: Path, timeout: float, on_event: OnEvent
+    ) -> None:
+        self._scheduler = scheduler
+        self._spec = spec
+        self._log_file = log_file
+        self._deadline = time.monotonic() + timeout
+        self._on_event = on_event
+        self._store = open_store(spec.config)
+        self._next_event = 1
+        self._outcome: ArtifactRef | RLHFError | None = None
+        self._reason = ""
+
+    def run(self) -> ArtifactRef:
+        files = self._find() or self._submit()
+        name = files.submission.job_name
+        try:
+            status = self._follow(files, name)
+        except StageTimedOut:
+            self._stop(files, name)
+            raise
+        except Exception:
+            raise  # the job goes on, and the next attempt finds it
+        except BaseException:
+            self._stop(files, name)
+            raise
+        self._fetch_log(files, name)
+        if isinstance(self._outcome, ArtifactRef):
+            return self._outcome
+        # The manifest decides. A job can end after it has published, and before its last event.
+        made = ArtifactStore(self._store, self._spec.home.cache).find(self._spec.stage, self._spec.key)
+        if made is not None:
+            return made
+        if self._outcome is not None:
+            raise self._outcome
+        raise status.error(self._what(name), self._ends())
+
+    def _find(self) -> JobFiles | None:
+        """Return the files of a job of this stage that has not ended."""
+        files = JobFiles.newest(self._store, self._spec.key)
+        if files is None or files.submission.executor != self._kind or self._has_outcome(files):
+            return None
+        submission = files.submission
+        status = self._scheduler.status(submission.job_name)
+        if status.is_active:
+            message = f"{self._what(submission.job_name)} is {status.state} already; following it"
+            self._on_event({"event": "warning", "message": message})
+            return files
+        if status.state == "missing" and time.time() - submission.time < _SUBMIT_SECONDS:
+            self._start(files)
+            return files
+        return None
+
+    @property
+    def _kind(self) -> str:
+        return self._spec.config.run.executor_of(self._spec.stage)
+
+    def _has_outcome(self, files: JobFiles) -> bool:
+        number = 1
+        while (events := files.read_events(number)) is not None:
+            if any(event["event"] in ("result", "error") for event in events):
+                return True
+            number += 1
+        return False
+
+    def _submit(self) -> JobFiles:
+        newest = JobFiles.newest(self._store, self._spec.key)
+        files = JobFiles(self._store, self._spec.key, 1 if newest is None else newest.number + 1)
+        left = max(0.0, self._deadline - time.monotonic())
+        executor = self._spec.config.run.executor_of(self._spec.stage)
+        # If this number exists by now, another flow has created it, and both submit the same job.
+        files.create(self._spec, executor, left, shared_environment())
+        self._start(files)
+        return files
+
+    def _start(self, files: JobFiles) -> None:
+        config, stage = self._spec.config, self._spec.stage
+        endpoint = config.store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3", "")
+        command = ["python", "-P", "-m", "rlhf_core.run.remote", config.store_url, self._spec.key]
+        command += [str(files.number), *([endpoint] if endpoint else [])]
+        name = files.submission.job_name
+        self._scheduler.submit(Job(name, stage, command, config.run.resources.of(stage)))
+        log.info("%s: submitted", self._what(name))
+
+    def _follow(self, files: JobFiles, name: str) -> JobStatus:
+        """Return the last status of the job, which has ended or has sent its outcome."""
+        status, answered, looked = JobStatus("pending"), time.monotonic(), 0.0
+        began = log_read = time.monotonic()
+        while True:
+            self._read_events(files)
+            now = time.monotonic()
+            if self._outcome is not None:
+                return status
+            if now > self._deadline:
+                limit = f"run.stage_timeout={self._spec.config.run.stage_timeout:g}"
+                raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
+            if now - looked > _STATUS_SECONDS:
+                looked = now
+                try:
+                    status, answered = self._scheduler.status(name), now
+                except InfrastructureError as error:
+                    if now - answered > _UNREACHABLE_SECONDS:
+                        raise
+                    log.info("%s: %s", self._what(name), error.message)
+            if not status.is_active:
+                self._read_events(files)  # what it wrote before it ended
+                return status
+            if status.state == "pending" and now - began > 2 * _LOG_SECONDS:
+                self._tell_reason(name, status.message)
+            if now - log_read > _LOG_SECONDS:
+                log_read = now
+                self._fetch_log(files, "")
+            time.sleep(POLL_SECONDS)
+
+    def _read_events(self, files: JobFiles) -> None:
+        while (events := files.read_events(self._next_event)) is not None:
+            self._next_event += 1
+            for event in events:
+                if event["event"] == "result":
+                    self._outcome = ArtifactRef(**event["artifact"])
+                elif event["event"] == "error":
+                    self._outcome = from_record({"type": event["type"], "message": event["message"]})
+                else:
+                    self._on_event(event)
+
+    def _tell_reason(self, name: str, reason: str) -> None:
+        if reason and reason != self._reason:
+            self._reason = reason
+            self._on_event({"event": "warning", "message": f"{self._what(name)} waits: {reason}"})
+
+    def _fetch_log(self, files: JobFiles, name: str) -> None:
+        """Write the end of the stage's log, or that of the job `name` if the stage has written none."""
+        tail = files.read_log()
+        if not tail and name:
+            try:
+                tail = self._scheduler.log_tail(name).encode()
+            except RLHFError as error:
+                log.info("%s: no log: %s", self._what(name), error.message)
+        if tail:
+            self._log_file.write_bytes(tail)
+
+    def _stop(self, files: JobFiles, name: str) -> None:
+        """Ask the job to stop, wait until it has, and cancel it; cancel it at once if this is interrupted."""
+        try:
+            log.info("%s: asked to stop", self._what(name))
+            files.ask_to_stop()
+            deadline = time.monotonic() + _STOP_SECONDS
+            while time.monotonic() < deadline:
+                self._read_events(files)
+                if self._outcome is not None or self._scheduler.status(name).state != "running":
+                    break
+                time.sleep(POLL_SECONDS)
+            self._fetch_log(files, "")
+        except RLHFError as error:
+            log.warning("%s: %s", self._what(name), error.message)
+        finally:
+            try:
+                self._scheduler.cancel(name)
+            except RLHFError as error:
+                log.warning("%s may still run, cancel it by hand: %s", self._what(name), error.message)
+
+    def _what(self, name: str) -> str:
+        return f"stage {self._spec.stage}, {self._scheduler.title} {name}"
+
+    def _ends(self) -> str:
+        words = log_excerpt(self._log_file)
+        return f"; log: {self._log_file}" + (f"; its last words: {words}" if words else "")

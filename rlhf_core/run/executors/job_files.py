@@ -1,0 +1,127 @@
+"""The objects of a remote job in the store.
+
+    {store}/jobs/{stage key}/{number}/
+        spec.json         the job's input, created once by the flow that submits it
+        events/{n}.jsonl  its events (rlhf_core/run/events.py): 1, 2, ...
+        log.txt           the end of the stage's log
+        stop              a flow asks the job to stop
+
+They carry the words of a run and not its results: what a stage has made is decided by the manifest of its
+artifact. They may be deleted when no flow follows the job.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rlhf_core.config.resources import Executor
+from rlhf_core.errors import ConfigError
+from rlhf_core.run.events import parse
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.store import Store
+
+LOG_BYTES = 2**20
+"""Size of the part of a log that is kept in the store."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The content of `spec.json`."""
+
+    spec: StageSpec
+    job_name: str
+    executor: Executor
+    seconds: float
+    """Time that is left for the stage."""
+    environment: Mapping[str, str]
+    """Variables of the job, where its host does not set them."""
+    time: float
+
+
+class JobFiles:
+    """The objects of one job."""
+
+    def __init__(self, store: Store, stage_key: str, number: int) -> None:
+        self._store = store
+        self.folder = f"jobs/{stage_key}/{number:06d}"
+        self.number = number
+
+    @classmethod
+    def newest(cls, store: Store, stage_key: str) -> JobFiles | None:
+        """Return the files of the job of `stage_key` that was submitted last; None if there is none."""
+        pattern = re.compile(rf"jobs/{re.escape(stage_key)}/([0-9]{{6}})/spec\.json")
+        matches = [pattern.fullmatch(key) for key in store.list(f"jobs/{stage_key}")]
+        numbers = [int(match[1]) for match in matches if match is not None]
+        return cls(store, stage_key, max(numbers)) if numbers else None
+
+    def create(
+        self, spec: StageSpec, executor: Executor, seconds: float, environment: Mapping[str, str]
+    ) -> bool:
+        """Create `spec.json` with a new name for the job. Return False if this number exists already.
+
+        Args:
+            spec: The stage.
+            executor: Where the job runs.
+            seconds: Time that is left for the stage.
+            environment: Variables of the job.
+        """
+        content = {
+            "spec": spec.to_json(),
+            "job_name": f"rlhf-{spec.stage}-{secrets.token_hex(6)}-{self.number}",
+            "executor": executor,
+            "seconds": seconds,
+            "environment": dict(environment),
+            "time": time.time(),
+        }
+        return self._store.put_if_absent(f"{self.folder}/spec.json", json.dumps(content).encode())
+
+    @cached_property
+    def submission(self) -> Submission:
+        """The content of `spec.json`. Raises ConfigError if there is none."""
+        data = self._store.read_bytes(f"{self.folder}/spec.json")
+        if data is None:
+            raise ConfigError(
+                f"store.url: {self._store.uri(self.folder)} has no spec.json on this host; use a bucket, or a"
+                " folder that is mounted at the same path on every host"
+            )
+        content = json.loads(data)
+        return Submission(**{**content, "spec": StageSpec.from_json(content["spec"])})
+
+    # -- written by the job --
+
+    def write_events(self, number: int, events: list[dict[str, Any]]) -> None:
+        """Create the object of events `number`: 1, 2, ..."""
+        lines = "".join(json.dumps(event, default=str) + "\n" for event in events)
+        self._store.put_bytes(f"{self.folder}/events/{number:06d}.jsonl", lines.encode())
+
+    def write_log(self, tail: bytes) -> None:
+        """Replace the end of the log."""
+        self._store.put_bytes(f"{self.folder}/log.txt", tail)
+
+    def is_asked_to_stop(self) -> bool:
+        """Return whether a flow asked the job to stop."""
+        return self._store.read_bytes(f"{self.folder}/stop") is not None
+
+    # -- written or read by a flow --
+
+    def read_events(self, number: int) -> list[dict[str, Any]] | None:
+        """Return the events of object `number`; None if it does not exist yet."""
+        data = self._store.read_bytes(f"{self.folder}/events/{number:06d}.jsonl")
+        if data is None:
+            return None
+        return [event for event in map(parse, data.splitlines()) if event is not None]
+
+    def read_log(self) -> bytes:
+        """Return the end of the log; empty if there is none."""
+        return self._store.read_bytes(f"{self.folder}/log.txt") or b""
+
+    def ask_to_stop(self) -> None:
+        """Have the job save a checkpoint, if it can, and end."""
+        self._store.put_bytes(f"{self.folder}/stop", b"stop\n")

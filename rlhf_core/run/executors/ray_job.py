@@ -1,0 +1,102 @@
+"""A stage as a job of a running Ray cluster, by Ray's Job Submission client.
+
+The cluster's head must run Ray with its dashboard, which has the job server (`ray[default]`). Its address is
+RAY_API_SERVER_ADDRESS, such as http://head:8265; the token is Ray's RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import requests
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobStatus as RayStatus
+from ray.job_submission import JobSubmissionClient
+
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import ConfigError, InfrastructureError
+from rlhf_core.run.executors.base import Job, JobState, JobStatus
+
+ADDRESS = "RAY_API_SERVER_ADDRESS"
+_REQUEST_SECONDS = 30.0
+_LOG_BYTES = 2**16
+_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_STATES: dict[RayStatus, JobState] = {
+    RayStatus.PENDING: "pending",
+    RayStatus.RUNNING: "running",
+    RayStatus.SUCCEEDED: "succeeded",
+    RayStatus.FAILED: "failed",
+    RayStatus.STOPPED: "stopped",
+}
+
+T = TypeVar("T")
+
+
+class _Client(JobSubmissionClient):  # type: ignore[misc] # the library is not typed
+    def _do_request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        return super()._do_request(*args, **{"timeout": _REQUEST_SECONDS, **kwargs})
+
+
+class RayJobs:
+    """Jobs of a Ray cluster."""
+
+    title = "Ray job"
+
+    def submit(self, job: Job) -> None:
+        """Start `job`, unless a job of this name exists already."""
+        resources = job.resources
+        memory = resources.memory_per_node
+        try:
+            self._call(
+                lambda: self._client.submit_job(
+                    entrypoint=shlex.join(job.command),
+                    submission_id=job.name,
+                    metadata={"rlhf_stage": job.stage},
+                    entrypoint_num_cpus=resources.cpus_per_node,
+                    entrypoint_memory=None if memory is None else int(memory[:-2]) * _UNITS[memory[-2:]],
+                )
+            )
+        except InfrastructureError:
+            # Ray answers a name that is taken with the status of a failure in the server.
+            if self.status(job.name).state == "missing":
+                raise
+
+    def status(self, name: str) -> JobStatus:
+        """Return the status of a job."""
+        info = self._call(lambda: self._client.get_job_info(name), missing=None)
+        if info is None:
+            return JobStatus("missing")
+        return JobStatus(_STATES[info.status], (info.message or "").strip())
+
+    def cancel(self, name: str) -> None:
+        """End a job. A job that has ended or does not exist is ignored."""
+        self._call(lambda: self._client.stop_job(name), missing=False)
+
+    def log_tail(self, name: str) -> str:
+        """Return the end of the job's output; empty if there is none."""
+        text: str = self._call(lambda: self._client.get_job_logs(name), missing="")
+        return text[-_LOG_BYTES:]
+
+    @cached_property
+    def _client(self) -> _Client:
+        return _Client(os.environ[ADDRESS])
+
+    def _call(self, request: Callable[[], T], **missing: T) -> T:
+        """Send a request. `missing` is the answer if the job does not exist."""
+        address = shown(os.environ.get(ADDRESS, ""))
+        try:
+            return request()
+        except AuthenticationError as error:
+            raise ConfigError(
+                f"RAY_AUTH_TOKEN: the Ray cluster at {address} refuses it; give the cluster's token"
+            ) from error
+        except (ConnectionError, requests.RequestException) as error:
+            raise InfrastructureError(f"the Ray cluster at {address} does not answer: {error}") from error
+        except RuntimeError as error:
+            if "status code 404" in str(error) and "missing" in missing:
+                return missing["missing"]
+            raise InfrastructureError(f"the Ray cluster at {address}: {error}") from error

@@ -1,0 +1,136 @@
+"""A stage as a batch job of Slurm, by its commands `sbatch`, `squeue`, `sacct` and `scancel`.
+
+The batch script starts Ray on all nodes of the job with `ray symmetric-run` and runs the stage on the first.
+The job is found again by its name, which is unique.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core.config.redact import printable, scrubbed
+from rlhf_core.errors import ConfigError, InfrastructureError
+from rlhf_core.run.executors.base import TEMPLATES, Job, JobState, JobStatus
+
+_COMMAND_SECONDS = 60.0
+_LOG_BYTES = 2**16
+_ACTIVE: dict[str, JobState] = {
+    "PENDING": "pending",
+    "CONFIGURING": "pending",
+    "REQUEUED": "pending",
+    "SUSPENDED": "pending",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+}
+_ENDED: dict[str, JobState] = {
+    "COMPLETED": "succeeded",
+    "TIMEOUT": "timed out",
+    "DEADLINE": "timed out",
+    "CANCELLED": "stopped",
+    "PREEMPTED": "stopped",
+    "REVOKED": "stopped",
+}
+"""All other states are failures: FAILED, NODE_FAIL, BOOT_FAIL, OUT_OF_MEMORY."""
+
+
+class SlurmJobs:
+    """Batch jobs of Slurm."""
+
+    title = "Slurm job"
+
+    def __init__(self, log_folder: str) -> None:
+        """Jobs whose output goes to `{log_folder}/logs/jobs/{name}.out`."""
+        self._logs = Path(log_folder).absolute() / "logs" / "jobs"
+
+    def submit(self, job: Job) -> None:
+        """Start `job`, unless a job of this name exists already."""
+        if self.status(job.name).is_active:
+            return
+        resources = job.resources
+        script = Path(resources.template or TEMPLATES["slurm"])
+        if not script.is_file():
+            raise ConfigError(
+                f"run.resources.{job.stage}.template: must be a batch script; {script} does not exist;"
+                " name one"
+            )
+        self._logs.mkdir(parents=True, exist_ok=True)
+        options = {
+            "--job-name": job.name,
+            "--nodes": resources.nodes or 1,
+            "--gpus-per-node": resources.gpus_per_node or None,
+            "--cpus-per-task": resources.cpus_per_node,
+            "--mem": resources.memory_per_node and resources.memory_per_node.removesuffix("i"),
+            "--partition": resources.queue,
+            "--qos": resources.priority,
+            "--account": resources.account,
+            "--time": resources.time_limit and max(1, resources.time_limit // 60),
+            "--output": self._logs / f"{job.name}.out",
+        }
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        self._run(["sbatch", "--parsable", *given, str(script), *job.command], refused=ConfigError)
+
+    def status(self, name: str) -> JobStatus:
+        """Return the status of a job: from the queue, or from accounting if it has left the queue."""
+        queue = ["squeue", "--noheader", "--states=all", f"--name={name}", "--format=%T|%r"]
+        lines = self._run(queue).splitlines()
+        if not lines:
+            accounting = ["sacct", "--noheader", "--parsable2", "--allocations", f"--name={name}"]
+            lines = self._run([*accounting, "--format=State,Reason"], without="").splitlines()
+        if not lines:
+            return JobStatus("missing")
+        state, _, reason = lines[-1].strip().partition("|")
+        word = state.split()[0] if state else ""  # CANCELLED by 1000
+        message = f"{state} ({reason})" if reason and reason != "None" else state
+        return JobStatus(_ACTIVE.get(word) or _ENDED.get(word, "failed"), message)
+
+    def cancel(self, name: str) -> None:
+        """End a job. A job that has ended or does not exist is ignored."""
+        self._run(["scancel", f"--name={name}"])
+
+    def log_tail(self, name: str) -> str:
+        """Return the end of the job's output; empty if it is not on a folder that this host shares."""
+        file = self._logs / f"{name}.out"
+        return file.read_text(errors="replace")[-_LOG_BYTES:] if file.is_file() else ""
+
+    def _run(
+        self,
+        command: Sequence[str],
+        refused: type[ConfigError | InfrastructureError] = InfrastructureError,
+        without: str | None = None,
+    ) -> str:
+        """Return the output of a command.
+
+        Args:
+            command: Program and arguments.
+            refused: Error of a command that Slurm refuses.
+            without: The output if the program is not installed; None: an error.
+        """
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_SECONDS,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except FileNotFoundError as error:
+            if without is not None:
+                return without
+            raise ConfigError(
+                f"run.executor: slurm needs the command {command[0]} on PATH; install Slurm's client commands"
+            ) from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise InfrastructureError(f"{command[0]}: {error}") from error
+        words = printable(scrubbed(" ".join((done.stderr or done.stdout).split())))[:500]
+        if done.returncode == 0:
+            return done.stdout
+        if without is not None:
+            return without
+        temporary = any(
+            text in words for text in ("Unable to contact", "timed out", "temporarily", "try again")
+        )
+        kind = InfrastructureError if temporary else refused
+        raise kind(f"{command[0]} failed with exit code {done.returncode}: {words}")
