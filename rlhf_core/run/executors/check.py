@@ -50,8 +50,8 @@ def check_executors(config: PipelineConfig) -> Iterator[Finding]:
             f"run.home: with {where} must be an absolute path, which every host has for itself; got"
             f" {shown(config.run.home, limit=200)}; use for example /var/tmp/rlhf"
         )
-    for executor in used:
-        yield from _check_scheduler(executor)
+    for name in used:
+        yield from _check_scheduler(name)
     for stage, executor in stages.items():
         template = TEMPLATES.get(executor)
         if template is not None:

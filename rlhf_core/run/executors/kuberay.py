@@ -30,6 +30,7 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 _TYPE = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _REQUEST_SECONDS = 30.0
+_GPU = "nvidia.com/gpu"
 _LOG_LINES = 500
 _ENDED: dict[str, JobState] = {"Complete": "succeeded", "Failed": "failed"}
 
@@ -59,10 +60,7 @@ class KubeRayJobs:
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a RayJob."""
-        found = self._call(
-            lambda: self._objects.get_namespaced_custom_object(**self._place, name=name, **_LIMIT),
-            accept={404: None},
-        )
+        found = self._find(name)
         if found is None:
             return JobStatus("missing")
         status = found.get("status") or {}
@@ -76,6 +74,13 @@ class KubeRayJobs:
         if phase in _ENDED:
             return JobStatus(_ENDED[phase], message)
         return JobStatus("running" if phase == "Running" else "pending", message)
+
+    def _find(self, name: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._call(
+            lambda: self._objects.get_namespaced_custom_object(**self._place, name=name, **_LIMIT),
+            accept={404: None},
+        )
+        return found
 
     def cancel(self, name: str) -> None:
         """Delete a RayJob with its Ray cluster. One that does not exist is ignored."""
@@ -91,9 +96,12 @@ class KubeRayJobs:
 
     def log_tail(self, name: str) -> str:
         """Return the end of the output of the head pod, or why its container does not run."""
+        cluster = (self._find(name) or {}).get("status", {}).get("rayClusterName")
+        if not cluster:
+            return ""
         pods = client.CoreV1Api(self._api)
         namespace = self._place["namespace"]
-        selector = f"ray.io/node-type=head,ray.io/originated-from-cr-name={name}"
+        selector = f"ray.io/cluster={cluster},ray.io/node-type=head"
         found = self._call(
             lambda: pods.list_namespaced_pod(namespace, label_selector=selector, **_LIMIT)
         ).items
@@ -113,7 +121,7 @@ class KubeRayJobs:
             if "KUBERNETES_SERVICE_HOST" in os.environ:
                 config.load_incluster_config(client_configuration=settings)
             else:
-                config.load_kube_config(client_configuration=settings)
+                config.load_kube_config(_kubeconfig(), client_configuration=settings)
         except (ConfigException, OSError) as error:
             raise ConfigError(
                 f"run.executor: kuberay needs a service account or a kubeconfig; {error}; set KUBECONFIG"
@@ -161,11 +169,16 @@ def _attempts() -> tenacity.Retrying:
     )
 
 
+def _kubeconfig() -> str | None:
+    """Return KUBECONFIG, which the library reads only when it is imported."""
+    return os.environ.get("KUBECONFIG")
+
+
 def _current_namespace() -> str:
     if _NAMESPACE_FILE.is_file():
         return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     try:
-        _, active = config.list_kube_config_contexts()
+        _, active = config.list_kube_config_contexts(_kubeconfig())
     except (ConfigException, OSError):
         return "default"
     namespace: str = active["context"].get("namespace", "default")
@@ -219,8 +232,10 @@ def rayjob(job: Job, template: dict[str, Any]) -> dict[str, Any]:
 
 def _set_limits(container: dict[str, Any], cpus: int | None, memory: str | None, gpus: int | None) -> None:
     """Set requests and limits to the same values, so that a pod is not evicted for what others use."""
-    values = {"cpu": cpus and str(cpus), "memory": memory, "nvidia.com/gpu": gpus and str(gpus)}
+    values = {"cpu": cpus, "memory": memory, _GPU: gpus}
     resources = container.setdefault("resources", {})
     for kind in ("requests", "limits"):
         amounts = resources.setdefault(kind, {})
-        amounts.update({name: value for name, value in values.items() if value})
+        amounts.update({name: str(value) for name, value in values.items() if value is not None})
+        if gpus == 0:
+            del amounts[_GPU]

@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 class _Client(JobSubmissionClient):  # type: ignore[misc] # the library is not typed
     def _do_request(self, *args: Any, **kwargs: Any) -> requests.Response:
-        return super()._do_request(*args, **{"timeout": _REQUEST_SECONDS, **kwargs})
+        answer: requests.Response = super()._do_request(*args, **{"timeout": _REQUEST_SECONDS, **kwargs})
+        return answer
 
 
 class RayJobs:

@@ -1,0 +1,325 @@
+"""A stage as a job: `run_remote`, with a real store, KubeRay's executor and a scripted API server.
+
+- events, log and result of the job reach the flow in order
+- a job that ends without a result ends in an error that says why and quotes its log; the manifest decides
+- a flow that is started again follows the job that runs, and starts no second one
+- a scheduler that does not answer for a while changes nothing
+- a cancellation or the time limit asks the job to stop, and deletes it
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import (
+    DataError,
+    InfrastructureError,
+    OutOfMemory,
+    RLHFError,
+    StageFailed,
+    StageTimedOut,
+)
+from rlhf_core.run.executors import follow
+from rlhf_core.run.executors.follow import run_remote, shared_environment
+from rlhf_core.run.executors.job_files import JobFiles
+from rlhf_core.run.executors.kuberay import KubeRayJobs
+from rlhf_core.run.spec import StageSpec
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.store import Store, open_store
+from rlhf_core.types import ArtifactRef
+from tests.support.scripted_kubernetes import ScriptedKubernetes
+
+KEY = "0" * 16
+REF = ArtifactRef("data", KEY, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"rows": "3"})
+RESULT = {"event": "result", "artifact": REF.to_json()}
+RUNNING = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c1"}
+
+pytestmark = pytest.mark.usefixtures("fast")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> StageSpec:
+    run = {"home": str(tmp_path / "home"), "executor": "kuberay"}
+    return StageSpec("data", KEY, PipelineConfig.model_validate({"run": run}))
+
+
+@pytest.fixture
+def store(spec: StageSpec) -> Store:
+    return open_store(spec.config)
+
+
+def following(
+    spec: StageSpec, tmp_path: Path, on_event: Callable[[dict[str, Any]], None] = lambda event: None
+) -> ArtifactRef:
+    return run_remote(KubeRayJobs(None), spec, tmp_path / "data-01.log", 20.0, on_event)
+
+
+class Job(threading.Thread):
+    """What the job does, in a thread: waits for the spec of number `number`, then calls `work`."""
+
+    def __init__(self, store: Store, work: Callable[[JobFiles], None], number: int = 1) -> None:
+        super().__init__(daemon=True)
+        self._files = JobFiles(store, KEY, number)
+        self._work = work
+        self._store = store
+        self.start()
+
+    def run(self) -> None:
+        while not self._store.exists(f"{self._files.folder}/spec.json"):
+            time.sleep(0.01)
+        self._work(self._files)
+
+
+def test_events_log_and_result_reach_the_flow(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    def work(files: JobFiles) -> None:
+        files.write_events(1, [{"event": "started", "attempt": 1}, {"event": "checkpoint", "step": 5}])
+        files.write_log(b"step 5\nstep 6\n")
+        time.sleep(0.1)
+        files.write_events(2, [{"event": "checkpoint", "step": 6}, RESULT])
+
+    Job(store, work)
+    events: list[dict[str, Any]] = []
+    assert following(spec, tmp_path, events.append) == REF
+    assert [event.get("step") for event in events] == [None, 5, 6]
+    assert (tmp_path / "data-01.log").read_text() == "step 5\nstep 6\n"
+    [body] = api.objects.values()
+    words = body["spec"]["entrypoint"].split()
+    assert words == ["python", "-P", "-m", "rlhf_core.run.remote", spec.config.store_url, KEY, "1"]
+    written = json.loads(store.read_bytes(f"jobs/{KEY}/000001/spec.json") or b"")
+    assert StageSpec.from_json(written["spec"]) == spec
+    assert written["job_name"] == body["metadata"]["name"]
+
+
+def test_an_error_of_the_stage_keeps_its_class_and_message(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    error = {"event": "error", "type": "DataError", "message": "rows.jsonl:3: no prompt; add one"}
+    Job(store, lambda files: files.write_events(1, [error]))
+    with pytest.raises(DataError, match=r"^rows\.jsonl:3: no prompt; add one$"):
+        following(spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "words"),
+    [
+        ({"jobDeploymentStatus": "Failed", "reason": "AppFailed"}, StageFailed, "failed: Failed, AppFailed"),
+        (
+            {"jobDeploymentStatus": "Failed", "message": "head pod evicted: low on ephemeral-storage"},
+            StageFailed,
+            "evicted: low on ephemeral-storage",
+        ),
+        ({"jobDeploymentStatus": "Failed", "message": "OOMKilled"}, OutOfMemory, "ran out of memory"),
+        ({"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded"}, StageTimedOut, "time_limit"),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, StageFailed, "was stopped or evicted"),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, StageFailed, "without a result"),
+    ],
+)
+def test_a_job_that_ends_without_a_result_says_why(
+    api: ScriptedKubernetes,
+    spec: StageSpec,
+    tmp_path: Path,
+    status: dict[str, str],
+    error: type[RLHFError],
+    words: str,
+) -> None:
+    api.statuses = [RUNNING, {**status, "rayClusterName": "c1"}]
+    api.pod_log = "starting\nRuntimeError: bad wheel\n"
+    with pytest.raises(error) as raised:
+        following(spec, tmp_path)
+    assert type(raised.value) is error
+    message = str(raised.value)
+    assert message.startswith("stage data, RayJob rlhf-data-")
+    assert words in message
+    assert message.endswith("its last words: RuntimeError: bad wheel")
+    assert (tmp_path / "data-01.log").read_text() == api.pod_log
+
+
+def test_a_job_that_is_deleted_is_a_failure(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    def work(files: JobFiles) -> None:
+        time.sleep(0.2)
+        api.objects.clear()
+
+    Job(store, work)
+    with pytest.raises(StageFailed, match="does not exist any more"):
+        following(spec, tmp_path)
+
+
+def test_the_manifest_decides(
+    api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is lost after the job has published its artifact and before its last event."""
+    monkeypatch.setattr(ArtifactStore, "find", lambda _self, kind, key: REF if key == KEY else None)
+    api.statuses = [RUNNING, {"jobDeploymentStatus": "Failed"}]
+    assert following(spec, tmp_path) == REF
+
+
+def test_a_flow_that_is_started_again_follows_the_same_job(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    lost = _killed_flow(api, spec, tmp_path)
+
+    def work(files: JobFiles) -> None:
+        while not api.count("GET"):  # the flow looks for the job
+            time.sleep(0.01)
+        time.sleep(0.1)
+        files.write_events(2, [RESULT])
+
+    Job(store, work)
+    events: list[dict[str, Any]] = []
+    assert following(spec, tmp_path, events.append) == REF
+    assert api.count("POST") == 1
+    assert [event["event"] for event in events] == ["warning", "checkpoint"]
+    assert f"RayJob {lost} is running already; following it" in events[0]["message"]
+
+
+def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    files = JobFiles(store, KEY, 1)
+    assert files.create(spec, "kuberay", 20.0, {})
+    Job(store, lambda files: files.write_events(1, [RESULT]))
+    assert following(spec, tmp_path) == REF
+
+
+def test_after_a_job_that_has_ended_the_next_attempt_starts_another(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    api.statuses = [{"jobDeploymentStatus": "Failed"}]
+    with pytest.raises(StageFailed):
+        following(spec, tmp_path)
+    api.statuses = [{"jobDeploymentStatus": "Failed"}, RUNNING]
+    Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
+    assert following(spec, tmp_path) == REF
+    assert api.count("POST") == 2
+    assert len({name.rsplit("-", 2)[1] for name in api.objects}) == 2
+
+
+def test_two_flows_submit_one_job(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    def work(files: JobFiles) -> None:
+        time.sleep(0.3)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
+    results: list[ArtifactRef] = []
+    folders = [tmp_path / name for name in ("a", "b")]
+    flows = []
+    for folder in folders:
+        folder.mkdir()
+        target = lambda folder=folder: results.append(following(spec, folder))  # noqa: E731
+        flows.append(threading.Thread(target=target, daemon=True))
+    for flow in flows:
+        flow.start()
+    for flow in flows:
+        flow.join(timeout=20.0)
+    assert results == [REF, REF]
+    assert len(api.objects) == 1
+
+
+def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    def work(files: JobFiles) -> None:
+        api.failures = [500, "drop", 410, 503]
+        while api.failures:
+            time.sleep(0.01)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
+    assert following(spec, tmp_path) == REF
+
+
+def test_a_scheduler_that_does_not_answer_at_all_is_a_fault_and_the_job_goes_on(
+    api: ScriptedKubernetes,
+    spec: StageSpec,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follow, "_UNREACHABLE_SECONDS", 0.2)
+    Job(store, lambda files: api.failures.extend([503] * 10_000))
+    with pytest.raises(InfrastructureError, match="answers 503"):
+        following(spec, tmp_path)
+    assert api.count("DELETE") == 0
+
+
+def test_a_cancelled_flow_asks_the_job_to_stop_and_deletes_it(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    def work(files: JobFiles) -> None:
+        files.write_events(1, [{"event": "progress"}])
+        while not files.is_asked_to_stop():
+            time.sleep(0.01)
+        seen.extend(api.requests)
+        files.write_events(2, [{"event": "error", "type": "StageFailed", "message": "asked to stop"}])
+
+    def interrupt(event: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    Job(store, work)
+    with pytest.raises(KeyboardInterrupt):
+        following(spec, tmp_path, interrupt)
+    assert not any(request.startswith("DELETE") for request in seen), "it is asked before it is deleted"
+    assert api.objects == {}
+
+
+def test_a_job_that_does_not_stop_is_deleted(
+    api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path, store: Store
+) -> None:
+    with pytest.raises(StageTimedOut, match=r"run\.stage_timeout=604800 is over"):
+        run_remote(KubeRayJobs(None), spec, tmp_path / "data-01.log", 0.2, lambda event: None)
+    assert store.exists(f"jobs/{KEY}/000001/stop")
+    assert api.objects == {}
+
+
+def test_the_reason_for_waiting_is_told_once(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    waiting = {"jobDeploymentStatus": "Suspended", "message": "queue is full"}
+    api.statuses = [waiting] * 30 + [RUNNING]
+
+    def work(files: JobFiles) -> None:
+        while len(api.statuses) > 1:
+            time.sleep(0.01)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
+    events: list[dict[str, Any]] = []
+    following(spec, tmp_path, events.append)
+    assert [event["message"].partition(" waits: ")[2] for event in events] == ["Suspended, queue is full"]
+
+
+def test_addresses_are_shared_and_secrets_are_not() -> None:
+    environ = {
+        "MLFLOW_TRACKING_URI": "http://mlflow:5000",
+        "AWS_ENDPOINT_URL_S3": "http://user:secret@s3:9000",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "HF_TOKEN": "secret",
+    }
+    assert shared_environment(environ) == {"MLFLOW_TRACKING_URI": "http://mlflow:5000"}
+
+
+def _killed_flow(api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path) -> str:
+    """Leave what a flow leaves that was killed while its job ran; the name of the job."""
+    files = JobFiles(open_store(spec.config), KEY, 1)
+    files.create(spec, "kuberay", 20.0, {})
+    name = files.submission.job_name
+    follower = follow._Follower(KubeRayJobs(None), spec, tmp_path / "data-00.log", 20.0, lambda event: None)
+    follower._start(files)
+    files.write_events(1, [{"event": "checkpoint", "step": 5}])
+    return name

@@ -1,0 +1,163 @@
+"""Batch jobs of Slurm, with its commands as scripts on PATH.
+
+- `sbatch` gets the resources of the stage as its options, and each job is submitted once
+- every state of `squeue` and `sacct` has a meaning; a job that has left the queue is looked up in accounting
+- what `sbatch` refuses is an error of the user; a controller that does not answer is a fault that may pass
+- the batch script runs the stage's command on the first node, with the address of the job's Ray cluster
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.resources import StageResources
+from rlhf_core.errors import ConfigError, InfrastructureError
+from rlhf_core.run.executors.base import Job
+from rlhf_core.run.executors.slurm import SlurmJobs
+from tests.support.scripted_slurm import ScriptedSlurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedSlurm]:
+    scripted = ScriptedSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", scripted.path)
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> SlurmJobs:
+    return SlurmJobs(str(tmp_path / "home"))
+
+
+def job(*command: str, **resources: Any) -> Job:
+    return Job("rlhf-sft-1", "sft", command or ("true",), StageResources(**resources))
+
+
+def test_sbatch_gets_the_resources_of_the_stage(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    slurm.hold()
+    asked = {"nodes": 2, "gpus_per_node": 8, "cpus_per_node": 96, "memory_per_node": "900Gi"}
+    names = {"queue": "gpu,long", "priority": "high", "account": "nlp"}
+    jobs.submit(job("python", "-m", "x", **asked, **names, time_limit=7200))
+    [folder] = slurm.jobs()
+    arguments = json.loads((folder / "args").read_text())
+    output = arguments.pop(next(i for i, word in enumerate(arguments) if word.startswith("--output=")))
+    assert output.endswith("/home/logs/jobs/rlhf-sft-1.out")
+    assert arguments == [
+        "--parsable",
+        "--job-name=rlhf-sft-1",
+        "--nodes=2",
+        "--gpus-per-node=8",
+        "--cpus-per-task=96",
+        "--mem=900G",
+        "--partition=gpu,long",
+        "--qos=high",
+        "--account=nlp",
+        "--time=120",
+        "deployments/slurm/rlhf.sbatch",
+        "python",
+        "-m",
+        "x",
+    ]
+
+
+def test_a_job_is_submitted_once(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    slurm.hold()
+    jobs.submit(job())
+    assert jobs.status("rlhf-sft-1").state == "pending"
+    jobs.submit(job())
+    assert len(slurm.jobs()) == 1
+
+
+def test_the_batch_script_runs_the_command_with_the_address_of_its_cluster(
+    slurm: ScriptedSlurm, jobs: SlurmJobs
+) -> None:
+    jobs.submit(job("bash", "-c", 'echo "at $RAY_ADDRESS" ${#RAY_AUTH_TOKEN} $RAY_AUTH_MODE', nodes=2))
+    deadline = time.monotonic() + 20
+    while jobs.status("rlhf-sft-1").is_active and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert jobs.status("rlhf-sft-1").state == "succeeded", jobs.log_tail("rlhf-sft-1")
+    assert jobs.log_tail("rlhf-sft-1") == "at node1:24711 64 token\n"
+    calls = [json.loads(line) for line in (slurm.folder / "calls.jsonl").read_text().splitlines()]
+    [ray] = [call for call in calls if call[0] == "ray"]
+    assert ray[:6] == ["ray", "symmetric-run", "--address", "node1:24711", "--min-nodes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "meaning"),
+    [
+        ("PENDING|Resources", "pending"),
+        ("CONFIGURING|None", "pending"),
+        ("RUNNING|None", "running"),
+        ("COMPLETING|None", "running"),
+        ("COMPLETED|None", "succeeded"),
+        ("FAILED|NonZeroExitCode", "failed"),
+        ("NODE_FAIL|None", "failed"),
+        ("OUT_OF_MEMORY|OutOfMemory", "failed"),
+        ("TIMEOUT|TimeLimit", "timed out"),
+        ("CANCELLED by 1000|None", "stopped"),
+        ("PREEMPTED|None", "stopped"),
+    ],
+)
+def test_every_state_has_a_meaning(slurm: ScriptedSlurm, jobs: SlurmJobs, state: str, meaning: str) -> None:
+    slurm.hold()
+    jobs.submit(job())
+    [folder] = slurm.jobs()
+    slurm.set_state(folder, state)
+    found = jobs.status("rlhf-sft-1")
+    assert found.state == meaning
+    assert found.message.startswith(state.partition("|")[0])
+    (folder / "left").touch()  # the queue, and is in accounting
+    assert jobs.status("rlhf-sft-1") == found
+
+
+def test_a_job_that_is_unknown_is_missing_with_and_without_accounting(
+    slurm: ScriptedSlurm, jobs: SlurmJobs
+) -> None:
+    assert jobs.status("other").state == "missing"
+    (slurm.bin / "sacct").unlink()
+    assert jobs.status("other").state == "missing"
+
+
+def test_what_sbatch_refuses_is_an_error_of_the_user(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    slurm.fail("sbatch", "sbatch: error: invalid partition specified: gpus")
+    with pytest.raises(ConfigError, match="exit code 1: sbatch: error: invalid partition specified: gpus"):
+        jobs.submit(job(queue="gpus"))
+
+
+@pytest.mark.parametrize("command", ["sbatch", "squeue", "scancel"])
+def test_a_controller_that_does_not_answer_is_a_fault_that_may_pass(
+    slurm: ScriptedSlurm, jobs: SlurmJobs, command: str
+) -> None:
+    slurm.fail(command, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(InfrastructureError, match="Unable to contact slurm controller"):
+        if command == "scancel":
+            jobs.cancel("rlhf-sft-1")
+        else:
+            jobs.submit(job())
+
+
+def test_without_slurm_the_message_names_the_command(
+    jobs: SlurmJobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs the command squeue on PATH"):
+        jobs.submit(job())
+
+
+def test_a_script_that_does_not_exist_is_refused(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    with pytest.raises(ConfigError, match=r"run\.resources\.sft\.template"):
+        jobs.submit(job(template="/none/x.sbatch"))
+
+
+def test_cancel_ends_the_job(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:
+    jobs.submit(job("sleep", "600"))
+    jobs.cancel("rlhf-sft-1")
+    jobs.cancel("rlhf-sft-1")
+    assert jobs.status("rlhf-sft-1").state == "stopped"
