@@ -24,7 +24,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.run.child import OnEvent, run_child
 from rlhf_core.run.display import current_display
 from rlhf_core.run.environment import stage_environment
-from rlhf_core.run.executors.base import open_scheduler
+from rlhf_core.run.executors.choose import open_scheduler
 from rlhf_core.run.executors.follow import run_remote
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import MAX_DOUBLINGS, RetryPolicy

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.resources import Executor, StageResources
 from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
@@ -89,23 +88,3 @@ class Scheduler(Protocol):
 
     def log_tail(self, name: str) -> str:
         """Return the end of the job's output; empty if there is none."""
-
-
-def open_scheduler(config: PipelineConfig, stage: StageName) -> Scheduler:
-    """Return the scheduler of `stage`, which must not be local."""
-    resources = config.run.resources.of(stage)
-    match config.run.executor_of(stage):
-        case "ray":
-            from rlhf_core.run.executors.ray_job import RayJobs
-
-            return RayJobs()
-        case "kuberay":
-            from rlhf_core.run.executors.kuberay import KubeRayJobs
-
-            return KubeRayJobs(resources.namespace)
-        case "slurm":
-            from rlhf_core.run.executors.slurm import SlurmJobs
-
-            return SlurmJobs(log_folder=config.run.home)
-        case "local":
-            raise AssertionError("a local stage is a child process")
