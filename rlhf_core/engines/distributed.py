@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from rlhf_core.config.training import Packing
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ def rendezvous(
     """
     import torch.distributed as dist
 
+    _choose_gloo_interface(address)
     store = vars(dist)["TCPStore"]  # missing in torch's type stubs
     if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
@@ -93,8 +96,6 @@ def join(rank: Rank) -> None:
     )
     if rank.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        if rank.master_addr == "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
     if rank.device == "cuda":
@@ -143,6 +144,24 @@ def lacks_nccl() -> bool:
 
     for_gpus = torch.version.cuda is not None or torch.version.hip is not None
     return for_gpus and not dist.is_nccl_available()
+
+
+def _choose_gloo_interface(address: str) -> None:
+    """Let gloo use the network interface from which `address` is reached, unless GLOO_SOCKET_IFNAME is set.
+
+    By default gloo uses the interface of this host's name, and loopback if the name has no address. Both are
+    often wrong in containers, and then the ranks of other hosts cannot connect.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    family, _, _, _, destination = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(destination)  # selects the route, and sends nothing
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == own for each in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
 
 
 def bound_collectives(seconds: float) -> None:
