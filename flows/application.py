@@ -1,15 +1,17 @@
 """The servers of Prefect and MLflow with additional access checks.
 
-    uvicorn --factory flows.application:create_app   Prefect
-    mlflow server --app-name rlhf                       MLflow; the entry point names `create_mlflow_app`
+    uvicorn --factory flows.application:create_app           Prefect on loopback
+    uvicorn --factory flows.application:create_network_app   Prefect in a network (deployments/compose.yaml)
+    mlflow server --app-name rlhf                            MLflow; the entry point names `create_mlflow_app`
 
-The rules in `rlhf_core.system.loopback` refuse requests of web pages from other origins. In addition, Prefect
-requires the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other users of the
-machine.
+On loopback, the rules in `rlhf_core.system.loopback` refuse requests of web pages from other origins. In
+addition, Prefect requires the password in PREFECT_SERVER_API_AUTH_STRING, which also protects against other
+users of the machine.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rlhf_core.system.loopback import OwnAddressOnly
@@ -24,11 +26,25 @@ def create_mlflow_app() -> Any:
 
 def create_app() -> Any:
     """Create Prefect's application from the settings in the environment."""
+    return OwnAddressOnly(_prefect())
+
+
+def create_network_app() -> Any:
+    """Create Prefect's application for clients on other hosts, which must give the password.
+
+    Raises RuntimeError if there is none.
+    """
+    if ":" not in os.environ.get("PREFECT_SERVER_API_AUTH_STRING", ""):
+        raise RuntimeError("PREFECT_SERVER_API_AUTH_STRING must be user:password; set it")
+    return _prefect()
+
+
+def _prefect() -> Any:
     from prefect.server.api.server import create_app
 
     _lock_transactions_at_begin()
     _fix_schedules()
-    return OwnAddressOnly(create_app())
+    return create_app()
 
 
 def _lock_transactions_at_begin() -> None:

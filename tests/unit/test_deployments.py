@@ -1,0 +1,408 @@
+"""The files in deployments/, read as their tools read them.
+
+compose.yaml    names exist; ports are on loopback; secrets come from deployments/.env; settings of Prefect
+                and MLflow and options of MLflow's server are those of the locked versions
+Kubernetes      every field exists in the locked client's models; names agree between the files; pods are
+                not root, have few rights, and have shared memory; Ray's version is that of the lock
+Prefect         the deployment's parameters load, and its variables are those of the work pool
+Dockerfile      not root, packages by hash only, all copied files exist
+Slurm           the script is valid, and Ray's options exist
+requirements    cluster.txt completes the lock with `ray[default]`, and is no part of it
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client
+
+from rlhf_core.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOYMENTS = ROOT / "deployments"
+KUBERNETES = DEPLOYMENTS / "kubernetes"
+SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH_STRING|ACCESS_KEY|CONNECTION_URL|STORE_URI")
+VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}")
+
+
+def load(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def packages(file: str) -> dict[str, str]:
+    """Return the versions of a lock, by normalized name."""
+    text = (ROOT / "requirements" / file).read_text(encoding="utf-8")
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+# -- compose.yaml --
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    content: dict[str, Any] = load(DEPLOYMENTS / "compose.yaml")
+    return content
+
+
+def environments(compose: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, service in compose["services"].items():
+        for variable, value in service.get("environment", {}).items():
+            yield name, variable, str(value)
+
+
+def test_compose_names_what_it_defines(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert set(service.get("depends_on", {})) <= set(compose["services"]), name
+        assert set(service["networks"]) <= set(compose["networks"]), name
+        assert {config["source"] for config in service.get("configs", ())} <= set(compose["configs"]), name
+        assert {volume.partition(":")[0] for volume in service.get("volumes", ())} <= set(compose["volumes"])
+    assert set(compose["services"]) == {"postgres", "s3", "buckets", "mlflow", "prefect", "deploy", "worker"}
+
+
+def test_who_waits_for_health_waits_for_a_service_that_reports_it(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for name, service in services.items():
+        for other, rule in service.get("depends_on", {}).items():
+            if rule["condition"] == "service_healthy":
+                assert "healthcheck" in services[other], (name, other)
+            else:
+                assert services[other]["restart"] == "no", f"{other} ends, and {name} waits for that"
+
+
+def test_ports_are_on_loopback_and_stores_have_none(compose: dict[str, Any]) -> None:
+    published = {
+        name: service["ports"] for name, service in compose["services"].items() if "ports" in service
+    }
+    assert published == {"mlflow": ["127.0.0.1:5000:5000"], "prefect": ["127.0.0.1:4200:4200"]}
+    for name in ("postgres", "s3"):
+        assert compose["services"][name]["networks"] == ["internal"]
+    assert compose["networks"]["internal"] == {"internal": True}
+
+
+def test_secrets_come_from_the_env_file(compose: dict[str, Any]) -> None:
+    for service, variable, value in environments(compose):
+        if SECRET.search(variable):
+            assert VARIABLE.search(value), f"{service}: {variable} has its value in the file"
+    text = (DEPLOYMENTS / "compose.yaml").read_text(encoding="utf-8")
+    example = (DEPLOYMENTS / "compose.env.example").read_text(encoding="utf-8")
+    offered = set(re.findall(r"^(\w+)=", example, re.MULTILINE))
+    assert set(VARIABLE.findall(text)) == offered
+    assert not re.search(r"(PASSWORD|SECRET|TOKEN|ACCESS)\w*=\S", example), "the example has no secrets"
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert "deployments/.env" in ignored
+
+
+def test_our_containers_are_restricted(compose: dict[str, Any]) -> None:
+    ours = [service for service in compose["services"].values() if "RLHF_IMAGE" in service["image"]]
+    assert len(ours) == 5
+    for service in ours:
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert "user" not in service, "the image's user is not root"
+    assert compose["services"]["worker"]["shm_size"] == "16gb"
+
+
+def test_settings_are_those_of_the_locked_versions(compose: dict[str, Any]) -> None:
+    import mlflow.environment_variables as mlflow_variables
+    from prefect.settings import Settings
+    from prefect.settings.legacy import _get_valid_setting_names
+
+    mlflow_names = {value.name for value in vars(mlflow_variables).values() if hasattr(value, "name")} | {
+        "MLFLOW_BACKEND_STORE_URI"
+    }
+    known = set(_get_valid_setting_names(Settings))
+    for service, variable, _ in environments(compose):
+        if variable.startswith("PREFECT_"):
+            assert variable in known, (service, variable)
+        if variable.startswith("MLFLOW_"):
+            assert variable in mlflow_names, (service, variable)
+
+
+def test_the_options_of_mlflows_server_exist(compose: dict[str, Any]) -> None:
+    from mlflow.cli import server
+
+    options = {option: parameter for parameter in server.params for option in parameter.opts}
+    program, command, *given = compose["services"]["mlflow"]["command"]
+    assert (program, command) == ("mlflow", "server")
+    assert {word.partition("=")[0] for word in given} <= set(options)
+    assert options["--backend-store-uri"].envvar == "MLFLOW_BACKEND_STORE_URI"
+    apps = {entry.name for entry in importlib.metadata.entry_points(group="mlflow.app")}
+    assert "basic-auth" in apps
+
+
+# -- Kubernetes --
+
+
+def walk(value: Any, kind: str, path: str) -> Iterator[str]:
+    """Yield the fields of `value` that the client's model `kind` does not have."""
+    if isinstance(value, str) and "{{" in value:
+        return  # a placeholder of the work pool
+    listed = re.fullmatch(r"[Ll]ist\[(.+)\]", kind)
+    if listed:
+        for index, item in enumerate(value):
+            yield from walk(item, listed[1], f"{path}[{index}]")
+    elif hasattr(client, kind):
+        model = getattr(client, kind)
+        types = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
+        for name, item in value.items():
+            if name not in types:
+                yield f"{path}.{name}"
+            else:
+                yield from walk(item, types[name], f"{path}.{name}")
+
+
+MODELS = {
+    "ClusterRole": "V1ClusterRole",
+    "Deployment": "V1Deployment",
+    "Job": "V1Job",
+    "Namespace": "V1Namespace",
+    "NetworkPolicy": "V1NetworkPolicy",
+    "Role": "V1Role",
+    "RoleBinding": "V1RoleBinding",
+    "Secret": "V1Secret",
+    "ServiceAccount": "V1ServiceAccount",
+}
+
+
+def objects() -> list[dict[str, Any]]:
+    files = ("base.yaml", "worker.yaml", "secret.example.yaml")
+    return [
+        item for file in files for item in yaml.safe_load_all((KUBERNETES / file).read_text(encoding="utf-8"))
+    ]
+
+
+def rayjob() -> dict[str, Any]:
+    content: dict[str, Any] = load(KUBERNETES / "rayjob.yaml")
+    return content
+
+
+def job_manifest() -> dict[str, Any]:
+    content = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    manifest: dict[str, Any] = content["job_configuration"]["job_manifest"]
+    return manifest
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    cluster = rayjob()["spec"]["rayClusterSpec"]
+    [worker] = [item for item in objects() if item["kind"] == "Deployment"]
+    return {
+        "head": cluster["headGroupSpec"]["template"]["spec"],
+        "ranks": cluster["workerGroupSpecs"][0]["template"]["spec"],
+        "worker": worker["spec"]["template"]["spec"],
+        "flow": job_manifest()["spec"]["template"]["spec"],
+    }
+
+
+def test_the_walk_finds_a_wrong_field() -> None:
+    pod = {"containers": [{"name": "a", "securityContext": {"runAsNonroot": True}}]}
+    assert list(walk(pod, "V1PodSpec", "pod")) == ["pod.containers[0].securityContext.runAsNonroot"]
+
+
+@pytest.mark.parametrize("item", objects(), ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
+def test_every_field_of_an_object_exists(item: dict[str, Any]) -> None:
+    assert list(walk(item, MODELS[item["kind"]], item["kind"])) == []
+
+
+def test_every_field_of_a_pod_exists() -> None:
+    for name, pod in pods().items():
+        assert list(walk(pod, "V1PodSpec", name)) == []
+    assert list(walk(job_manifest(), "V1Job", "job")) == []
+
+
+def test_every_field_of_the_rayjob_exists() -> None:
+    """The names are those of KubeRay 1.5, whose schema no package has."""
+    body = rayjob()
+    assert (body["apiVersion"], body["kind"]) == ("ray.io/v1", "RayJob")
+    assert set(body["spec"]) <= {
+        "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint",
+        "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata",
+        "preRunningDeadlineSeconds", "rayClusterSpec", "runtimeEnvYAML", "shutdownAfterJobFinishes",
+        "submissionMode", "submitterConfig", "submitterPodTemplate", "suspend", "ttlSecondsAfterFinished",
+    }  # fmt: skip
+    cluster = body["spec"]["rayClusterSpec"]
+    assert set(cluster) <= {
+        "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions",
+        "headGroupSpec", "headServiceAnnotations", "managedBy", "rayVersion", "suspend",
+        "upgradeStrategy", "workerGroupSpecs",
+    }  # fmt: skip
+    group = {
+        "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts",
+        "rayStartParams", "replicas", "resources", "scaleStrategy", "suspend", "template",
+    }  # fmt: skip
+    assert set(cluster["workerGroupSpecs"][0]) <= group
+    assert set(cluster["headGroupSpec"]) <= {
+        "enableIngress",
+        "headService",
+        "labels",
+        "rayStartParams",
+        "resources",
+        "serviceType",
+        "template",
+    }
+
+
+def test_the_rayjob_ends_by_itself_and_leaves_retries_to_the_flow() -> None:
+    spec = rayjob()["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["backoffLimit"] == 0
+    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    for lock in ("cpu.txt", "gpu.txt"):
+        assert spec["rayClusterSpec"]["rayVersion"] == packages(lock)["ray"]
+
+
+def test_pods_are_not_root_and_ranks_have_shared_memory() -> None:
+    for name, pod in pods().items():
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["runAsUser"] == 10001, name
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False, name
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
+    for name in ("head", "ranks"):
+        pod = pods()[name]
+        assert pod["automountServiceAccountToken"] is False
+        assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+        [memory] = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
+        assert memory["medium"] == "Memory"
+
+
+def test_names_agree_between_the_files() -> None:
+    names = {(item["kind"], item["metadata"]["name"]) for item in objects()}
+    pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    defaults = {name: field.get("default") for name, field in pool["variables"]["properties"].items()}
+    for name, pod in pods().items():
+        account = pod["serviceAccountName"].replace("{{ service_account_name }}", "rlhf-flow")
+        assert ("ServiceAccount", account) in names, name
+        [source] = pod["containers"][0]["envFrom"]
+        assert ("Secret", source["secretRef"]["name"]) in names, name
+    assert defaults["service_account_name"] == "rlhf-flow"
+    assert defaults["namespace"] == "rlhf"
+    images = {pod["containers"][0]["image"] for pod in pods().values()} - {"{{ image }}"}
+    assert images == {defaults["image"]}
+
+
+def test_a_flow_has_the_rights_that_the_executor_uses() -> None:
+    [role] = [item for item in objects() if (item["kind"], item["metadata"]["name"]) == ("Role", "rlhf-flow")]
+    rights = {
+        (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+    }
+    needed = {("rayjobs", verb) for verb in ("create", "get", "delete")}
+    assert needed | {("pods", "list"), ("pods/log", "get")} <= rights
+
+
+# -- Prefect --
+
+
+def test_placeholders_of_the_work_pool_are_its_variables() -> None:
+    pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(pool["job_configuration"])))
+    assert used == set(pool["variables"]["properties"])
+
+
+def test_the_deployment_for_kubernetes_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.rlhf import rlhf
+
+    [deployment] = load(KUBERNETES / "prefect.yaml")["deployments"]
+    file, _, name = deployment["entrypoint"].partition(":")
+    assert (ROOT / file).is_file() and name == "rlhf"
+    parameters = deployment["parameters"]
+    assert set(parameters) <= set(inspect.signature(rlhf.fn).parameters)
+    monkeypatch.chdir(ROOT)
+    config = load_config(parameters["config"], parameters["overrides"])
+    assert config.run.executor == "kuberay"
+    [queue] = [
+        item
+        for item in yaml.safe_load_all((KUBERNETES / "kueue.yaml").read_text(encoding="utf-8"))
+        if item["kind"] == "LocalQueue"
+    ]
+    resources = config.run.resources.of("ppo")
+    assert (resources.queue, resources.namespace) == (
+        queue["metadata"]["name"],
+        queue["metadata"]["namespace"],
+    )
+    pool = json.loads((KUBERNETES / "workpool.json").read_text(encoding="utf-8"))
+    assert set(deployment["work_pool"]["job_variables"]) <= set(pool["variables"]["properties"])
+    [step] = [next(iter(step)) for step in deployment["pull"]]
+    module, _, function = step.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+# -- Dockerfile, Slurm, requirements --
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = (DEPLOYMENTS / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines if line.strip()]
+
+
+def test_the_image_is_not_root() -> None:
+    users = [rest for word, rest in instructions() if word == "USER"]
+    assert users == ["10001:10001"]
+    assert instructions()[-1][0] == "CMD"
+
+
+def test_packages_are_installed_by_hash() -> None:
+    for word, rest in instructions():
+        for command in rest.split("&&") if word == "RUN" else ():
+            if re.search(r"pip (install|sync)", command):
+                own = "--no-deps" in command and "--offline" in command
+                assert "--require-hashes" in command or own, command
+            if "apt-get install" in command:
+                assert "--no-install-recommends" in command
+                assert "rm -rf /var/lib/apt/lists/*" in rest
+            assert not re.search(r"\b(curl|wget|sudo|ADD)\b", command)
+    bases = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("BASE=")]
+    assert all(":" in base and not base.endswith("latest") for base in bases)
+    for lock in ("cpu", "gpu"):
+        assert (ROOT / "requirements" / f"{lock}.txt").is_file()
+
+
+def test_copied_files_exist_and_are_in_the_context() -> None:
+    allowed = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    }
+    for word, rest in instructions():
+        if word == "COPY" and not rest.startswith("--from"):
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists(), source
+                assert source in allowed, source
+
+
+def test_the_batch_script_is_valid() -> None:
+    script = DEPLOYMENTS / "slurm" / "rlhf.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+    text = script.read_text(encoding="utf-8")
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    call = text[text.rindex("ray symmetric-run") : text.index("-- env")]
+    given = set(re.findall(r"--[a-z-]+", call)) - {"--address", "--min-nodes"}
+    assert given == {"--disable-usage-stats", "--include-dashboard"}
+    assert given <= known
+
+
+def test_cluster_txt_completes_the_lock() -> None:
+    cpu, cluster = packages("cpu.txt"), packages("cluster.txt")
+    needed = [
+        re.match(r"[\w.-]+", requirement)
+        for requirement in importlib.metadata.requires("ray") or ()
+        if 'extra == "default"' in requirement
+    ]
+    names = {re.sub(r"[-_.]+", "-", match[0]).lower() for match in needed if match is not None}
+    assert names <= set(cpu) | set(cluster)
+    assert "aiohttp-cors" not in cpu, "Ray on one machine would open the port of its job server"
+    for name in set(cpu) & set(cluster):
+        assert cpu[name] == cluster[name], name
