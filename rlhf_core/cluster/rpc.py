@@ -199,8 +199,18 @@ def ready(pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
     import ray
 
     references = [call.reference for call in pending]
+    if not references:
+        return []
     ended, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
     return [reference in ended for reference in references]
+
+
+def wait_for_first(pending: Sequence[Pending[Any]], seconds: float) -> None:
+    """Return when the first call has ended, or after `seconds`."""
+    import ray
+
+    if pending:
+        ray.wait([call.reference for call in pending], num_returns=1, timeout=seconds)
 
 
 def dead_actors(actors: Sequence[RemoteActor[Actor]], seconds: float = 2.0) -> list[RemoteActor[Actor]]:

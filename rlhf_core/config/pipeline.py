@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from rlhf_core.config.base import (
     PAUSE,
+    RANKS,
     TEMPERATURE,
     TOKENS,
     TRIES,
@@ -240,6 +241,19 @@ class EvaluateConfig(Section):
         20,
         "Sample pairs in the table and report",
         within=Range(1, 10_000, "rows of one table"),
+    )
+    ranks: PositiveInt = execution(
+        1,
+        "Ranks that compute log-probabilities and scores of the reward model, in the evaluation and in the"
+        " match (one GPU each where there are GPUs). A model that was trained with ZeRO-3 is sharded over"
+        " them; otherwise each has a copy",
+        within=RANKS,
+    )
+    engines: PositiveInt = execution(
+        1,
+        "Engines that sample at the same time, in the evaluation and in the match, with"
+        " `ppo.engine.tensor_parallel` GPUs each",
+        within=RANKS,
     )
 
 

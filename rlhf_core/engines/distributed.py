@@ -14,7 +14,9 @@ from typing import Any
 
 import psutil
 
+from rlhf_core.config.devices import uses_gpu
 from rlhf_core.config.training import Packing
+from rlhf_core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,26 @@ class Rank:
     @property
     def torch_device(self) -> str:
         return f"cuda:{self.local_rank}" if self.device == "cuda" else "cpu"
+
+
+def resolve_device(wanted: str, setting: str = "run.device") -> str:
+    """Return "cuda" or "cpu" for `wanted` (auto, cuda, cpu).
+
+    The decision is the one that keys and precision are based on. Raises ConfigError, which names `setting`,
+    if it is a GPU and torch cannot use one. On a Ray cluster the GPUs are those of its nodes.
+    """
+    if not uses_gpu(wanted):
+        return "cpu"
+    if os.environ.get("RAY_ADDRESS"):
+        return "cuda"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{setting}={wanted} resolves to cuda on this host, but torch.cuda is not available; fix the"
+            f" driver (see `nvidia-smi`), or set {setting}=cpu"
+        )
+    return "cuda"
 
 
 def rendezvous(

@@ -1,16 +1,19 @@
-"""Sample responses to held-out prompts with a vLLM engine in this process."""
+"""Sample responses to held-out prompts with vLLM engines: one in this process, several as Ray actors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
+from rlhf_core.engines.distributed import Rank
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
-from rlhf_core.types import Progress, PromptExample, RewardInput, Rollout
+from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
 
 _ADAPTER_ID = 1
 
@@ -22,30 +25,84 @@ def responses_of(
     prompts: Sequence[PromptExample],
     *,
     device: str,
-    progress: Progress,
+    context: StageContext,
 ) -> dict[str, list[RewardInput]]:
-    """Return the responses (n,) of each model. Only one engine is in memory at a time.
+    """Return the responses (n,) of each model. Only one model is in memory at a time.
 
     Args:
         config: Configuration of the run.
         models: Files of each model by name.
         decode: Decodes the tokens of a response.
         prompts: (n,) held-out prompts.
-        device: Device of the engine.
-        progress: Is called after each batch.
+        device: Device of the engines.
+        context: Of the stage; its progress is reported after each batch.
     """
     total = len(models) * len(prompts)
     responses: dict[str, list[RewardInput]] = {}
     for name, files in models.items():
         before = sum(map(len, responses.values()))
-
-        def report(done: int, before: int = before) -> None:
-            progress("evaluate", before + done, total, "responses")
-
-        rollouts = sample_responses(config, files, prompts, device=device, done=report)
+        report = partial(_report, context, before, total)
+        if needs_actors(config.evaluate.engines):
+            rollouts = _sample_on_actors(
+                config, files, prompts, before, total, device=device, context=context
+            )
+        else:
+            rollouts = sample_responses(config, files, prompts, device=device, done=report)
         responses[name] = reward_inputs(decode, prompts, rollouts)
         failpoint("evaluate.sampled")
     return responses
+
+
+def _report(context: StageContext, before: int, total: int, done: int) -> None:
+    context.progress("evaluate", before + done, total, "responses")
+
+
+def _sample_on_actors(
+    config: PipelineConfig,
+    files: PolicyFiles,
+    prompts: Sequence[PromptExample],
+    before: int,
+    total: int,
+    *,
+    device: str,
+    context: StageContext,
+) -> list[Rollout]:
+    """Return what `sample_responses` returns, sampled by `evaluate.engines` actors."""
+    shares = map_ranks(
+        _sample_share,
+        config.evaluate.engines,
+        device,
+        config,
+        files,
+        prompts,
+        before,
+        total,
+        rank_zero=context,
+        label="engine",
+        gpus_per_rank=config.ppo.engine.tensor_parallel,
+        timeouts=config.run.timeouts,
+        monitor=context.monitor,
+    )
+    # Prompt i was in share i modulo the number of engines.
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
+
+
+def _sample_share(
+    rank: Rank,
+    config: PipelineConfig,
+    files: PolicyFiles,
+    prompts: Sequence[PromptExample],
+    before: int,
+    total: int,
+    context: StageContext | None,
+) -> list[Rollout]:
+    def report(done: int) -> None:
+        if context is not None:
+            # The others are about as far.
+            _report(context, before, total, min(done * rank.world_size, len(prompts)))
+
+    share = prompts[rank.rank :: rank.world_size]
+    return sample_responses(config, files, share, device=rank.device, done=report)
 
 
 def sample_responses(

@@ -151,14 +151,14 @@ def _run_match(
     champion: _Champion,
     judge: str,
 ) -> MatchResult:
-    from rlhf_core.engines.ranks import resolve_device
+    from rlhf_core.engines.distributed import resolve_device
 
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.inputs["data"])
 
     def respond(name: str, files: PolicyFiles) -> list[RewardInput]:
         return generate.responses_of(
-            config, {name: files}, decoder.response, prompts, device=device, progress=context.progress
+            config, {name: files}, decoder.response, prompts, device=device, context=context
         )[name]
 
     candidate_answers = respond(
@@ -177,7 +177,14 @@ def _run_match(
         # In one call, so that batch normalisation treats both models' responses alike.
         samples = [*candidate_answers, *champion_answers]
         scores = scoring.score(
-            judge, config, reward, samples, pad_id=decoder.pad, device=device, reward_code=code
+            judge,
+            config,
+            reward,
+            samples,
+            pad_id=decoder.pad,
+            device=device,
+            reward_code=code,
+            monitor=context.monitor,
         )
         count = len(candidate_answers)
         ours: list[Answer] = []

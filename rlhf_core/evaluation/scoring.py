@@ -1,6 +1,7 @@
 """Scores of sampled responses by each measure, and the KL of the policy to the SFT model.
 
-Only one model is in memory at a time.
+Only one model is in memory at a time: in this process, or on the ranks of `evaluate.ranks`
+(`evaluation.rank_scoring`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.cluster.ranks import needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.rewards import AnyReward, GoldReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.evaluation.rank_scoring import logprobs_of_rank, on_ranks, scores_of_rank
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
-from rlhf_core.system.heartbeat import heartbeat, idle
+from rlhf_core.system.heartbeat import Monitor, heartbeat, idle
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 
 if TYPE_CHECKING:
@@ -112,6 +115,7 @@ def score(
     pad_id: int,
     device: str,
     reward_code: Mapping[str, str] | None = None,
+    monitor: Monitor | None = None,
 ) -> list[float]:
     """Return the (n,) values of one measure.
 
@@ -123,13 +127,14 @@ def score(
         pad_id: Padding token.
         device: Device of the reward model.
         reward_code: Digests of the code of Python rewards, as in `RewardComposer`.
+        monitor: The heartbeat monitor of the stage.
     """
     if measure == "gold":
         return score_gold(samples)
     if measure == "rules":
         return list(score_rules(rule_sources(config), samples, reward_code).total)
     assert reward is not None
-    return score_reward_model(config, reward, samples, pad_id=pad_id, device=device)
+    return score_reward_model(config, reward, samples, pad_id=pad_id, device=device, monitor=monitor)
 
 
 def score_rules(
@@ -152,7 +157,13 @@ def score_gold(samples: Sequence[RewardInput]) -> list[float]:
 
 
 def score_reward_model(
-    config: PipelineConfig, folder: Path, samples: Sequence[RewardInput], *, pad_id: int, device: str
+    config: PipelineConfig,
+    folder: Path,
+    samples: Sequence[RewardInput],
+    *,
+    pad_id: int,
+    device: str,
+    monitor: Monitor | None = None,
 ) -> list[float]:
     """Return the (n,) scores of a reward model, normalised by the statistics in its folder.
 
@@ -162,10 +173,15 @@ def score_reward_model(
         samples: (n,) prompts and responses.
         pad_id: Padding token.
         device: Device of the reward model.
+        monitor: The heartbeat monitor of the stage.
     """
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
+    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
+    if needs_actors(config.evaluate.ranks):
+        found: list[float] = on_ranks(scores_of_rank, config, device, monitor, folder, pairs, pad_id)
+        return found
     heartbeat("load the reward model", config.run.timeouts.start)
     model = load_score_model(
         folder,
@@ -174,7 +190,6 @@ def score_reward_model(
         device=device,
         pack=config.reward.pack,
     ).eval()
-    pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     batches = single_process_batches(model, pairs, config.ppo.micro_batch_tokens, pad_id)
     scores = sequence_scores(model, model.statistics, batches)
     del model
@@ -190,6 +205,7 @@ def policy_kl(
     *,
     pad_id: int,
     device: str,
+    monitor: Monitor | None = None,
 ) -> list[float]:
     """Return the (n,) log-ratios of policy and reference, summed over the tokens of each response.
 
@@ -203,14 +219,18 @@ def policy_kl(
         samples: (n,) responses that the policy sampled.
         pad_id: Padding token.
         device: Device of both models.
+        monitor: The heartbeat monitor of the stage.
 
     Raises:
         NonFiniteError: A log-ratio is NaN or infinite. The message has its prompt.
     """
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     temperature = config.evaluation_temperature
-    new_logprobs = logprobs(config, policy, pairs, temperature, pad_id=pad_id, device=device)
-    ref_logprobs = logprobs(config, PolicyFiles(reference), pairs, temperature, pad_id=pad_id, device=device)
+
+    def of(files: PolicyFiles) -> list[Tensor]:
+        return logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device, monitor=monitor)
+
+    new_logprobs, ref_logprobs = of(policy), of(PolicyFiles(reference))
     values = [float((new - ref).double().sum()) for new, ref in zip(new_logprobs, ref_logprobs, strict=True)]
     for value, sample in zip(values, samples, strict=True):
         if not math.isfinite(value):
@@ -230,6 +250,7 @@ def logprobs(
     pad_id: int,
     device: str,
     dtype: str | None = None,
+    monitor: Monitor | None = None,
 ) -> list[Tensor]:
     """Return the log-probabilities of each response's tokens, (T,) each.
 
@@ -241,15 +262,22 @@ def logprobs(
         pad_id: Padding token.
         device: Device of the model.
         dtype: Precision of the model. None is the precision of the policy's training.
+        monitor: The heartbeat monitor of the stage.
     """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 
+    dtype = dtype or config.ppo.policy_deepspeed.dtype
+    if needs_actors(config.evaluate.ranks):
+        found: list[Tensor] = on_ranks(
+            logprobs_of_rank, config, device, monitor, files, pairs, temperature, pad_id, dtype
+        )
+        return found
     heartbeat("load a policy", config.run.timeouts.start)
     model = load_policy(
         files.model,
-        dtype=dtype or config.ppo.policy_deepspeed.dtype,
+        dtype=dtype,
         attention=config.model.attention,
         device=device,
         pack=config.ppo.pack,

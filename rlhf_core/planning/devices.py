@@ -26,10 +26,10 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
     """Check that the GPUs, or the cores and the memory without GPUs, are enough for all ranks and engines."""
     if config.run.is_remote:
         return  # this machine only submits jobs
-    # A Ray cluster counts its devices itself when PPO reserves them; all other stages run on this machine.
+    # The stages reserve the devices of a Ray cluster, which counts them itself.
     on_cluster = bool(os.environ.get("RAY_ADDRESS"))
     gpus = visible_gpus()
-    if config.run.device == "cuda" and gpus == 0:
+    if config.run.device == "cuda" and gpus == 0 and not on_cluster:
         yield ConfigError(
             "run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu"
         )
@@ -42,16 +42,25 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
 
 
 def _gpu_counts(config: PipelineConfig, gpus: int, on_cluster: bool) -> Iterator[Finding]:
+    if on_cluster:
+        return
     for field, ranks in (
         ("sft.deepspeed", config.sft.deepspeed.ranks),
         ("reward.deepspeed", config.reward.deepspeed.ranks),
+        ("evaluate", config.evaluate.ranks),
     ):
         if ranks > gpus:
             yield ConfigError(
                 f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}"
             )
+    engines, each = config.evaluate.engines, config.ppo.engine.tensor_parallel
+    if engines * each > gpus:
+        yield ConfigError(
+            f"evaluate.engines: {engines} engines with {each} GPUs each (ppo.engine.tensor_parallel) must have"
+            f" at most the {gpus} visible GPUs; got {engines * each}; use {max(1, gpus // each)}"
+        )
     placement = plan_placement(config.ppo)
-    if placement.devices > gpus and not on_cluster:
+    if placement.devices > gpus:
         yield ConfigError(
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
             f" got {gpus} visible; lower ranks or ppo.engine.count, or use ppo.colocate=all"

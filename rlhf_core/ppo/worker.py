@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.cluster.placement import node_address
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
@@ -67,10 +68,7 @@ class ModelWorker(Actor):
 
         The address is loopback if the whole Ray cluster runs on this host (`local`).
         """
-        import ray
-
-        own_address = "127.0.0.1" if local else str(ray.util.get_node_ip_address())
-        self._listener = socket.create_server((own_address, 0))
+        self._listener = socket.create_server((node_address(local), 0))
         address, port = self._listener.getsockname()
         return address, port
 

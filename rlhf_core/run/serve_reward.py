@@ -53,7 +53,7 @@ def serve_reward(
     socket, token = listen(host, port)
     with socket:
         folder, trained_as = locate(address, home, endpoint)
-        from rlhf_core.engines.ranks import resolve_device
+        from rlhf_core.engines.distributed import resolve_device
         from rlhf_core.rewards.scorer import Scorer
 
         scorer = Scorer(

@@ -44,7 +44,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     judge that this run does not have, and what engines, models and reward sources raise.
     """
     from rlhf_core.data.dataset import load_prompts
-    from rlhf_core.engines.ranks import resolve_device
+    from rlhf_core.engines.distributed import resolve_device
 
     prompts: list[PromptExample] = list(load_prompts(context.inputs["data"], "eval"))[
         : config.evaluate.prompts
@@ -61,7 +61,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     policy = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), "ppo": policy}
     responses = generate.responses_of(
-        config, models, decoder.response, prompts, device=device, progress=context.progress
+        config, models, decoder.response, prompts, device=device, context=context
     )
     sources = [prompt.source or "unnamed" for prompt in prompts]
     measured = _measure(
@@ -120,7 +120,9 @@ def _measure(
         report()
     if "reward" in context.inputs:
         folder = context.inputs["reward"] / "model"
-        scores = scoring.score_reward_model(config, folder, both, pad_id=pad_id, device=device)
+        scores = scoring.score_reward_model(
+            config, folder, both, pad_id=pad_id, device=device, monitor=context.monitor
+        )
         measures["reward_model"] = pair(scores)
         report()
     if sources:
@@ -130,7 +132,15 @@ def _measure(
         rules = {name: pair(values) for name, values in batch.by_source.items()}
         report()
     reference = context.inputs["sft"] / "model"
-    kl = scoring.policy_kl(config, policy, reference, responses["ppo"], pad_id=pad_id, device=device)
+    kl = scoring.policy_kl(
+        config,
+        policy,
+        reference,
+        responses["ppo"],
+        pad_id=pad_id,
+        device=device,
+        monitor=context.monitor,
+    )
     report()
     return Measured(measures, rules, kl, prompt_sources)
 

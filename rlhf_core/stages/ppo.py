@@ -17,7 +17,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Start the fleet, run the controller, save the policy."""
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.tokenizer import load_decoder
-    from rlhf_core.engines.ranks import resolve_device
+    from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.evaluation.published import SEQUENCES, Trained, measure_published
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.fleet import Fleet

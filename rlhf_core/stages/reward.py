@@ -46,7 +46,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the
     stage.
     """
-    from rlhf_core.engines.ranks import resolve_device, run_ranks
+    from rlhf_core.cluster.ranks import run_ranks
+    from rlhf_core.engines.distributed import resolve_device
 
     metrics: dict[str, float] = run_ranks(
         _train,
@@ -60,6 +61,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         rank_zero=context,
         timeouts=config.run.timeouts,
         monitor=context.monitor,
+        neighbours=config.reward.deepspeed.hpz,
     )
     shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
     context.metrics.flush()

@@ -40,9 +40,10 @@ from rlhf_core.types import StageContext, StageResult
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
+    from rlhf_core.cluster.ranks import run_ranks
     from rlhf_core.data.hub import fetch_model
     from rlhf_core.data.sources import model_digests, model_state, require_unchanged
-    from rlhf_core.engines.ranks import resolve_device, run_ranks
+    from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.models.folder import is_hub_model
 
     device = resolve_device(config.run.device)
@@ -66,6 +67,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         rank_zero=context,
         timeouts=config.run.timeouts,
         monitor=context.monitor,
+        neighbours=config.sft.deepspeed.hpz,
     )
     shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
     context.metrics.log_table("sft_samples", _samples(config, context, device))

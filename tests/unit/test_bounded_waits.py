@@ -36,13 +36,11 @@ BOUNDED = {
         "its group has ended; each request has the source's timeout"
     ),
     "rlhf_core/rewards/server.py: self._arrived.wait()": "a server waits for requests until it is cancelled",
+    "rlhf_core/cluster/mailbox.py: self._replies.get()": "the stage's process ends this one if it ends",
     "rlhf_core/storage/checkpoints.py: self._thread.join()": (
         "store.retry_seconds bounds each call of the upload"
     ),
     "rlhf_core/storage/checkpoints.py: self._background_upload.result()": "the same",
-    "rlhf_core/engines/ranks.py: other.process.join()": "after SIGKILL",
-    "rlhf_core/engines/ranks.py: pipe.recv()": "after poll() said that there is something",
-    "rlhf_core/engines/ranks.py: self.pipe.recv()": "after poll() said that there is something",
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
     "rlhf_core/weight_sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
     "rlhf_core/weight_sync/wire.py: self._forwarding[0].wait()": "the same",

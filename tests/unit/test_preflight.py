@@ -186,15 +186,18 @@ def test_too_few_gpus_are_refused_with_the_arithmetic(monkeypatch: pytest.Monkey
     assert check(wide) == []
 
 
-def test_of_a_ray_cluster_elsewhere_only_the_devices_that_other_stages_need_here_are_counted(
+def test_devices_of_a_ray_cluster_are_not_those_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
     monkeypatch.setattr(ray_checks.socket, "create_connection", lambda *_, **__: nullcontext())
-    assert "0 visible GPUs" in refused(config("run.device=cuda"), ConfigError)
+    assert check(config("run.device=cuda")) == []
     with_gpus(monkeypatch, 2)
-    assert check(config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=2")) == []
-    assert "sft.deepspeed.ranks" in refused(config("sft.deepspeed.ranks=4"), ConfigError)
+    wide = config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=4", "evaluate.engines=4")
+    assert check(wide) == []
+    monkeypatch.delenv("RAY_ADDRESS")
+    for field in ("ppo", "sft.deepspeed.ranks", "evaluate.engines"):
+        assert f"{field}: " in refused(wide, ConfigError)
 
 
 @pytest.mark.parametrize("engine", ["ppo.engine.count=3", "ppo.engine.tensor_parallel=2"])

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_core.config import devices, load
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.engines.ranks import resolve_device
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import ConfigError
 from rlhf_core.run.plan import make_plan
 

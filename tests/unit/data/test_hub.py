@@ -74,7 +74,7 @@ def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path
 def test_the_model_is_fetched_before_the_ranks_start(
     path: str | None, fetched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from rlhf_core.engines import ranks as launch
+    from rlhf_core.cluster import ranks as launch
     from rlhf_core.stages import sft
 
     order: list[Any] = []
@@ -94,7 +94,7 @@ def test_the_model_is_fetched_before_the_ranks_start(
     config: Any = SimpleNamespace(
         model=SimpleNamespace(path=path, revision=COMMIT),
         run=SimpleNamespace(device="cpu", timeouts=None),
-        sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1)),
+        sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1, hpz=1)),
     )
     context: Any = SimpleNamespace(
         inputs={"data": tmp_path}, scratch=tmp_path, output=tmp_path, monitor=None, sources={}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.cluster import ranks as launch
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.engines import ranks as launch
 from rlhf_core.errors import GateFailed
 from rlhf_core.run.retries import RetryPolicy
 from rlhf_core.run.stage_runner import find_or_make

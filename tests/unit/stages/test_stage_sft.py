@@ -37,7 +37,7 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("rlhf_core.stages.sft.load_policy", load_policy)
     with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
         sft._train(rank, config, tmp_path, tmp_path, tmp_path, state, context)
-    monkeypatch.setattr("rlhf_core.engines.ranks.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
+    monkeypatch.setattr("rlhf_core.cluster.ranks.run_ranks", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
         sft.run(config, context)
 

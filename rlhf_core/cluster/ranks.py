@@ -1,0 +1,510 @@
+"""The ranks of a stage: one rank in this process, several as Ray actors.
+
+    one rank, this host   the target runs in the stage's own process; Ray is not started
+    otherwise             an actor for each rank, on this host or on the cluster at RAY_ADDRESS; rank 0 calls
+                          the stage's process for metrics, progress and checkpoints (`cluster.mailbox`)
+
+The stage's process waits for all ranks. If one fails, it raises the error of the rank that caused it, and not
+of one whose collective broke as a result; if one makes no progress, an error that names it
+(`rlhf_core.system.heartbeat`). All ranks end with the call.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_core.cluster.connect import connect, on_cluster
+from rlhf_core.cluster.mailbox import END, ContextServer, LogForwarder, Mailbox, Reply, Request, portable
+from rlhf_core.cluster.placement import node_address, reserve_ranks
+from rlhf_core.cluster.rpc import (
+    POLL_SECONDS,
+    Actor,
+    ActorClient,
+    ParticipantSpec,
+    Pending,
+    RemoteActor,
+    fetch,
+    ready,
+    rpc,
+    wait_for_first,
+)
+from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.engines.distributed import Rank, join, leave
+from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck, classified
+from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
+from rlhf_core.system.stopping import EXIT_STOPPED
+from rlhf_core.types import StageContext
+
+_ERROR_SECONDS = 5.0
+"""Time for the rank that caused the error of another one to be found."""
+_STALL_SECONDS = 4.0
+"""Time for the collectives of the other ranks to fail, so that only the stalled rank is named. Shorter than
+`heartbeat.GRACE_SECONDS`.
+"""
+
+Target = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The processes of one call."""
+
+    ranks: int
+    device: str
+    label: str = "training rank"
+    gpus_per_rank: int = 1
+    neighbours: int = 1
+    """Each group of this number of consecutive ranks is on one host."""
+    process_group: bool = True
+    """Whether the ranks join one torch.distributed world."""
+
+    def name(self, rank: int) -> str:
+        """Return the name of a rank in messages and for the heartbeat monitor."""
+        return f"{self.label} {rank}"
+
+
+def needs_actors(ranks: int) -> bool:
+    """Return whether `ranks` ranks are Ray actors: several are, and on a cluster a single one is, too."""
+    return ranks > 1 or on_cluster()
+
+
+def run_ranks(
+    target: Target,
+    ranks: int,
+    device: str,
+    *args: Any,
+    rank_zero: StageContext | None,
+    timeouts: TimeoutsConfig | None = None,
+    monitor: Monitor | None = None,
+    neighbours: int = 1,
+) -> Any:
+    """Call `target(rank, *args, context)` on every rank and return what rank 0 returned.
+
+    Args:
+        target: Runs on each rank. It must be picklable.
+        ranks: Number of ranks.
+        device: "cpu" or "cuda".
+        args: Further arguments of `target`. They must be picklable.
+        rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on
+            the others.
+        timeouts: Section `run.timeouts`.
+        monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+        neighbours: Each group of this number of consecutive ranks is on one host.
+
+    Raises:
+        WorkerDied: A rank died without an error.
+        WorkerStuck: A rank stalled.
+        RLHFError: The error of another rank than 0, with its class and the number of the rank.
+    """
+    layout = _Layout(ranks, device, neighbours=neighbours)
+    limits = timeouts or TimeoutsConfig()
+    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
+        if not needs_actors(ranks):
+            return _run_here(layout, target, args, rank_zero, limits, seen)
+        return _run_actors(layout, target, args, rank_zero, limits, seen)[0]
+
+
+def map_ranks(
+    target: Target,
+    ranks: int,
+    device: str,
+    *args: Any,
+    rank_zero: StageContext | None,
+    label: str,
+    gpus_per_rank: int = 1,
+    timeouts: TimeoutsConfig | None = None,
+    monitor: Monitor | None = None,
+) -> list[Any]:
+    """Call `target(rank, *args, context)` in a process of its own for each rank, without a process group, and
+    return all results by rank.
+
+    Args:
+        target: Runs on each rank. It must be picklable.
+        ranks: Number of ranks.
+        device: "cpu" or "cuda".
+        args: Further arguments of `target`. They must be picklable.
+        rank_zero: `context` on rank 0. It is None on the others.
+        label: Names the ranks in messages: `engine`.
+        gpus_per_rank: GPUs that each rank sees, with "cuda".
+        timeouts: Section `run.timeouts`.
+        monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+
+    Raises the same errors as `run_ranks`.
+    """
+    layout = _Layout(ranks, device, label, gpus_per_rank, process_group=False)
+    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
+        return _run_actors(layout, target, args, rank_zero, timeouts or TimeoutsConfig(), seen)
+
+
+def _run_actors(
+    layout: _Layout,
+    target: Target,
+    args: tuple[Any, ...],
+    context: StageContext | None,
+    limits: TimeoutsConfig,
+    monitor: Monitor,
+) -> list[Any]:
+    with ray_session(layout.ranks, layout.device, limits, monitor):
+        group = _RankGroup(layout, limits, monitor)
+        try:
+            return group.run(target, args, context)
+        finally:
+            group.end()
+
+
+def _run_here(
+    layout: _Layout,
+    target: Target,
+    args: tuple[Any, ...],
+    context: StageContext | None,
+    limits: TimeoutsConfig,
+    monitor: Monitor,
+) -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address, port = listener.getsockname()
+        rank = Rank(0, 1, 0, address, port, layout.device, limits.start, limits.stall, listener)
+        register(monitor.folder, layout.name(0), limits.stall)
+        heartbeat("start", limits.start)
+        try:
+            join(rank)
+            return target(rank, *args, context)
+        finally:
+            leave()
+            unregister()
+
+
+# -- in the actor --
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the target ended on one rank."""
+
+    value: Any = None
+    error: RLHFError | None = None
+    broken: bool = False
+    """Whether `error` is that of a collective, which also breaks if another rank failed."""
+    stopped: bool = False
+    """Whether the rank left because the stage was asked to stop."""
+
+
+class RankActor(Actor):
+    """One rank. It has two threads: one for the target, and one for the mailbox."""
+
+    def __init__(self, participant: ParticipantSpec) -> None:
+        super().__init__(participant)
+        self._mailbox = Mailbox()
+        self._listener: socket.socket | None = None
+
+    @rpc("start")
+    def prepare(self) -> None:
+        """Return after the process has started."""
+
+    @rpc()
+    def listen(self, local: bool) -> tuple[str, int]:
+        """Start listening as rank 0, and return (address, port)."""
+        self._listener = socket.create_server((node_address(local), 0))
+        address, port = self._listener.getsockname()
+        return address, port
+
+    def run(
+        self,
+        rank: Rank,
+        target: Target,
+        args: tuple[Any, ...],
+        context: StageContext | None,
+        *,
+        process_group: bool,
+    ) -> Outcome:
+        """Run the target, by default as a rank of a process group.
+
+        `context` is that of rank 0, from `mailbox.portable`.
+        """
+        heartbeat("start", rank.start)
+        if rank.rank == 0:
+            logging.basicConfig(level=logging.INFO, handlers=[LogForwarder(self._mailbox)])
+        try:
+            if process_group:
+                join(replace(rank, listener=self._listener))
+            value = target(rank, *args, None if context is None else self._mailbox.context(context))
+            # Before any rank ends: NCCL ends its communicators on all ranks together.
+            leave()
+            return Outcome(value)
+        except SystemExit as stop:
+            if stop.code != EXIT_STOPPED:
+                raise
+            return Outcome(stopped=True)
+        except Exception as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            ours = classified(error)
+            # torch raises a RuntimeError for a broken collective, and also if memory is exhausted.
+            broken = isinstance(error, RuntimeError) and type(ours) is InfrastructureError
+            return Outcome(error=ours, broken=broken)
+        finally:
+            idle()
+            self._mailbox.post(END)
+
+    def next_request(self, reply: Reply | None, stop: bool) -> tuple[Request | None, str]:
+        """Return the next call of the context, if there is one, and the activity of this rank.
+
+        Args:
+            reply: To the request that was returned before.
+            stop: Whether the stage was asked to stop.
+        """
+        return self._mailbox.exchange(reply, stop, POLL_SECONDS), current_activity()
+
+
+# -- in the stage's process --
+
+
+@contextmanager
+def ray_session(processes: int, device: str, limits: TimeoutsConfig, monitor: Monitor) -> Iterator[None]:
+    """Connect to Ray for the body, and end all participants and the connection after it.
+
+    In the body of another session this does nothing.
+
+    Args:
+        processes: Number of actors that a Ray started here has to hold.
+        device: "cpu" or "cuda".
+        limits: Section `run.timeouts`.
+        monitor: The heartbeat monitor of the stage, already entered.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    heartbeat("start Ray", limits.start)
+    try:
+        connect(processes, device)
+        yield
+    except BaseException:
+        # First, because a suspended rank does not react to Ray's daemons, which would wait for it.
+        monitor.kill()
+        raise
+    finally:
+        ray.shutdown()
+        monitor.kill()
+        idle()
+
+
+class _RankGroup:
+    """The actors of all ranks."""
+
+    def __init__(self, layout: _Layout, limits: TimeoutsConfig, monitor: Monitor) -> None:
+        self._layout = layout
+        self._limits = limits
+        self._monitor = monitor
+        self._client = ActorClient(monitor, limits)
+        self._placement = reserve_ranks(
+            layout.ranks,
+            layout.label,
+            gpus_per_rank=layout.gpus_per_rank if layout.device == "cuda" else 0,
+            neighbours=layout.neighbours,
+            wait=self._client.wait,
+        )
+        self._actors = [self._start(rank) for rank in range(layout.ranks)]
+
+    def _start(self, rank: int) -> RemoteActor[RankActor]:
+        import ray
+
+        name = self._layout.name(rank)
+        participant = ParticipantSpec(name, self._monitor.folder.resolve(), self._limits)
+        options = {"max_concurrency": 2, **self._placement.options(rank)}
+        return RemoteActor(ray.remote(RankActor).options(**options).remote(participant))
+
+    def run(self, target: Target, args: tuple[Any, ...], context: StageContext | None) -> list[Any]:
+        """Run the target on all ranks, and return the results."""
+        self._await_start()
+        layout, limits, address, port = self._layout, self._limits, "", 0
+        if layout.process_group:
+            listening = self._actors[0].call(RankActor.listen, not on_cluster())
+            address, port = self._client.wait([listening], "rank 0")[0]
+        sent = None if context is None else portable(context)
+        calls = []
+        for number, actor in enumerate(self._actors):
+            # The local rank is 0 on all: Ray shows each actor its own GPUs only.
+            rank = Rank(number, layout.ranks, 0, address, port, layout.device, limits.start, limits.stall)
+            own = sent if number == 0 else None
+            calls.append(
+                actor.call(RankActor.run, rank, target, args, own, process_group=layout.process_group)
+            )
+        outcomes = _Outcomes(layout, calls)
+        _Follower(outcomes, self._actors[0], ContextServer(context), self._monitor, limits).follow()
+        if outcomes.ended[0].stopped:
+            raise SystemExit(EXIT_STOPPED)
+        return [outcomes.ended[rank].value for rank in range(layout.ranks)]
+
+    def end(self) -> None:
+        """End all ranks at once."""
+        import ray
+        from ray.util import remove_placement_group
+
+        # Ray's kill does not reach a suspended process.
+        self._monitor.kill([self._layout.name(rank) for rank in range(self._layout.ranks)])
+        for actor in self._actors:
+            ray.kill(actor.handle)
+        remove_placement_group(self._placement.placement_group)
+
+    def _await_start(self) -> None:
+        """Wait until all ranks have started. Raises the error of the first that did not."""
+        outcomes = _Outcomes(self._layout, [actor.call(RankActor.prepare) for actor in self._actors])
+        deadline = time.monotonic() + self._limits.start
+        while outcomes.pending:
+            heartbeat("wait for the ranks to start", self._limits.start)
+            outcomes.collect()
+            for outcome in outcomes.failed:
+                raise outcome.error or AssertionError
+            if outcomes.pending and time.monotonic() >= deadline:
+                raise WorkerStuck(
+                    f"{self._layout.name(min(outcomes.pending))} was not up after {self._limits.start:g} s"
+                    " (run.timeouts.start)"
+                )
+
+
+class _Outcomes:
+    """The results of one call of each rank."""
+
+    def __init__(self, layout: _Layout, calls: Sequence[Pending[Any]]) -> None:
+        self.layout = layout
+        self.pending = dict(enumerate(calls))
+        self.ended: dict[int, Outcome] = {}
+        """By rank, in the order in which they ended."""
+
+    def collect(self, also: Sequence[Pending[Any]] = ()) -> None:
+        """Wait until a rank or one of `also` has ended, for at most `POLL_SECONDS`."""
+        wait_for_first([*self.pending.values(), *also], POLL_SECONDS)
+        has_ended = ready(list(self.pending.values()), 0)
+        for rank in [rank for rank, ended in zip(self.pending, has_ended, strict=True) if ended]:
+            self.ended[rank] = self._outcome(rank, self.pending.pop(rank))
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """Those with an error, the first one first."""
+        return [outcome for outcome in self.ended.values() if outcome.error is not None]
+
+    def _outcome(self, rank: int, call: Pending[Any]) -> Outcome:
+        name = self.layout.name(rank)
+        try:
+            result = fetch([call], POLL_SECONDS)[0]
+            outcome = result if isinstance(result, Outcome) else Outcome(result)
+        except WorkerDied:
+            return Outcome(error=WorkerDied(f"{name} died; the stage continues from its last checkpoint"))
+        except RLHFError as error:
+            outcome = Outcome(error=error)
+        if outcome.error is not None and rank:
+            # The errors of rank 0 are those of the stage.
+            return replace(outcome, error=type(outcome.error)(f"{name}: {outcome.error.message}"))
+        return outcome
+
+
+class _Follower:
+    """Waits for the target to end on all ranks, and executes the calls of rank 0."""
+
+    def __init__(
+        self,
+        outcomes: _Outcomes,
+        rank_zero: RemoteActor[RankActor],
+        server: ContextServer,
+        monitor: Monitor,
+        limits: TimeoutsConfig,
+    ) -> None:
+        self._outcomes = outcomes
+        self._rank_zero = rank_zero
+        self._server = server
+        self._monitor = monitor
+        self._limits = limits
+        self._request: Pending[tuple[Request | None, str]] | None = self._next_request(None)
+        """The call that returns the next request of rank 0; None after its end."""
+        self._activity = ""
+        """What rank 0 did when it was last asked."""
+        self._ended_at: float | None = None
+        """When rank 0 had ended."""
+
+    def follow(self) -> None:
+        """Return when all ranks have ended. Raises the error of the rank that failed first."""
+        error_deadline = stall_deadline = math.inf
+        while self._outcomes.pending or self._request is not None:
+            # Never stalled: the ranks have timeouts of their own, and so has each call of the context.
+            heartbeat("wait for the ranks", math.inf)
+            had_failed = bool(self._outcomes.failed)
+            self._outcomes.collect([self._request] if self._request is not None else [])
+            has_answered = self._serve()
+            if self._outcomes.failed:
+                error_deadline = min(error_deadline, time.monotonic() + _ERROR_SECONDS)
+                # Only an answer after the failure shows what rank 0 does now.
+                is_current = self._request is None or (had_failed and has_answered)
+                if self._must_end(error_deadline, is_current=is_current):
+                    raise self._error()
+            elif self._monitor.stalled():
+                stall_deadline = min(stall_deadline, time.monotonic() + _STALL_SECONDS)
+                if time.monotonic() >= stall_deadline:
+                    raise self._stuck()
+            elif 0 in self._outcomes.ended:
+                self._await_others()
+            else:
+                stall_deadline = math.inf
+
+    def _must_end(self, deadline: float, *, is_current: bool) -> bool:
+        """Return whether the stage ends now, after a rank has failed.
+
+        A commit does not depend on the other ranks, and is completed first.
+        """
+        if self._activity == "commit":
+            return False
+        if any(not outcome.broken for outcome in self._outcomes.failed):
+            return is_current
+        return time.monotonic() >= deadline or self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        return any(each.state == "suspended" or each.stalled for each in self._monitor.unhealthy())
+
+    def _next_request(self, reply: Reply | None) -> Pending[tuple[Request | None, str]]:
+        return self._rank_zero.call(RankActor.next_request, reply, self._server.stop_requested)
+
+    def _serve(self) -> bool:
+        """Execute the next call of rank 0, and ask for another. Return whether rank 0 answered."""
+        if self._request is None or not ready([self._request], 0)[0]:
+            return False
+        try:
+            request, self._activity = fetch([self._request], POLL_SECONDS)[0]
+        except InfrastructureError:
+            # It died. Its outcome is the error.
+            self._request, self._activity = None, ""
+            return True
+        if request == END:
+            self._request = None
+        else:
+            self._request = self._next_request(None if request is None else self._server.execute(request))
+        return True
+
+    def _await_others(self) -> None:
+        """Raise WorkerStuck if the others do not end within the limit after rank 0."""
+        self._ended_at = self._ended_at or time.monotonic()
+        if self._outcomes.pending and time.monotonic() - self._ended_at > self._limits.stall:
+            name = self._outcomes.layout.name(min(self._outcomes.pending))
+            raise WorkerStuck(f"{name} did not end within {self._limits.stall:g} s (run.timeouts.stall)")
+
+    def _error(self) -> RLHFError:
+        """Return the error of the rank that failed by itself, if there is one."""
+        failed = self._outcomes.failed
+        for outcome in failed:
+            if outcome.error is not None and not outcome.broken:
+                return outcome.error
+        error = failed[0].error
+        assert error is not None
+        return self._stuck() if self._is_stuck() or "timed out" in error.message.lower() else error
+
+    def _stuck(self) -> InfrastructureError:
+        limit = f"run.timeouts.stall={self._limits.stall:g}"
+        return self._monitor.diagnose(f"the {self._outcomes.layout.label}s", limit)
