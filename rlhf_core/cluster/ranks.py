@@ -251,7 +251,7 @@ class RankActor(Actor):
             broken = isinstance(error, RuntimeError) and type(ours) is InfrastructureError
             return Outcome(error=ours, broken=broken)
         finally:
-            idle()
+            unregister()
             self._mailbox.post(END)
 
     def next_request(self, reply: Reply | None, stop: bool) -> tuple[Request | None, str]:
@@ -350,7 +350,7 @@ class _RankGroup:
         import ray
         from ray.util import remove_placement_group
 
-        # Ray's kill does not reach a suspended process.
+        # Ranks that have not ended. Ray's kill does not reach a suspended process.
         self._monitor.kill([self._layout.name(rank) for rank in range(self._layout.ranks)])
         for actor in self._actors:
             ray.kill(actor.handle)
