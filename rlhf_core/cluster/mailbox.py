@@ -14,6 +14,7 @@ connections. Rank 0 needs no access to it: the stage's process only calls, and i
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 import shutil
 import tempfile
@@ -111,7 +112,21 @@ class _Remote:
         return partial(self._mailbox.call, f"{self._part}.{method}")
 
 
+class _Writable:
+    """Becomes `value` in the stage's process. Arrays that Ray transfers as they are can only be read there."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (pickle.dumps(self._value),)
+
+
 class _RemoteMetrics(_Remote):
+    def log_figure(self, name: str, figure: Any) -> None:
+        # matplotlib changes the arrays of a figure when it draws it.
+        self._mailbox.call("metrics.log_figure", name, _Writable(figure))
+
     def log_file(self, path: Path, folder: str = "") -> None:
         # The file is on the disk of this host.
         self._mailbox.call("log_file", path.name, path.read_bytes(), folder)

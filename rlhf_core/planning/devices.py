@@ -56,8 +56,8 @@ def _gpu_counts(config: PipelineConfig, gpus: int, on_cluster: bool) -> Iterator
     engines, each = config.evaluate.engines, config.ppo.engine.tensor_parallel
     if engines * each > gpus:
         yield ConfigError(
-            f"evaluate.engines: {engines} engines with {each} GPUs each (ppo.engine.tensor_parallel) must have"
-            f" at most the {gpus} visible GPUs; got {engines * each}; use {max(1, gpus // each)}"
+            f"evaluate.engines: {engines} engines with {each} GPUs each (ppo.engine.tensor_parallel) must"
+            f" have at most the {gpus} visible GPUs; got {engines * each}; use {max(1, gpus // each)}"
         )
     placement = plan_placement(config.ppo)
     if placement.devices > gpus:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from ray import cloudpickle
@@ -32,6 +34,8 @@ from rlhf_core.cluster.ranks import map_ranks, ray_session, run_ranks
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import bound_collectives
 from rlhf_core.errors import DataError, OutOfMemory, StoreError, WorkerDied, WorkerStuck
+from rlhf_core.evaluation.calibration import calibration
+from rlhf_core.evaluation.plots import reliability
 from rlhf_core.system.heartbeat import Monitor, heartbeat
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.testing.context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
@@ -104,6 +108,8 @@ def _calls_the_context(rank: Any, context: StageContext | None) -> str:
     file = context.scratch / "examination.json"
     file.write_text("{}")
     context.metrics.log_file(file, "reward")
+    found = calibration(np.array([[1.0, 0.0], [0.0, 2.0]]))
+    context.metrics.log_figure("reliability", reliability(found))
     folder = context.scratch / "checkpoint"
     context.checkpoints.prepare(3, folder, 100)
     (folder / "state").write_text("7")
@@ -168,16 +174,22 @@ def test_rank_zeros_result_comes_back() -> None:
 def test_calls_of_rank_zero_run_in_the_stages_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = stage_context(tmp_path, inputs={"data": tmp_path / "data"})
+    context = stage_context(tmp_path, inputs={"data": tmp_path / "data"}, metrics=_Drawing())
     result = without_group(_calls_the_context, context)
     assert result == [f"{tmp_path / 'data'} 3 7", "not rank 0"]
     metrics, progress, checkpoints = context.metrics, context.progress, context.checkpoints
     assert isinstance(metrics, RecordingMetrics) and isinstance(progress, RecordingProgress)
     assert metrics.rows == [(3, {"train/loss": 0.5})] and metrics.flushes == 1
-    assert metrics.files == ["reward/examination.json"]
+    assert metrics.files == ["reward/examination.json"] and metrics.figures == ["reliability"]
     assert progress.reports == [("sft", 3, 10, "steps")]
     assert isinstance(checkpoints, FolderCheckpoints) and checkpoints.scores == {3: -0.5, 2: -0.7}
     assert ("rlhf_core.stages", logging.WARNING, "rows are padded") in caplog.record_tuples
+
+
+class _Drawing(RecordingMetrics):
+    def log_figure(self, name: str, figure: Any) -> None:
+        figure.savefig(io.BytesIO(), format="png")
+        super().log_figure(name, figure)
 
 
 class _FullDisk(FolderCheckpoints):
