@@ -113,7 +113,7 @@ class _Remote:
 
 
 class _Writable:
-    """Becomes `value` in the stage's process. Arrays that Ray transfers as they are can only be read there."""
+    """Becomes `value` in the stage's process. Arrays that Ray transfers by themselves are read-only there."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
