@@ -270,10 +270,10 @@ class ClusterNodes:
         self._wait([host.call(NodeAgent.prepare, folder, share) for host in hosts])
 
     def add(self, prefix: str, folder: Path, name: str) -> list[tuple[FileEntry, ...]]:
-        return self._parts(host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files())
+        return self._parts([host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()])
 
     def pending(self, prefix: str, name: str) -> list[tuple[FileEntry, ...]]:
-        return self._parts(host.call(NodeAgent.pending, prefix, name) for host in self._with_files())
+        return self._parts([host.call(NodeAgent.pending, prefix, name) for host in self._with_files()])
 
     def upload(self, prefix: str, name: str) -> Callable[[], None]:
         calls = [host.call(NodeAgent.upload, prefix, name) for host in self._with_files()]
@@ -298,8 +298,8 @@ class ClusterNodes:
     def _needed(self, manifest: Manifest, node_id: str) -> frozenset[str]:
         return needed_files([entry.path for entry in manifest.files], self._ranks, node_id)
 
-    def _parts(self, calls: Collection[Pending[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
-        return [part for part in self._wait(list(calls)) if part]
+    def _parts(self, calls: Sequence[Pending[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
+        return [part for part in self._wait(calls) if part]
 
 
 def needed_files(

@@ -32,6 +32,22 @@ class Placement:
         bundle = engine if self.colocated else len(self.bundle_of_rank) + engine
         return self._options(bundle, self.gpus * self.plan.gpus_per_engine)
 
+    def ranks_by_node(self) -> dict[str, dict[str, set[int]]]:
+        """Return the training ranks of each role on each node, by id of the node. Nodes that have engines
+        alone are included.
+        """
+        import ray
+
+        table = ray.util.placement_group_table(self.placement_group)
+        node_of_bundle: dict[int, str] = table["bundles_to_node_id"]
+        nodes: dict[str, dict[str, set[int]]] = {node_id: {} for node_id in node_of_bundle.values()}
+        for group in self.plan.groups:
+            for rank in range(group.ranks):
+                roles = nodes[node_of_bundle[self.bundle_of_rank[group.name, rank]]]
+                for role in group.roles:
+                    roles.setdefault(role, set()).add(rank)
+        return nodes
+
     def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

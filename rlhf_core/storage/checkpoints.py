@@ -243,7 +243,7 @@ class CheckpointStore:
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
         prefix = self._prefix(step)
-        body = {
+        body: dict[str, Any] = {
             "step": step,
             "score": score if score is not None and math.isfinite(score) else None,
             "known_scores": {str(step): score for step, score in (known or {}).items()},
@@ -264,7 +264,7 @@ class CheckpointStore:
                 body=body,
                 may_commit=self._may_commit,
                 elsewhere=[entry for part in parts for entry in part],
-                uploaded=self._upload_parts(prefix, name),
+                uploaded=self._upload_parts(prefix, name, parts),
             )
             self._committed(step, manifest)
         else:
@@ -317,9 +317,10 @@ class CheckpointStore:
         prefix = self._prefix(step)
         pending = self._outbox.manifest(prefix)
         expected = [] if pending is None else pending.body.get(_PARTS, [])
+        name = "" if pending is None else pending.folder
         parts: list[Sequence[FileEntry]] = []
-        if pending is not None and expected and self._hosts is not None:
-            found = {digest_of(part): part for part in self._hosts.pending(prefix, pending.folder)}
+        if expected and self._hosts is not None:
+            found = {digest_of(part): part for part in self._hosts.pending(prefix, name)}
             parts = [found[digest] for digest in expected if digest in found]
         if len(parts) < len(expected):
             log.error(
@@ -335,13 +336,17 @@ class CheckpointStore:
             prefix,
             self._may_commit,
             elsewhere=[entry for part in parts for entry in part],
-            uploaded=self._upload_parts(prefix, pending.folder) if parts else lambda: None,
+            uploaded=self._upload_parts(prefix, name, parts),
         )
         self._committed(step, manifest)
 
-    def _upload_parts(self, prefix: str, name: str) -> Callable[[], None]:
+    def _upload_parts(
+        self, prefix: str, name: str, parts: Sequence[Sequence[FileEntry]]
+    ) -> Callable[[], None]:
         """Start the uploads of the other hosts, and return what waits for them."""
-        return (lambda: None) if self._hosts is None else self._hosts.upload(prefix, name)
+        if self._hosts is None or not parts:
+            return lambda: None
+        return self._hosts.upload(prefix, name)
 
     def _committed(self, step: int, manifest: Manifest | None) -> None:
         if manifest is None:

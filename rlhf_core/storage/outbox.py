@@ -93,7 +93,7 @@ class Outbox:
         manifest, source = found
         try:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
-            uploaded = bundles.commit(
+            committed = bundles.commit(
                 self._store,
                 prefix,
                 source,
@@ -109,7 +109,7 @@ class Outbox:
                 f"{error.message} It is kept in {source}; the same command uploads it from there."
             ) from error
         self.discard(prefix)
-        return uploaded
+        return committed
 
     def _verified(self, prefix: str) -> tuple[Manifest, Path] | None:
         """Return the pending bundle with the folder of its files; None if there is none.
