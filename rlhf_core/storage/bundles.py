@@ -195,6 +195,7 @@ def commit(
         # The first writer that commits deletes all leftovers, which includes the files of a later attempt
         # that is still uploading.
         if _existing(store, prefix) is not None:
+            may_commit()  # files of an earlier attempt are deleted, too: it has to know that it is superseded
             return None
         raise StoreError(f"The store did not keep {missing}; the same command tries again.")
     failpoint("bundle.uploaded")
