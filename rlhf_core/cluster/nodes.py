@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 SILENT_SECONDS = 30.0
 """A host whose agent has not answered for this long is lost."""
 _REPORT_SECONDS = 1.0
+_POLL_SECONDS = 0.05
 _FRESH_SECONDS = 3.0
 """Longest wait for a report after a call has failed."""
 _LAST_SECONDS = 15.0
@@ -84,7 +85,7 @@ class _Host:
         if self.pending is None:
             return
         try:
-            self.participants = fetch([self.pending], 0.0)[0]
+            self.participants = fetch([self.pending], _POLL_SECONDS)[0]
             self.silent, self.pending = 0.0, None
         except TimeoutError:
             self.lost = self.silent > SILENT_SECONDS
@@ -183,7 +184,7 @@ class ClusterNodes:
         self.before_leave()
         self._monitor.include(None)
         hosts, self._hosts, self._ranks = self._hosts, [], {}
-        ready([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
+        _await([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
             ray.kill(host.actor.handle)
 
@@ -230,7 +231,7 @@ class ClusterNodes:
                 if fresh or host.asked >= _REPORT_SECONDS:
                     host.ask()
             if fresh:
-                ready([host.pending for host in self._hosts if host.pending is not None], _FRESH_SECONDS)
+                _await([host.pending for host in self._hosts if host.pending is not None], _FRESH_SECONDS)
                 for host in self._hosts:
                     host.receive(0.0)
             return [each for host in self._hosts for each in host.observed()]
@@ -255,9 +256,9 @@ class ClusterNodes:
         """Return the answers of the agents that answer in time."""
         calls = [host.call(method, *args, **kwargs) for host in self._hosts if not host.lost]
         answers = []
-        for call, has_ended in zip(calls, ready(calls, _LAST_SECONDS), strict=True):
+        for call, has_ended in zip(calls, _await(calls, _LAST_SECONDS), strict=True):
             try:
-                answers += fetch([call], 0.0) if has_ended else []
+                answers += fetch([call], _POLL_SECONDS) if has_ended else []
             except InfrastructureError as error:
                 log.warning("%s: %s", method.__name__, error)
         return answers
@@ -331,6 +332,11 @@ def needed_files(
         if shard is None or shards[_SHARD.sub("", path)] != present or int(shard[2]) in here:
             needed.add(path)
     return frozenset(needed)
+
+
+def _await(calls: Sequence[Pending[R]], seconds: float) -> list[bool]:
+    """Return for each call whether it has ended; `ready` needs at least one."""
+    return ready(calls, seconds) if calls else []
 
 
 def _nothing(_answers: object) -> None:
