@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import re
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -122,6 +123,8 @@ class ClusterNodes:
         self._hosts: list[_Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
         """See `join`, with the ranks of nodes that share their files at one of them."""
+        self._files_of: dict[str, str] = {}
+        """Of each other node, the id of the node whose files it has."""
         self._own_id = ""
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
@@ -135,22 +138,34 @@ class ClusterNodes:
         import ray
 
         self._own_id = ray.get_runtime_context().get_node_id()
-        others = [node_id for node_id in sorted(ranks) if node_id != self._own_id]
-        if not others:
-            return
-        heartbeat("start agents and fetch inputs", math.inf)  # a download has no time limit
-        (self._work / MARK).write_text(self._own_id)
-        self._hosts = [_Host(node_id, self._start(node_id)) for node_id in others]
-        for host in self._hosts:  # in turn: the first of those that share a folder has its files
-            host.name, host.files_of = self._wait([host.call(NodeAgent.start, host.node_id)])[0]
+        new = [node_id for node_id in sorted(ranks) if node_id not in {self._own_id, *self._files_of}]
+        if new:
+            heartbeat("start agents and fetch inputs", math.inf)  # a download has no time limit
+            self._add_hosts(new)
         merged: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-        files_of = {host.node_id: host.files_of for host in self._hosts}
         for node_id, folders in ranks.items():
             for folder, of_node in folders.items():
-                merged[files_of.get(node_id, node_id)][folder] |= set(of_node)
+                merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
+
+    def _add_hosts(self, node_ids: Sequence[str]) -> None:
+        import ray
+
+        (self._work / MARK).write_text(self._own_id)
+        added = []
+        for host in [_Host(node_id, self._start(node_id)) for node_id in node_ids]:
+            # In turn: the first of those that share a folder has its files.
+            host.name, host.files_of = self._wait([host.call(NodeAgent.start, host.node_id)])[0]
+            self._files_of[host.node_id] = host.files_of
+            if (host.name, host.files_of) == (socket.gethostname(), self._own_id):
+                ray.kill(host.actor.handle)  # another node on this host, whose processes are seen from here
+            else:
+                added.append(host)
+        with self._lock:
+            self._hosts += added
         self._monitor.include(self)
-        self._wait([host.call(NodeAgent.fetch_artifacts, self._inputs) for host in self._with_files()])
+        with_files = [host for host in added if host.files_of == host.node_id]
+        self._wait([host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files])
         log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
@@ -183,7 +198,7 @@ class ClusterNodes:
 
         self.before_leave()
         self._monitor.include(None)
-        hosts, self._hosts, self._ranks = self._hosts, [], {}
+        hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
         _await([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
             ray.kill(host.actor.handle)
