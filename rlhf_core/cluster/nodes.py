@@ -198,7 +198,8 @@ class ClusterNodes:
 
         self.before_leave()
         self._monitor.include(None)
-        hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
+        with self._lock:  # the monitor may be in the middle of a poll
+            hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
         _await([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
             ray.kill(host.actor.handle)
