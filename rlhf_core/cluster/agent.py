@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import InputError, classified
+from rlhf_core.data.hub import fetch_model
+from rlhf_core.data.sources import model_digests
+from rlhf_core.errors import DataError, InputError, classified
+from rlhf_core.models.folder import is_hub_model
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileEntry, Manifest
@@ -65,9 +68,11 @@ class NodeAgent:
         config_json: The whole configuration, with an absolute `run.home`.
         work: Folder of the scratch files of this attempt.
         monitored: Folder of heartbeats and stacks.
+        driver: Hostname of the driver.
     """
 
-    def __init__(self, config_json: str, work: Path, monitored: Path) -> None:
+    def __init__(self, config_json: str, work: Path, monitored: Path, driver: str) -> None:
+        self._driver = driver
         self._config = PipelineConfig.model_validate_json(config_json)
         self._store = open_store(self._config)
         self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).outbox)
@@ -140,6 +145,23 @@ class NodeAgent:
         artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
         for ref in refs:
             artifacts.fetch(ref)
+
+    @_served
+    def fetch_base_model(self, digest: str) -> None:
+        """Download the base model, or compare a local folder with the `digest` that the driver's has.
+
+        Raises DataError if the folder has other files, and ModelError if there is none.
+        """
+        path = self._config.model.path
+        if path is None:
+            return
+        if is_hub_model(path):
+            fetch_model(path, self._config.model.revision)
+        elif model_digests(self._config)["model"] != digest:
+            raise DataError(
+                f"model.path={path} has other files on host {socket.gethostname()} than on {self._driver};"
+                " copy the folder to every host"
+            )
 
     @_served
     def prepare(self, folder: Path, size: int) -> None:

@@ -111,15 +111,22 @@ class ClusterNodes:
         work: Scratch folder of the attempt.
         inputs: Artifacts that the processes of the stage read.
         monitor: The heartbeat monitor of the stage.
+        base_model: Digest of the base model, if the processes of the stage read it.
     """
 
     def __init__(
-        self, config: PipelineConfig, work: Path, inputs: Sequence[ArtifactRef], monitor: Monitor
+        self,
+        config: PipelineConfig,
+        work: Path,
+        inputs: Sequence[ArtifactRef],
+        monitor: Monitor,
+        base_model: str | None = None,
     ) -> None:
         self._config = config
         self._work = work
         self._inputs = inputs
         self._monitor = monitor
+        self._base_model = base_model
         self._hosts: list[_Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
         """See `join`, with the ranks of nodes that share their files at one of them."""
@@ -165,7 +172,10 @@ class ClusterNodes:
             self._hosts += added
         self._monitor.include(self)
         with_files = [host for host in added if host.files_of == host.node_id]
-        self._wait([host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files])
+        fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
+        if self._base_model is not None:
+            fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
+        self._wait(fetching)
         log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
@@ -189,7 +199,9 @@ class ClusterNodes:
         }
         actor = ray.remote(NodeAgent).options(**options)
         folder = self._monitor.folder.resolve()
-        return RemoteActor(actor.remote(config.model_dump_json(by_alias=True), self._work, folder))
+        return RemoteActor(
+            actor.remote(config.model_dump_json(by_alias=True), self._work, folder, socket.gethostname())
+        )
 
     def leave(self) -> None:
         if not self._hosts:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.cluster.placement import node_ids
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
@@ -36,10 +37,7 @@ class Placement:
         """Return the training ranks of each role on each node, by id of the node. Nodes that have engines
         alone are included.
         """
-        import ray
-
-        table = ray.util.placement_group_table(self.placement_group)
-        node_of_bundle: dict[int, str] = table["bundles_to_node_id"]
+        node_of_bundle = node_ids(self.placement_group)
         nodes: dict[str, dict[str, set[int]]] = {node_id: {} for node_id in node_of_bundle.values()}
         for group in self.plan.groups:
             for rank in range(group.ranks):

@@ -147,7 +147,9 @@ class _Attempt:
         artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
         nodes = None
         if on_cluster():
-            nodes = ClusterNodes(spec.config, self.work, list(spec.inputs.values()), self.monitor)
+            base_model = spec.sources.get("model") if spec.stage == "sft" else None
+            inputs = list(spec.inputs.values())
+            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model)
         checkpoints = CheckpointStore(
             self.store,
             spec.key,

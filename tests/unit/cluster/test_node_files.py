@@ -90,7 +90,7 @@ class OneOtherHost:
 
     def __init__(self, root: Path, store: Store) -> None:
         config = PipelineConfig.model_validate({"run": {"home": str(root / "home")}})
-        self.agent = NodeAgent(config.model_dump_json(by_alias=True), root / "work", root / "stacks")
+        self.agent = NodeAgent(config.model_dump_json(by_alias=True), root / "work", root / "stacks", "one")
         self.agent._store = store
         self.agent._outbox = None if store.is_local else Outbox(store, root / "home" / "outbox")
         self.root = root
