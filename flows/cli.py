@@ -159,13 +159,27 @@ def _add_plan(commands: Any) -> None:
     sub = _add_command(commands, "plan", text, _plan, example)
     _add_config(sub, "'sft.lora={r: 16}'")
     sub.add_argument(
-        "--gpus", metavar="8xA100-80G", help="count and kind of GPUs (default: those of this machine)"
+        "--gpus",
+        metavar="8xA100-80G",
+        help="count and kind of GPUs, or hosts, GPUs of each and kind: 2x8xA100-80G (default: those of this"
+        " machine)",
+    )
+    sub.add_argument(
+        "--link",
+        metavar="8x400gbit",
+        help="network of each host where there are several: speed, or number of adapters and speed of each",
+    )
+    sub.add_argument(
+        "--host-memory",
+        metavar="GIB",
+        type=float,
+        help="memory of a host, to compare offloaded state with",
     )
     sub.add_argument(
         "--model-config",
-        metavar="FILE",
-        help="config.json with the model's shape, where model.path is on the hub; deployments/configs/shapes/"
-        " has some",
+        metavar="FILE_OR_NAME",
+        help="config.json with the model's shape, or a known model such as llama-3-70b, where model.path is"
+        " on the hub",
     )
     sub.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
 
@@ -303,7 +317,14 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
 def _plan(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.plan import as_json, make_plan, show
 
-    plan = make_plan(arguments.config, arguments.overrides, arguments.gpus, arguments.model_config)
+    plan = make_plan(
+        arguments.config,
+        arguments.overrides,
+        arguments.gpus,
+        arguments.model_config,
+        link=arguments.link,
+        host_memory_gib=arguments.host_memory,
+    )
     if arguments.json:
         print(as_json(plan))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rlhf_core.config.pipeline import TinyModel
@@ -55,7 +56,7 @@ class ModelShape:
             "down_proj": (self.intermediate, self.hidden),
         }
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
@@ -84,7 +85,7 @@ class ModelShape:
             )
         return self.layers * sum(r * sum(layers[name]) for name in targets or layers)
 
-    @property
+    @cached_property
     def linear_parameters(self) -> int:
         """Parameters of all linear layers of the decoder, which QLoRA quantizes."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
@@ -94,7 +95,7 @@ class ModelShape:
         """Parameters of the token embedding, and of a language-model head that is not tied to it."""
         return self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def backbone_parameters(self) -> int:
         """Parameters of the model without its language-model head."""
         return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -18,6 +18,7 @@ from rlhf_core.errors import ConfigError, InputError, ModelError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, visible_hardware
+from rlhf_core.planning.layout import layout
 from rlhf_core.planning.loads import DeviceLoad, device_loads, largest_pass
 from rlhf_core.planning.memory import engine_memory
 
@@ -65,7 +66,7 @@ def judge(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Verd
         problems = [*_in_shared_memory(loads, hardware), *_engine(config, tokens)]
     else:
         problems = [*_on_each_device(loads, hardware), *_engine(config, tokens)]
-        problems += _too_few(config, hardware)
+        problems += [*_too_few(config, hardware), *_on_each_host(loads, hardware)]
     return Verdict(loads, tokens, tuple(problems))
 
 
@@ -149,6 +150,31 @@ def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
             yield Problem(
                 stage, "devices", f"{stage}: needs {devices} devices{how}; there are {hardware.count}"
             )
+        elif stage == "ppo" and layout(placement, hardware) is None:
+            text = (
+                f"ppo: the {placement.tensor_parallel} GPUs of an engine must be in one host of"
+                f" {hardware.per_host}; the training ranks leave too few for {placement.engines} engines"
+            )
+            yield Problem("ppo", "engine", text)
+
+
+def _on_each_host(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
+    """Compare offloaded state with the memory of a host, if that is known."""
+    peaks = _peaks(loads)
+    for stage in dict.fromkeys(load.stage for load in peaks):
+        offloaded = [load for load in peaks if load.stage == stage and load.host]
+        needed = host_memory(offloaded, hardware)
+        if hardware.host_memory is not None and needed > hardware.host_memory:
+            text = (
+                f"{stage}: offloaded state needs {needed / GIB:.0f} GiB of memory on each host; it has"
+                f" {hardware.host_memory / GIB:.0f}"
+            )
+            yield Problem(stage, offloaded[0].what, text)
+
+
+def host_memory(loads: Iterable[DeviceLoad], hardware: Hardware) -> float:
+    """Return the bytes of offloaded state on a host with ranks of all these groups."""
+    return sum(load.host * min(load.devices, hardware.per_host) for load in loads)
 
 
 # -- search --

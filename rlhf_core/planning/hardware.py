@@ -1,4 +1,6 @@
-"""Memory, arithmetic and bandwidth of devices: those of `rlhf plan --gpus`, or those of this machine."""
+"""Memory, arithmetic and bandwidth of devices, and the links between hosts: those of `rlhf plan --gpus`, or
+those of this machine.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,48 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """Equal devices of one host."""
+class Network:
+    """Links of one host to the other hosts."""
 
-    count: int
-    device: Device
+    adapters: int
+    """Network adapters of the host. A process uses the one next to its device."""
+    rate: float
+    """Bytes per second of one adapter, in each direction."""
+
+    @property
+    def total(self) -> float:
+        """Bytes per second of all adapters of a host."""
+        return self.adapters * self.rate
 
     def __str__(self) -> str:
-        return f"{self.count} CPU cores" if self.device.is_cpu else f"{self.count} x {self.device.name}"
+        count = f"{self.adapters} x " if self.adapters > 1 else ""
+        return f"{count}{8 * self.rate / 1e9:g} Gbit/s"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Equal devices of one host, or of equal hosts."""
+
+    count: int
+    """Devices of all hosts."""
+    device: Device
+    hosts: int = 1
+    network: Network | None = None
+    """None with one host."""
+    host_memory: float | None = None
+    """Bytes of a host's own memory; None if it is unknown."""
+
+    @property
+    def per_host(self) -> int:
+        return self.count // self.hosts
+
+    def __str__(self) -> str:
+        if self.device.is_cpu:
+            return f"{self.count} CPU cores"
+        devices = f"{self.per_host} x {self.device.name}"
+        if self.hosts == 1:
+            return devices
+        return f"{self.hosts} hosts of {devices}, {self.network} between them"
 
 
 _DEVICES = {
@@ -58,22 +94,48 @@ _DEVICES = {
 }
 
 
-def parse_gpus(text: str) -> Hardware:
-    """Parse `8xA100-80G` or `A100-80G` (one), in upper or lower case.
+def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None = None) -> Hardware:
+    """Parse `2x8xH100-80G` (hosts, devices of each), `8xH100-80G` or `H100-80G`, in upper or lower case.
 
-    Raises ConfigError with the known names.
+    Raises ConfigError with the known names, and for several hosts without `link` (see `parse_link`).
     """
-    match = re.fullmatch(r"(?:([0-9]{1,6})\s*[xX*]\s*)?([\w-]+)", text.strip())
-    name = match[2].upper() if match else ""
+    times = r"(?:([0-9]{1,6})\s*[xX*]\s*)?"
+    match = re.fullmatch(rf"{times}{times}([\w-]+)", text.strip())
+    name = match[3].upper() if match else ""
     matches = [device for known, device in _DEVICES.items() if known.upper() == name]
     # A name without its memory is enough where only one device has it.
     matches = matches or [device for known, device in _DEVICES.items() if known.upper().split("-")[0] == name]
-    if match is None or len(matches) != 1 or (match[1] and int(match[1]) == 0):
+    numbers = [int(number) for number in (match[1], match[2]) if number] if match else []
+    if match is None or len(matches) != 1 or 0 in numbers:
         raise ConfigError(
-            f"--gpus: must be a count and a device, such as 8xA100-80G; got {text!r}; known:"
-            f" {', '.join(_DEVICES)}"
+            "--gpus: must be a count and a device, such as 8xA100-80G, or hosts, devices of each and the"
+            f" device, such as 2x8xH100-80G; got {text!r}; known: {', '.join(_DEVICES)}"
         )
-    return Hardware(int(match[1] or 1), matches[0])
+    hosts = numbers[0] if len(numbers) == 2 else 1
+    if hosts > 1 and link is None:
+        raise ConfigError(
+            f"--link: --gpus {text} has several hosts; say how fast each sends to the others, such as"
+            " 400gbit, or 8x400gbit for eight network adapters"
+        )
+    memory = None if host_memory_gib is None else host_memory_gib * GIB
+    network = None if link is None or hosts == 1 else parse_link(link)
+    return Hardware(hosts * (numbers[-1] if numbers else 1), matches[0], hosts, network, memory)
+
+
+def parse_link(text: str) -> Network:
+    """Parse `400gbit` or `8x400gbit`: network adapters of a host, and bits per second of each."""
+    pattern = r"(?:([0-9]{1,3})\s*[x*]\s*)?([0-9.]{1,8})\s*(gbit|mbit)(?:/s)?"
+    match = re.fullmatch(pattern, text.strip().lower())
+    try:
+        adapters, rate = (int(match[1] or 1), float(match[2])) if match else (0, 0.0)
+    except ValueError:
+        adapters, rate = 0, 0.0
+    if match is None or adapters < 1 or rate <= 0:
+        raise ConfigError(
+            f"--link: must be the speed of a host's network, such as 400gbit, 8x400gbit or 200mbit; got"
+            f" {text!r}"
+        )
+    return Network(adapters, rate * (1e9 if match[3] == "gbit" else 1e6) / 8)
 
 
 def visible_hardware() -> Hardware | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
@@ -48,7 +50,7 @@ class DeviceLoad:
         """Memory of rank and engine, by kind."""
         return self.trainer + self.engine
 
-    @property
+    @cached_property
     def total(self) -> float:
         """All bytes on the device, including the fixed memory of the processes."""
         if self.device == "cpu":
@@ -65,7 +67,8 @@ class DeviceLoad:
 def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> tuple[DeviceLoad, ...]:
     """Return the memory on each device in each phase of all stages."""
     kind = "cpu" if device.is_cpu else "cuda"
-    return (*_sft(config, shape, kind), *_reward(config, shape, kind), *_ppo(config, shape, device, kind))
+    trained = (*stage_loads(config, shape, "sft", kind), *stage_loads(config, shape, "reward", kind))
+    return (*trained, *_ppo(config, shape, device, kind))
 
 
 def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
@@ -97,17 +100,18 @@ def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> 
     return ForwardPass(tokens, longest, packed, config.model.attention)
 
 
-def _sft(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
-    model = Model(
-        shape, config.sft.deepspeed, lora=config.sft.lora, device=kind, head=config.model.head_dtype
-    )
-    yield from _training("sft", "policy", model, largest_pass(config, "sft"), kind)
-
-
-def _reward(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
-    if config.reward.enabled:
-        model = Model(shape, config.reward.deepspeed, scores=True, lora=config.reward.lora, device=kind)
-        yield from _training("reward", "reward model", model, largest_pass(config, "reward"), kind)
+def stage_loads(
+    config: PipelineConfig, shape: ModelShape, stage: Literal["sft", "reward"], kind: str
+) -> Iterator[DeviceLoad]:
+    """Yield the memory of each rank in each phase of SFT or of the reward model's training."""
+    section = config.sft if stage == "sft" else config.reward
+    if stage == "sft":
+        model = Model(shape, section.deepspeed, lora=section.lora, device=kind, head=config.model.head_dtype)
+    else:
+        model = Model(shape, section.deepspeed, scores=True, lora=section.lora, device=kind)
+    if stage == "sft" or config.reward.enabled:
+        what = "policy" if stage == "sft" else "reward model"
+        yield from _training(stage, what, model, largest_pass(config, stage), kind)
 
 
 def _training(
@@ -126,16 +130,29 @@ def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -
     serving = engine_memory(shape, engine, device, config.model.head_dtype).bytes
     shared = placement.colocated and not device.is_cpu
     for group in placement.groups:
-        models = ppo_models(config, shape, group, kind)
-        what = f"{group.name}+engine" if shared else group.name
-        host = sum(model.host for model in models.values())
-        for phase, load in _phases(config, models).items():
-            yield DeviceLoad(
-                "ppo", what, phase, group.ranks, load, serving if shared else NOTHING, kind, host
-            )
+        yield from group_loads(config, shape, group, kind, serving if shared else None)
     if not shared:
         devices = engine.count * engine.tensor_parallel
         yield DeviceLoad("ppo", "engine", "rollout", devices, engine=serving, device=kind)
+
+
+def group_loads(
+    config: PipelineConfig, shape: ModelShape, group: Group, kind: str, serving: Bytes | None = None
+) -> Iterator[DeviceLoad]:
+    """Yield the memory of one group of PPO's training ranks in each phase.
+
+    Args:
+        config: Configuration of the pipeline.
+        shape: Of all models.
+        group: The ranks.
+        kind: "cuda" or "cpu".
+        serving: Memory of an engine on the same devices; None if there is none.
+    """
+    models = ppo_models(config, shape, group, kind)
+    what = group.name if serving is None else f"{group.name}+engine"
+    host = sum(model.host for model in models.values())
+    for phase, load in _phases(config, models).items():
+        yield DeviceLoad("ppo", what, phase, group.ranks, load, serving or NOTHING, kind, host)
 
 
 def ppo_models(

@@ -17,7 +17,8 @@ Each sequence of a micro-batch has the maximum length, and each token is a targe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
@@ -63,14 +64,23 @@ class Bytes:
     """KV cache."""
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*(getattr(self, name) + getattr(other, name) for name in _KINDS))
+        # Written out, because a search adds some hundred thousand of them.
+        return Bytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.activations + other.activations,
+            self.logits + other.logits,
+            self.buffers + other.buffers,
+            self.cache + other.cache,
+        )
 
-    @property
+    @cached_property
     def total(self) -> float:
-        return float(sum(getattr(self, name) for name in _KINDS))
+        state = self.weights + self.gradients + self.optimizer
+        return float(state + self.activations + self.logits + self.buffers + self.cache)
 
 
-_KINDS = tuple(kind.name for kind in fields(Bytes))
 NOTHING = Bytes()
 
 
@@ -204,10 +214,15 @@ class Model:
 
     @property
     def loading(self) -> Bytes:
-        """Memory while the model is loaded: all of it, before ZeRO shards it.
+        """Memory while the model is loaded.
 
-        ZeRO-1 and 2 make a flat copy of the trained parameters.
+        With ZeRO-3, `models.sharded` cuts each tensor when it was read: there are the shards of this rank and
+        two whole tensors. Otherwise the model is loaded whole; ZeRO-1 and 2 make a flat copy of the trained
+        parameters.
         """
+        if self.stage == 3:
+            tensor = self.shape.hidden * max(self.shape.vocabulary, self.shape.intermediate)
+            return Bytes(weights=self._weights / self.deepspeed.ranks, buffers=2.0 * self.size * tensor)
         flat_copy = self.size * self.trainable if self.stage in (1, 2) else 0
         return Bytes(weights=self._weights + flat_copy)
 

@@ -1,18 +1,29 @@
 """Estimated seconds of each phase of a PPO step, and of an optimizer step of SFT and reward model.
 
 Arithmetic, memory and links reach an assumed share of the figures in the data sheets. Every sequence has the
-maximum length.
+maximum length. Nothing overlaps within a rank, as `engines.deepspeed` configures DeepSpeed (`overlap_comm` is
+off): computing, collectives and copies to host memory follow each other.
+
+    collectives    bytes x (n - 1) / n over the slowest link, twice that for an all-reduce: the bus bandwidth
+                   of NCCL's rings (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). A group on several
+                   hosts is as slow as the network of a host: a ring leaves and enters each host once, and
+                   NCCL builds a ring for each network adapter
+    hpZ            the backward pass gathers inside a host (ZeRO++, arXiv 2306.10209, section 3.2)
+    engines        two all-reduces for each layer (Megatron-LM, arXiv 1909.08053, section 3)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import plan
+from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.placement import Group, plan
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.hardware import Device
+from rlhf_core.planning.hardware import Hardware
+from rlhf_core.planning.layout import Layout, layout
 from rlhf_core.planning.loads import largest_pass, ppo_models
 from rlhf_core.planning.memory import Model, engine_memory
 
@@ -20,55 +31,148 @@ TRAINING_MFU = 0.35
 SCORING_MFU = 0.45
 DECODE_BANDWIDTH = 0.6
 LINK = 0.5
-"""Assumed shares of the data sheet's figures."""
+NETWORK = 0.8
+"""Assumed shares of the data sheet's figures: arithmetic, memory, the link inside a host and the network."""
 LAUNCH = 0.3e-3
 """Seconds to launch the kernels of one layer for one token, without CUDA graphs."""
+ALL_REDUCE = 15e-6
+"""Assumed seconds of the smallest all-reduce of an engine's GPUs."""
 OFFLOAD_BYTES = 12e9
-"""Bytes a second between device and host memory, for offloaded optimizer state."""
+"""Bytes a second between device and host memory, for offloaded state and for gloo (assumed, PCIe 4 x16)."""
+HOST_ADAM = 4e9
+"""Parameters a second that Adam updates on the CPUs of a host: 10 billion in 2.6 s (ZeRO-Offload, arXiv
+2101.06840, table 4).
+"""
+MAX_AUTO_SENDERS = 16
+"""Policy ranks that send weights over gloo if `ppo.weight_sync.senders` is auto (`ppo.fleet`)."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of one rank, by what limits it."""
+
+    arithmetic: float = 0.0
+    memory: float = 0.0
+    """Reading weights and KV cache in decoding, and launching kernels."""
+    link: float = 0.0
+    """Collectives inside a host."""
+    network: float = 0.0
+    """Collectives and transfers between hosts."""
+    host: float = 0.0
+    """Copies to and from host memory, and the optimizer there."""
+
+    @property
+    def total(self) -> float:
+        return self.arithmetic + self.memory + self.link + self.network + self.host
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest part."""
+        return max(("arithmetic", "memory", "link", "network", "host"), key=lambda name: getattr(self, name))
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.arithmetic + other.arithmetic,
+            self.memory + other.memory,
+            self.link + other.link,
+            self.network + other.network,
+            self.host + other.host,
+        )
+
+    def __mul__(self, factor: float) -> Seconds:
+        return Seconds(
+            self.arithmetic * factor,
+            self.memory * factor,
+            self.link * factor,
+            self.network * factor,
+            self.host * factor,
+        )
+
+
+NO_TIME = Seconds()
+Phase = Literal["rollout", "scoring", "training", "sync"]
+PHASES: tuple[Phase, ...] = ("rollout", "scoring", "training", "sync")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each phase of a PPO step."""
+    """Time of each phase of a PPO step."""
 
-    rollout: float
-    scoring: float
-    training: float
-    sync: float
+    rollout: Seconds
+    scoring: Seconds
+    training: Seconds
+    sync: Seconds
 
     @property
     def total(self) -> float:
-        return self.rollout + self.scoring + self.training + self.sync
+        return self.rollout.total + self.scoring.total + self.training.total + self.sync.total
+
+    @property
+    def longest(self) -> Phase:
+        return max(PHASES, key=lambda phase: self.phase(phase).total)
+
+    def phase(self, name: Phase) -> Seconds:
+        found: Seconds = getattr(self, name)
+        return found
 
 
-def step_time(config: PipelineConfig, shape: ModelShape, device: Device) -> StepTime:
+def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> StepTime:
     """Return the time of one PPO step.
 
     The groups compute at the same time, and the roles of one group one after the other.
     """
-    ppo, length = config.ppo, config.max_sequence_tokens
-    count, optimizer_steps = ppo.rollout_batch_size, ppo.epochs * ppo.minibatches
-    budget = largest_pass(config, "ppo").tokens
-    scoring, training = [], []
-    for group in plan(ppo).groups:
-        models = ppo_models(config, shape, group)
-        # With adapters, a role without a model of its own also makes a forward pass.
-        model = models.get("policy") or next(iter(models.values()))
-        forward = _seconds(_forward(shape, count, length), group.ranks, device, SCORING_MFU)
-        gathering = _gathering(model, count * length, budget, device)
-        scoring.append(len(group.roles) * forward + len(group.roles) * gathering)
-        seconds = 0.0
-        for model in models.values():
-            if model.trained:
-                step = optimizer_step_time(model, ppo.minibatch_size, length, budget, device)
-                seconds += optimizer_steps * step
-        training.append(seconds)
+    placement = plan(config.ppo)
+    # Without room for the engines, the times are those of enough devices.
+    where = layout(placement, hardware) or Layout(tuple((0,) for _ in placement.groups), (0,))
+    times = [
+        group_time(config, shape, group, hardware, spans=len(hosts) > 1)
+        for group, hosts in zip(placement.groups, where.groups, strict=True)
+    ]
     return StepTime(
-        _rollout(config, shape, device), max(scoring), max(training), _sync(config, shape, device)
+        rollout_time(config, shape, hardware),
+        max((scoring for scoring, _ in times), key=lambda seconds: seconds.total),
+        max((training for _, training in times), key=lambda seconds: seconds.total),
+        gather_time(config, shape, hardware, spans=len(where.groups[0]) > 1)
+        + send_time(config, shape, hardware, where.groups[0], where.engines),
     )
 
 
-def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, device: Device) -> float:
+def group_time(
+    config: PipelineConfig, shape: ModelShape, group: Group, hardware: Hardware, *, spans: bool
+) -> tuple[Seconds, Seconds]:
+    """Return the times of scoring and of training in one group of ranks.
+
+    Args:
+        config: Configuration of the pipeline.
+        shape: Of all models.
+        group: The ranks.
+        hardware: Their devices and links.
+        spans: Whether they are on several hosts.
+    """
+    ppo, length = config.ppo, config.max_sequence_tokens
+    count, optimizer_steps = ppo.rollout_batch_size, ppo.epochs * ppo.minibatches
+    budget = largest_pass(config, "ppo").tokens
+    models = ppo_models(config, shape, group)
+    # With adapters, a role without a model of its own also makes a forward pass.
+    model = models.get("policy") or next(iter(models.values()))
+    forward = _computing(_forward(shape, count, length), group.ranks, hardware, SCORING_MFU)
+    gathering = _gathering(model, count * length, budget, hardware, spans=spans)
+    scoring = (forward + gathering) * len(group.roles)
+    if model.weights_offloaded:
+        micro_batches = math.ceil(count * length / group.ranks / budget)
+        copied = micro_batches * model.size * model.parameters / group.ranks
+        scoring += Seconds(host=copied / OFFLOAD_BYTES) * len(group.roles)
+    training = NO_TIME
+    for model in models.values():
+        if model.trained:
+            step = optimizer_step_time(model, ppo.minibatch_size, length, budget, hardware, spans=spans)
+            training = training + step * optimizer_steps
+    return scoring, training
+
+
+def optimizer_step_time(
+    model: Model, sequences: int, length: int, budget: int, hardware: Hardware, *, spans: bool | None = None
+) -> Seconds:
     """Return the time of forward and backward passes over `sequences`, of communication, and of the step.
 
     Args:
@@ -76,64 +180,44 @@ def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, 
         sequences: Number of sequences over all ranks.
         length: Tokens of each sequence.
         budget: Tokens of a micro-batch.
-        device: Device of each rank.
+        hardware: Devices of the ranks, and their links.
+        spans: Whether the ranks are on several hosts. None: if one host has too few devices for them.
     """
     n, deepspeed = model.deepspeed.ranks, model.deepspeed
+    if spans is None:
+        spans = n > hardware.per_host
     # The backward pass costs two forward passes, one of them for the gradients of weights, which adapters do
     # not need.
     passes = (3.0 if model.lora is None else 2.0) + deepspeed.gradient_checkpointing
-    seconds = passes * _seconds(_forward(model.shape, sequences, length), n, device, TRAINING_MFU)
+    seconds = _computing(_forward(model.shape, sequences, length), n, hardware, TRAINING_MFU) * passes
     micro_batches = math.ceil(sequences * length / n / budget)
     if n > 1:
         # Reduced after every micro-batch; ZeRO-1 and 2 then gather the weights that each rank has updated.
         reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches
         if deepspeed.zero_stage in (1, 2):
             reduced += 1.0
-        seconds += reduced * model.size * model.trainable * (n - 1) / n / (device.link * LINK)
-        seconds += 2 * _gathering(model, sequences * length, budget, device)
+        seconds += _collective(reduced * model.size * model.trainable, n, hardware, spans=spans)
+        tokens = sequences * length
+        seconds += _gathering(model, tokens, budget, hardware, spans=spans)
+        seconds += _gathering(model, tokens, budget, hardware, spans=spans, backward=True)
     # Offloaded weights are copied to the device for each forward and each backward pass. With an offloaded
     # optimizer, gradients are copied to the host and new weights to the device once.
+    host = 0.0
     if model.weights_offloaded:
-        seconds += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES
+        host += micro_batches * 2 * model.size * model.parameters / n / OFFLOAD_BYTES
     if model.offloaded:
-        seconds += 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES
-    return seconds
+        host += 2 * 4.0 * model.trainable / n / OFFLOAD_BYTES
+        host += model.trainable / n * min(n, hardware.per_host) / HOST_ADAM
+    return seconds + Seconds(host=host)
 
 
-def _forward(shape: ModelShape, sequences: int, length: int) -> float:
-    """Return the operations of a forward pass: two for each weight and token, and causal attention."""
-    attention = 2.0 * sequences * length**2 * shape.query * shape.layers
-    return 2.0 * shape.parameters * sequences * length + attention
-
-
-def _seconds(flops: float, ranks: int, device: Device, utilisation: float) -> float:
-    return flops / (ranks * device.flops * utilisation)
-
-
-def _gathering(model: Model, tokens: int, budget: int, device: Device) -> float:
-    """Return the seconds in which ZeRO-3 gathers all weights for every micro-batch."""
-    n = model.deepspeed.ranks
-    if model.stage < 3 or n == 1:
-        return 0.0
-    return math.ceil(tokens / n / budget) * model.size * model.parameters * (n - 1) / n / (device.link * LINK)
-
-
-def _sync(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
-    """Return the seconds to send the weights, or the adapter alone, over the link to the engines."""
-    ppo = config.ppo
-    parameters = shape.parameters
-    if ppo.lora is not None and ppo.syncs_adapter:
-        parameters = shape.adapter_parameters(ppo.lora.r, ppo.lora.targets)
-    return parameters * (4 if ppo.engine.dtype == "float32" else 2) / (device.link * LINK)
-
-
-def _rollout(config: PipelineConfig, shape: ModelShape, device: Device) -> float:
-    """Return the seconds of generating all responses of a step.
+def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Seconds:
+    """Return the time of generating all responses of a step.
 
     Prefill is limited by arithmetic. Decoding reads the weights and the KV cache once per token, for as many
     sequences at a time as the cache holds.
     """
-    ppo, engine = config.ppo, config.ppo.engine
+    ppo, engine, device = config.ppo, config.ppo.engine, hardware.device
     size = 4 if engine.dtype == "float32" else 2
     per_engine = math.ceil(ppo.rollout_batch_size / engine.count)
     capacity = (
@@ -142,11 +226,121 @@ def _rollout(config: PipelineConfig, shape: ModelShape, device: Device) -> float
     waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, capacity)))
     concurrent = math.ceil(per_engine / waves)
     prefill = _forward(shape, per_engine, config.data.max_prompt_tokens)
+    seconds = _computing(prefill, engine.tensor_parallel, hardware, SCORING_MFU)
+    seconds += _all_reduces(shape, engine, per_engine * config.data.max_prompt_tokens, hardware)
     mean_context = config.data.max_prompt_tokens + ppo.max_new_tokens / 2
     read = shape.parameters * size + concurrent * mean_context * 2 * shape.layers * shape.kv * size
-    bandwidth = device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH
+    reading = read / (device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH)
     arithmetic = 2.0 * shape.parameters * concurrent / (device.flops * engine.tensor_parallel * SCORING_MFU)
-    token = max(read / bandwidth, arithmetic)
+    # The slower of both limits the other.
+    token = Seconds(arithmetic=arithmetic) if arithmetic > reading else Seconds(memory=reading)
     if engine.enforce_eager:
-        token += LAUNCH * shape.layers
-    return _seconds(prefill, engine.tensor_parallel, device, SCORING_MFU) + waves * ppo.max_new_tokens * token
+        token += Seconds(memory=LAUNCH * shape.layers)
+    token += _all_reduces(shape, engine, concurrent, hardware)
+    return seconds + token * (waves * ppo.max_new_tokens)
+
+
+def gather_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware, *, spans: bool) -> Seconds:
+    """Return the time in which the policy's ranks gather the weights of a sync, which ZeRO-3 has sharded.
+
+    Several senders send their shards, without gathering them.
+    """
+    deepspeed = config.ppo.policy_deepspeed
+    if deepspeed.zero_stage < 3 or senders(config, spans=spans) > 1:
+        return NO_TIME
+    return _collective(_sent_bytes(config, shape), deepspeed.ranks, hardware, spans=spans)
+
+
+def send_time(
+    config: PipelineConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    policy: tuple[int, ...],
+    engines: tuple[int, ...],
+) -> Seconds:
+    """Return the time to send the weights, or the adapter alone, to the engines.
+
+    Args:
+        config: Configuration of the pipeline.
+        shape: Of the policy.
+        hardware: Devices and links.
+        policy: Hosts of the policy's ranks.
+        engines: Hosts of the engines.
+    """
+    size = _sent_bytes(config, shape)
+    inside = size / (hardware.device.link * LINK)
+    if set(engines) <= set(policy) or hardware.network is None:
+        return Seconds(link=inside)
+    # A sender uses the adapter of its device. What a host receives goes through all of its adapters.
+    network = hardware.network
+    adapters = min(senders(config, spans=len(policy) > 1), network.adapters * len(policy))
+    rate = NETWORK * min(adapters * network.rate, network.total)
+    if config.ppo.weight_sync.backend == "gloo":
+        rate = min(rate, OFFLOAD_BYTES)
+    return Seconds(network=max(inside, size / rate))
+
+
+def _sent_bytes(config: PipelineConfig, shape: ModelShape) -> float:
+    ppo = config.ppo
+    parameters = shape.parameters
+    if ppo.lora is not None and ppo.syncs_adapter:
+        parameters = shape.adapter_parameters(ppo.lora.r, ppo.lora.targets)
+    return parameters * (4 if ppo.engine.dtype == "float32" else 2)
+
+
+def senders(config: PipelineConfig, *, spans: bool) -> int:
+    """Return the number of policy ranks that send weights to the engines: one with NCCL.
+
+    With `auto`, it depends on whether the policy `spans` hosts.
+    """
+    sync = config.ppo.weight_sync
+    if sync.backend != "gloo":
+        return 1
+    if sync.senders == "auto":
+        return min(config.ppo.policy_deepspeed.ranks, MAX_AUTO_SENDERS) if spans else 1
+    return sync.senders
+
+
+# -- parts --
+
+
+def _forward(shape: ModelShape, sequences: int, length: int) -> float:
+    """Return the operations of a forward pass: two for each weight and token, and causal attention."""
+    attention = 2.0 * sequences * length**2 * shape.query * shape.layers
+    return 2.0 * shape.parameters * sequences * length + attention
+
+
+def _computing(flops: float, ranks: int, hardware: Hardware, utilisation: float) -> Seconds:
+    return Seconds(arithmetic=flops / (ranks * hardware.device.flops * utilisation))
+
+
+def _collective(size: float, ranks: int, hardware: Hardware, *, spans: bool) -> Seconds:
+    """Return the time in which `ranks` gather or reduce-scatter `size` bytes."""
+    moved = size * (ranks - 1) / ranks
+    inside = moved / (hardware.device.link * LINK)
+    if not spans or hardware.network is None:
+        return Seconds(link=inside)
+    outside = moved / (hardware.network.total * NETWORK)
+    return Seconds(network=outside) if outside > inside else Seconds(link=inside)
+
+
+def _gathering(
+    model: Model, tokens: int, budget: int, hardware: Hardware, *, spans: bool, backward: bool = False
+) -> Seconds:
+    """Return the time in which ZeRO-3 gathers all weights, once for every micro-batch."""
+    n, hpz = model.deepspeed.ranks, model.deepspeed.hpz
+    if model.stage < 3 or n == 1:
+        return NO_TIME
+    size = math.ceil(tokens / n / budget) * model.size * model.parameters
+    if backward and hpz > 1:
+        return _collective(size, hpz, hardware, spans=hpz > hardware.per_host)
+    return _collective(size, n, hardware, spans=spans)
+
+
+def _all_reduces(shape: ModelShape, engine: EngineConfig, tokens: float, hardware: Hardware) -> Seconds:
+    """Return the time in which an engine's GPUs add up the hidden states of `tokens`, twice in each layer."""
+    ways, size = engine.tensor_parallel, 4 if engine.dtype == "float32" else 2
+    if ways == 1:
+        return NO_TIME
+    one = _collective(2.0 * tokens * shape.hidden * size, ways, hardware, spans=False)
+    return (one + Seconds(link=ALL_REDUCE)) * (2 * shape.layers)

@@ -15,17 +15,23 @@ from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError, checking
 from rlhf_core.models.folder import base_model_shape
+from rlhf_core.models.known_shapes import NAMES, known_shape
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.batches import describe_batches
-from rlhf_core.planning.fit import Verdict, advise, judge
+from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
+from rlhf_core.planning.fit import Verdict, advise, host_memory, judge
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import DeviceLoad, largest_pass
 from rlhf_core.planning.memory import Model
+from rlhf_core.planning.search import NoSplit, Split, fastest
 from rlhf_core.planning.speed import (
     DECODE_BANDWIDTH,
     LINK,
+    NETWORK,
+    PHASES,
     SCORING_MFU,
     TRAINING_MFU,
+    Seconds,
     StepTime,
     optimizer_step_time,
     step_time,
@@ -46,6 +52,14 @@ KINDS = {
     "cache": "cache",
 }
 """Kinds of memory and the headings of their columns."""
+LIMITS = {
+    "arithmetic": "the arithmetic of the devices",
+    "memory": "the memory bandwidth of the devices",
+    "link": "the links inside a host",
+    "network": "the network between hosts",
+    "host": "copies to host memory and its CPUs",
+}
+"""What limits a phase, by the fields of `Seconds`."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,11 @@ class Plan:
     changes: tuple[str, ...] | None
     """Overrides that make it fit; None if it fits, or if none were found."""
     time: StepTime
-    optimizer_steps: dict[str, float]
-    """Seconds of one optimizer step of sft and reward."""
+    optimizer_steps: dict[str, Seconds]
+    """Time of one optimizer step of sft and reward."""
+    checkpoints: tuple[CheckpointSize, ...]
+    splits: tuple[Split | NoSplit, ...]
+    """The fastest split of each stage. Empty without GPUs."""
 
 
 def make_plan(
@@ -68,14 +85,22 @@ def make_plan(
     overrides: Sequence[str] = (),
     gpus: str | None = None,
     model_config: str | None = None,
+    *,
+    link: str | None = None,
+    host_memory_gib: float | None = None,
 ) -> Plan:
-    """Compute the memory and time that a configuration needs, and whether it fits its devices.
+    """Compute the memory and time that a configuration needs, whether it fits its devices, and which split of
+    the devices is the fastest.
 
     Args:
         config_path: YAML file.
         overrides: Fields to override, each as `section.field=value`.
-        gpus: Count and kind of GPUs, such as `8xA100-80G`. None: the GPUs of this machine, or its CPU.
-        model_config: `config.json` with the model's shape, if `model.path` is on the hub.
+        gpus: Count and kind of GPUs, such as `8xA100-80G`, or `2x8xA100-80G` for two hosts. None: the GPUs
+            of this machine, or its CPU.
+        model_config: `config.json` with the model's shape, or the name of a known model, if `model.path` is
+            on the hub.
+        link: Network of a host with several hosts, such as `400gbit` or `8x400gbit`.
+        host_memory_gib: Memory of a host, to compare offloaded state with. None: not compared.
 
     Raises:
         ConfigError: The configuration or `gpus` is wrong.
@@ -85,18 +110,44 @@ def make_plan(
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
-    hardware = _hardware(config, gpus)
+    hardware = _hardware(config, gpus, link, host_memory_gib)
     with checking(model_config or "model.path"):
-        shape = base_model_shape(config, Path(model_config) if model_config else None)
+        shape = _shape(config, model_config)
     verdict = judge(config, shape, hardware)
-    changes = None if verdict.fits else advise(config, lambda changed: judge(changed, shape, hardware))
-    time = step_time(config, shape, hardware.device)
-    return Plan(config, shape, hardware, verdict, changes, time, _optimizer_steps(config, shape, hardware))
+    return Plan(
+        config,
+        shape,
+        hardware,
+        verdict,
+        None if verdict.fits else advise(config, lambda changed: judge(changed, shape, hardware)),
+        step_time(config, shape, hardware),
+        _optimizer_steps(config, shape, hardware),
+        tuple(checkpoint_sizes(config, shape, hardware)),
+        () if hardware.device.is_cpu else fastest(config, shape, hardware),
+    )
 
 
-def _hardware(config: PipelineConfig, gpus: str | None) -> Hardware:
+def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
+    if model_config is None:
+        path = config.model.path
+        known = known_shape(path) if path is not None and not Path(path).exists() else None
+        return known or base_model_shape(config)
+    if Path(model_config).exists():
+        return base_model_shape(config, Path(model_config))
+    known = known_shape(model_config)
+    if known is None:
+        raise ConfigError(
+            f"--model-config: must be a config.json or a known model; got {model_config!r}, which is no file;"
+            f" known: {', '.join(NAMES)}"
+        )
+    return known
+
+
+def _hardware(
+    config: PipelineConfig, gpus: str | None, link: str | None, host_memory_gib: float | None
+) -> Hardware:
     if gpus is not None:
-        return parse_gpus(gpus)
+        return parse_gpus(gpus, link, host_memory_gib)
     if not runs_on_gpu(config):
         return cpu_hardware()
     visible = visible_hardware()
@@ -105,14 +156,14 @@ def _hardware(config: PipelineConfig, gpus: str | None) -> Hardware:
     return visible
 
 
-def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, float]:
+def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
     seconds = {}
     for stage, section, sequences in (("sft", config.sft, 1), ("reward", config.reward, 2)):
         if stage == "sft" or config.reward.enabled:
             model = Model(shape, section.deepspeed, scores=stage == "reward", lora=section.lora)
             batch = largest_pass(config, stage)
             seconds[stage] = optimizer_step_time(
-                model, sequences * section.batch_size, batch.longest, batch.tokens, hardware.device
+                model, sequences * section.batch_size, batch.longest, batch.tokens, hardware
             )
     return seconds
 
@@ -137,18 +188,21 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_memory_table(plan))
     if not device.is_cpu:
         _say_cache(plan, say)
+    _say_checkpoints(plan, say)
     time = plan.time
     say(
-        f"time: a step of ppo {duration(time.total)} = rollout {duration(time.rollout)} + scoring "
-        f"{duration(time.scoring)} + training {duration(time.training)} + sync {duration(time.sync)}, all "
+        f"time: a step of ppo {duration(time.total)} = {_phases(time)}, all "
         f"{config.ppo.steps} in {duration(time.total * config.ppo.steps)}; an optimizer step of "
-        + ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in plan.optimizer_steps.items())
+        + ", ".join(f"{stage} {duration(step.total)}" for stage, step in plan.optimizer_steps.items())
     )
+    network = f" and {NETWORK:.0%} of the network" if plan.hardware.hosts > 1 else ""
     say(
         f"assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and"
         f" {SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%}"
-        " of the link\n"
+        f" of the link{network}\n"
     )
+    if plan.splits:
+        _show_splits(plan, console)
     if plan.verdict.fits:
         fullest = max(load.total for load in plan.verdict.loads) / device.memory
         say(
@@ -168,18 +222,32 @@ def as_json(plan: Plan) -> str:
     """Everything in bytes and seconds."""
     found: dict[str, Any] = {
         "fits": plan.verdict.fits,
-        "hardware": {"count": plan.hardware.count, "device": plan.hardware.device.name},
+        "hardware": {
+            "count": plan.hardware.count,
+            "device": plan.hardware.device.name,
+            "hosts": plan.hardware.hosts,
+            "network": None if plan.hardware.network is None else asdict(plan.hardware.network),
+        },
         "parameters": plan.shape.parameters,
         "batches": dict(describe_batches(plan.config)),
         "memory": [_row(load) for load in plan.verdict.loads],
         "kv_cache_tokens": plan.verdict.kv_tokens,
-        "ppo_step_seconds": asdict(plan.time),
-        "optimizer_step_seconds": plan.optimizer_steps,
+        "ppo_step_seconds": {name: plan.time.phase(name).total for name in PHASES},
+        "optimizer_step_seconds": {stage: step.total for stage, step in plan.optimizer_steps.items()},
+        "checkpoints": [asdict(size) for size in plan.checkpoints],
+        "fastest": [_split(split) for split in plan.splits],
         "warnings": list(unusual_settings(plan.config)),
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
     }
     return json.dumps(found, indent=2)
+
+
+def _split(split: Split | NoSplit) -> dict[str, Any]:
+    if isinstance(split, NoSplit):
+        return {"stage": split.stage, "seconds": None, "reason": split.reason}
+    phases = {name: asdict(seconds) for name, seconds in split.phases.items()}
+    return {"stage": split.stage, "seconds": split.seconds, "phases": phases, "changes": split.changes}
 
 
 def _row(load: DeviceLoad) -> dict[str, Any]:
@@ -239,10 +307,67 @@ def _say_cache(plan: Plan, say: Any) -> None:
         f"KV cache of an engine: {plan.verdict.kv_tokens} tokens = {held} sequences of {longest} at once "
         f"(max_num_seqs {engine.max_num_seqs})"
     )
-    host: dict[str, float] = {}
-    for load in plan.verdict.loads:
-        if load.phase == "step":
-            host[load.stage] = host.get(load.stage, 0.0) + load.host * load.devices
+    steps = [load for load in plan.verdict.loads if load.phase == "step"]
+    host = {
+        stage: host_memory([load for load in steps if load.stage == stage], plan.hardware)
+        for stage in {load.stage for load in steps}
+    }
     if needed := max(host.values()):
         stage = max(host, key=lambda name: host[name])
-        say(f"host memory for offloaded optimizer state: {needed / GIB:.0f} GiB in {stage}")
+        each = "on each host " if plan.hardware.hosts > 1 else ""
+        say(f"host memory for offloaded optimizer state: {needed / GIB:.0f} GiB {each}in {stage}")
+
+
+def _say_checkpoints(plan: Plan, say: Any) -> None:
+    largest = max(plan.checkpoints, key=lambda size: size.bytes)
+    part = f", {_gigabytes(largest.per_host)} of it on one host" if plan.hardware.hosts > 1 else ""
+    sizes = ", ".join(f"{size.stage} {_gigabytes(size.bytes)}" for size in plan.checkpoints)
+    say(
+        f"checkpoints: {sizes}; the largest{part}: {duration(largest.hash_seconds)} to hash with one thread,"
+        f" {duration(largest.upload_seconds)} to upload at {UPLOAD_BYTES / 1e9:g} GB/s from each host"
+    )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
+
+
+def _phases(time: StepTime) -> str:
+    return " + ".join(f"{name} {duration(time.phase(name).total)}" for name in PHASES)
+
+
+def _show_splits(plan: Plan, console: Console) -> None:
+    """Show the fastest split of each stage, what limits it, and the overrides."""
+
+    def say(text: str, **options: Any) -> None:
+        console.print(text, highlight=False, markup=False, **options)
+
+    now = {stage: step.total for stage, step in plan.optimizer_steps.items()} | {"ppo": plan.time.total}
+    unfit = {problem.stage for problem in plan.verdict.problems}
+    say(f"fastest split found for {plan.hardware}:")
+    overrides: list[str] = []
+    for split in plan.splits:
+        if isinstance(split, NoSplit):
+            say(f"- no split fits: {split.reason}")
+            continue
+        overrides += [f"{name}={value}" for name, value in split.changes.items()]
+        phase, limit = max(split.phases.items(), key=lambda entry: entry[1].total)
+        total = sum((seconds.total for seconds in split.phases.values()), 0.0)
+        what, parts = "an optimizer step", ""
+        if split.stage == "ppo":
+            what = "a step"
+            parts = " = " + " + ".join(f"{name} {duration(s.total)}" for name, s in split.phases.items())
+        part = getattr(limit, limit.largest) / limit.total
+        bottleneck = f"{LIMITS[limit.largest]} ({part:.0%})"
+        if split.stage == "ppo":
+            bottleneck = f"{phase} ({limit.total / total:.0%} of the step), limited by {bottleneck}"
+        before = ", it does not fit" if split.stage in unfit else f": {duration(now[split.stage])}"
+        host = f". It needs {split.host / GIB:,.0f} GiB of memory on each host" if split.host else ""
+        say(
+            f"- {split.stage}: {what} {duration(split.seconds)}{parts} (as configured{before}). Bottleneck:"
+            f" {bottleneck}{host}"
+        )
+    if overrides:
+        say(f"fastest with: {shlex.join(overrides)}\n", soft_wrap=True)
+    else:
+        say("")

@@ -1,0 +1,522 @@
+"""Search for the fastest split of each stage that fits: ranks, sharding, micro-batches, engines, colocation.
+
+    sft, reward    ranks x sharding                                       -> the largest micro-batch that fits
+    ppo            colocate (pairs, all) x ranks of each group x sharding x micro-batch x engines x their GPUs
+
+A split changes nothing that the training depends on: neither batches nor lengths, precision or adapters. The
+phases of a PPO step depend on different parts of a split, so that each part is computed once and not once for
+every combination. The result is checked by `fit.judge` as any other configuration.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import Group, plan
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
+from rlhf_core.errors import InputError
+from rlhf_core.models.shape import ModelShape
+from rlhf_core.planning.fit import Changes, host_memory, judge
+from rlhf_core.planning.hardware import Hardware
+from rlhf_core.planning.layout import arrange, engine_hosts
+from rlhf_core.planning.loads import DeviceLoad, group_loads, largest_pass, stage_loads
+from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
+from rlhf_core.planning.speed import (
+    PHASES,
+    Seconds,
+    gather_time,
+    group_time,
+    optimizer_step_time,
+    rollout_time,
+    send_time,
+    step_time,
+)
+
+Training = Literal["sft", "reward"]
+_MAX_TOKENS = 1 << 18
+"""Largest micro-batch that is tried, in tokens."""
+_KEPT = 40
+"""Number of the fastest splits of PPO that are checked until one is a valid configuration that fits."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The fastest settings of one stage."""
+
+    stage: str
+    changes: Changes
+    """Fields whose values differ from the configuration."""
+    seconds: float
+    """Of an optimizer step, or of a PPO step."""
+    phases: dict[str, Seconds]
+    host: float
+    """Bytes of offloaded state on each host."""
+
+
+@dataclass(frozen=True)
+class NoSplit:
+    """A stage for which nothing fits."""
+
+    stage: str
+    reason: str
+
+
+def fastest(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> tuple[Split | NoSplit, ...]:
+    """Return the fastest split of each training stage, or what is missing where nothing fits."""
+    results: list[Split | NoSplit] = [_training("sft", config, shape, hardware)]
+    if config.reward.enabled:
+        results.append(_training("reward", config, shape, hardware))
+    return (*results, _PPOSearch(config, shape, hardware).run())
+
+
+# -- what is tried --
+
+
+def rank_counts(limit: int, per_host: int) -> list[int]:
+    """Return the numbers of ranks that are tried: all up to a host's devices, then halves of hosts."""
+    half = max(1, per_host // 2)
+    return [count for count in range(1, limit + 1) if count <= per_host or count % half == 0]
+
+
+def shardings(
+    base: DeepSpeedConfig, ranks: int, hardware: Hardware, lora: LoraConfig | None
+) -> Iterator[DeepSpeedConfig]:
+    """Yield ways to distribute a model over `ranks`, the simplest first."""
+    for stage, offload, hpz, checkpoints in product(
+        (0, 1, 2, 3), ("none", "optimizer", "all"), (1, hardware.per_host), (False, True)
+    ):
+        if (offload != "none" and stage == 0) or (offload == "all" and stage < 3):
+            continue
+        if ranks == 1 and offload == "none" and stage > 0:
+            continue  # there is nothing to share
+        if hpz > 1 and (stage < 3 or offload != "none" or ranks <= hpz or ranks % hpz):
+            continue
+        if base.dtype == "float16" and stage == 0:
+            continue
+        if base.grad_accum_dtype is not None and (stage < 2 or offload != "none"):
+            continue
+        if stage == 3 and lora is not None and lora.quantize is not None:
+            continue  # ZeRO cannot shard packed weights
+        yield base.model_copy(
+            update={
+                "ranks": ranks,
+                "zero_stage": stage,
+                "offload": offload,
+                "hpz": hpz,
+                "gradient_checkpointing": checkpoints,
+            }
+        )
+
+
+def micro_batches(configured: int, longest: int, largest: int) -> list[int]:
+    """Return the tokens of a micro-batch that are tried, in falling order: powers of two of sequences."""
+    limit = max(longest, min(largest, _MAX_TOKENS))
+    sizes = {longest, limit}
+    if longest <= configured <= limit:
+        sizes.add(configured)
+    size = longest
+    while size <= limit:
+        sizes.add(size)
+        size *= 2
+    return sorted(sizes, reverse=True)
+
+
+# -- sft and reward --
+
+
+def _training(
+    stage: Training, config: PipelineConfig, shape: ModelShape, hardware: Hardware
+) -> Split | NoSplit:
+    section = config.sft if stage == "sft" else config.reward
+    sequences = section.batch_size * (1 if stage == "sft" else 2)
+    longest = largest_pass(config, stage).longest
+    smallest = longest if stage == "sft" else 2 * longest
+    best: tuple[Seconds, Changes, float] | None = None
+    closest: DeviceLoad | None = None
+    for ranks in rank_counts(min(hardware.count, section.batch_size), hardware.per_host):
+        largest = math.ceil(sequences / ranks) * longest
+        for sharding in shardings(section.deepspeed, ranks, hardware, section.lora):
+            model = Model(shape, sharding, scores=stage == "reward", lora=section.lora)
+            for tokens in micro_batches(section.micro_batch_tokens, smallest, largest):
+                candidate = section.model_copy(update={"deepspeed": sharding, "micro_batch_tokens": tokens})
+                changed = config.model_copy(update={stage: candidate})
+                peak = max(stage_loads(changed, shape, stage, "cuda"), key=lambda load: load.total)
+                if not _fits_hosts([peak], hardware):
+                    continue
+                if closest is None or peak.total < closest.total:
+                    closest = peak
+                if peak.total > hardware.device.memory:
+                    continue
+                # A smaller micro-batch is never faster.
+                budget = largest_pass(changed, stage).tokens
+                seconds = optimizer_step_time(model, sequences, longest, budget, hardware)
+                # The first of equally fast ones is the simplest.
+                if best is None or seconds.total < best[0].total * (1 - 1e-9):
+                    fields = _trainer_fields(f"{stage}.deepspeed", sharding)
+                    fields[f"{stage}.micro_batch_tokens"] = str(tokens)
+                    best = (seconds, fields, host_memory([peak], hardware))
+                break
+    assert closest is not None, "one rank is always tried"
+    if best is None:
+        return NoSplit(stage, _missing(closest, hardware))
+    seconds, fields, host = best
+    return Split(stage, _differences(config, fields), seconds.total, {"step": seconds}, host)
+
+
+def _fits_hosts(loads: list[DeviceLoad], hardware: Hardware) -> bool:
+    return hardware.host_memory is None or host_memory(loads, hardware) <= hardware.host_memory
+
+
+def _missing(load: DeviceLoad, hardware: Hardware) -> str:
+    gib = 2**30
+    return (
+        f"{load.stage}: {load.what} needs at least {load.total / gib:.1f} GiB on each device"
+        f" ({load.phase}, on {load.devices}); {hardware.device.name} has {hardware.device.memory / gib:.1f},"
+        f" {(load.total - hardware.device.memory) / gib:.1f} too little"
+    )
+
+
+def _trainer_fields(section: str, sharding: DeepSpeedConfig) -> Changes:
+    return {
+        f"{section}.ranks": str(sharding.ranks),
+        f"{section}.zero_stage": str(sharding.zero_stage),
+        f"{section}.hpz": str(sharding.hpz),
+        f"{section}.offload": sharding.offload,
+        f"{section}.gradient_checkpointing": str(sharding.gradient_checkpointing).lower(),
+    }
+
+
+# -- ppo --
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to run a group of ranks, with a size of micro-batches."""
+
+    scoring: Seconds
+    training: Seconds
+    gather: Seconds
+    """Of a sync, in the policy's group."""
+    sharding: DeepSpeedConfig
+    peak: DeviceLoad
+
+
+@dataclass(order=True)
+class _Candidate:
+    seconds: float
+    order: int
+    fields: Changes = field(compare=False)
+
+
+class _PPOSearch:
+    """The search for PPO, with what it has computed."""
+
+    def __init__(self, config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> None:
+        self._config, self._shape, self._hardware = config, shape, hardware
+        self._longest = config.max_sequence_tokens
+        self._options: dict[tuple[object, ...], list[_Option]] = {}
+        self._rollouts: dict[tuple[int, int, float], Seconds | None] = {}
+        self._closest: dict[tuple[str, ...], DeviceLoad] = {}
+        """The smallest peak of each group."""
+        self._tried = 0
+
+    def run(self) -> Split | NoSplit:
+        """Return the fastest split, or why nothing fits."""
+        found = heapq.nsmallest(_KEPT, self._candidates())
+        for candidate in found:
+            changes = _differences(self._config, candidate.fields)
+            try:
+                changed = _with(self._config, changes)
+            except InputError:
+                continue
+            verdict = judge(changed, self._shape, self._hardware)
+            if any(problem.stage == "ppo" for problem in verdict.problems):
+                continue
+            time = step_time(changed, self._shape, self._hardware)
+            phases: dict[str, Seconds] = {name: time.phase(name) for name in PHASES}
+            loads = [load for load in verdict.loads if (load.stage, load.phase) == ("ppo", "step")]
+            return Split("ppo", changes, time.total, phases, host_memory(loads, self._hardware))
+        return NoSplit("ppo", self._reason())
+
+    def _reason(self) -> str:
+        if not self._tensor_parallel_that_fits():
+            ways = max(self._tensor_parallel(), default=1)
+            return (
+                f"ppo: an engine on {ways} of {self._hardware.per_host} devices of a host has no room for one"
+                f" sequence of {self._longest} tokens beside the weights"
+            )
+        needed, parts = min(self._tensor_parallel_that_fits()), []
+        for group in plan(self._config.ppo.model_copy(update={"colocate": "pairs"})).groups:
+            ranks = self._fewest_ranks(group)
+            if ranks is None:
+                return _missing(self._closest[group.roles], self._hardware)
+            needed += ranks
+            parts.append(f"{ranks} for {group.label}")
+        return (
+            f"ppo: the smallest split tried needs {needed} devices ({', '.join(parts)}, the others for an"
+            f" engine); there are {self._hardware.count}"
+        )
+
+    def _fewest_ranks(self, group: Group) -> int | None:
+        """Return the smallest number of ranks on which a group fits, with the smallest micro-batches."""
+        limit = min(self._hardware.count, self._config.ppo.minibatch_size)
+        for ranks in rank_counts(limit, self._hardware.per_host):
+            spans = ranks > self._hardware.per_host
+            if self._group("pairs", group.roles, ranks, ranks, self._longest, spans):
+                return ranks
+        return None
+
+    def _tensor_parallel_that_fits(self) -> list[int]:
+        share = self._share("pairs")
+        return [ways for ways in self._tensor_parallel() if self._rollout(1, ways, share) is not None]
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        for colocate in ("pairs", "all"):
+            ppo = self._config.ppo.model_copy(update={"colocate": colocate})
+            groups = plan(ppo).groups
+            counts = rank_counts(
+                min(self._hardware.count, self._config.ppo.minibatch_size), self._hardware.per_host
+            )
+            for ranks in product(counts, repeat=len(groups)):
+                if sum(ranks) <= self._hardware.count - (colocate == "pairs"):
+                    yield from self._with_ranks(colocate, groups, ranks)
+
+    def _with_ranks(
+        self, colocate: str, groups: tuple[Group, ...], ranks: tuple[int, ...]
+    ) -> Iterator[_Candidate]:
+        """Yield the fastest settings of the groups with every number of engines."""
+        hosts, left = arrange(ranks, self._hardware)
+        largest = math.ceil(self._config.ppo.rollout_batch_size / ranks[0]) * self._longest
+        best: tuple[float, int, tuple[_Option, ...]] | None = None
+        for tokens in micro_batches(self._config.ppo.micro_batch_tokens, self._longest, largest):
+            choices = [
+                self._group(colocate, group.roles, count, ranks[0], tokens, len(where) > 1)
+                for group, count, where in zip(groups, ranks, hosts, strict=True)
+            ]
+            for options in product(*choices):
+                if not _fits_hosts([option.peak for option in options], self._hardware):
+                    continue
+                if colocate == "all":
+                    yield from self._colocated(ranks[0], tokens, options[0], hosts[0])
+                    continue
+                seconds = _longest_of(options)
+                if best is None or seconds < best[0]:
+                    best = (seconds, tokens, options)
+        if best is None:
+            return
+        seconds, tokens, options = best
+        fields = self._fields("pairs", groups, tokens, options)
+        share = self._share("pairs")
+        for ways in self._tensor_parallel():
+            for count in rank_counts(max(left, default=0) // ways * len(left), self._hardware.per_host):
+                engines = engine_hosts(count, ways, left)
+                rollout = None if engines is None else self._rollout(count, ways, share)
+                if engines is None or rollout is None:
+                    continue
+                send = send_time(self._config, self._shape, self._hardware, hosts[0], engines)
+                engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
+                yield self._candidate(seconds + rollout.total + send.total, {**fields, **engine})
+
+    def _colocated(
+        self, ranks: int, tokens: int, option: _Option, hosts: tuple[int, ...]
+    ) -> Iterator[_Candidate]:
+        """Yield engines on the devices of all ranks, with the memory that is left there."""
+        memory = self._hardware.device.memory
+        share = math.floor(100 * (memory - option.peak.total - ENGINE_CONTEXT) / memory) / 100
+        rollout = self._rollout(ranks, 1, min(share, 0.95)) if share > 0.05 else None
+        if rollout is None:
+            return
+        send = send_time(self._config, self._shape, self._hardware, hosts, hosts)
+        groups = plan(self._config.ppo.model_copy(update={"colocate": "all"})).groups
+        fields = self._fields("all", groups, tokens, (option,))
+        fields |= {"ppo.engine.count": str(ranks), "ppo.engine.tensor_parallel": "1"}
+        fields["ppo.engine.gpu_memory_utilization"] = f"{min(share, 0.95):.2f}"
+        yield self._candidate(_longest_of((option,)) + rollout.total + send.total, fields)
+
+    def _candidate(self, seconds: float, fields: Changes) -> _Candidate:
+        self._tried += 1
+        return _Candidate(seconds, self._tried, fields)
+
+    def _group(
+        self,
+        colocate: str,
+        roles: tuple[str, ...],
+        ranks: int,
+        policy_ranks: int,
+        tokens: int,
+        spans: bool,
+    ) -> list[_Option]:
+        """Return the ways to run a group that fit, without those that another one is better than."""
+        ppo = self._config.ppo
+        policy = ppo.policy_deepspeed.model_copy(update={"ranks": policy_ranks, "hpz": 1})
+        update = {"colocate": colocate, "micro_batch_tokens": tokens, "policy_deepspeed": policy}
+        sized = self._config.model_copy(update={"ppo": ppo.model_copy(update=update)})
+        passes = largest_pass(sized, "ppo"), largest_pass(sized, "ppo", update=False)
+        key = (roles, ranks, spans, *passes)
+        if key in self._options:
+            return self._options[key]
+        base = ppo.policy_deepspeed if "policy" in roles else ppo.critic_deepspeed
+        shared = colocate == "all"
+        found: list[_Option] = []
+        for sharding in shardings(base, ranks, self._hardware, ppo.lora):
+            # Where memory is left, saving it only costs time, unless an engine can use it.
+            if not shared and any(_saves_more(sharding, option.sharding) for option in found):
+                continue
+            if not {"policy", "critic"} & set(roles) and not _plain(sharding):
+                continue  # frozen models have weights only
+            changed = sized.model_copy(update={"ppo": _with_group(sized, roles, sharding)})
+            [group] = [group for group in plan(changed.ppo).groups if group.roles == roles]
+            loads = group_loads(changed, self._shape, group, "cuda")
+            peak = max(loads, key=lambda load: load.total)
+            if not _fits_hosts([peak], self._hardware):
+                continue
+            closest = self._closest.get(roles)
+            if closest is None or peak.total < closest.total:
+                self._closest[roles] = peak
+            if peak.total > self._hardware.device.memory:
+                continue
+            scoring, training = group_time(changed, self._shape, group, self._hardware, spans=spans)
+            gather = Seconds()
+            if "policy" in roles:
+                gather = gather_time(changed, self._shape, self._hardware, spans=spans)
+            option = _Option(scoring, training, gather, sharding, peak)
+            if not any(_is_better(other, option, shared=shared) for other in found):
+                found = [other for other in found if not _is_better(option, other, shared=shared)]
+                found.append(option)
+        self._options[key] = found
+        return found
+
+    def _rollout(self, count: int, ways: int, share: float) -> Seconds | None:
+        """Return the time of the rollout, or None if an engine has no room for a sequence."""
+        key = (count, ways, share)
+        if key not in self._rollouts:
+            engine = self._config.ppo.engine.model_copy(
+                update={"count": count, "tensor_parallel": ways, "gpu_memory_utilization": share}
+            )
+            memory = engine_memory(self._shape, engine, self._hardware.device, self._config.model.head_dtype)
+            if memory.tokens < self._longest:
+                self._rollouts[key] = None
+            else:
+                ppo = self._config.ppo.model_copy(update={"engine": engine})
+                changed = self._config.model_copy(update={"ppo": ppo})
+                self._rollouts[key] = rollout_time(changed, self._shape, self._hardware)
+        return self._rollouts[key]
+
+    def _tensor_parallel(self) -> list[int]:
+        """Return the numbers of GPUs of an engine that are tried: powers of two that divide the heads."""
+        ways = []
+        size = 1
+        while size <= self._hardware.per_host:
+            if self._shape.heads % size == 0:
+                ways.append(size)
+            size *= 2
+        return ways
+
+    def _share(self, colocate: str) -> float:
+        """Return the part of a device that an engine uses."""
+        configured = self._config.ppo.engine.gpu_memory_utilization
+        # A share beside trainers says nothing about an engine that has its device for itself.
+        return 0.9 if colocate == "pairs" and self._config.ppo.colocate == "all" else configured
+
+    def _fields(
+        self, colocate: str, groups: tuple[Group, ...], tokens: int, options: tuple[_Option, ...]
+    ) -> Changes:
+        fields = {
+            "ppo.colocate": colocate,
+            "ppo.micro_batch_tokens": str(tokens),
+            "ppo.engine.gpu_memory_utilization": f"{self._share(colocate):.2f}",
+        }
+        backend = self._config.ppo.weight_sync.backend
+        if (backend, colocate) in (("nccl", "all"), ("ipc", "pairs")):
+            fields["ppo.weight_sync.backend"] = "auto"
+        for group, option in zip(groups, options, strict=True):
+            if "policy" in group.roles:
+                fields |= _trainer_fields("ppo.policy_deepspeed", option.sharding)
+            if "critic" in group.roles or "reward" in group.roles:
+                fields |= _trainer_fields("ppo.critic_deepspeed", option.sharding)
+            if group.roles == ("reward",):
+                fields["ppo.reward_ranks"] = str(option.sharding.ranks)
+        return fields
+
+
+def _with_group(config: PipelineConfig, roles: tuple[str, ...], sharding: DeepSpeedConfig) -> PPOConfig:
+    """Return the section `ppo` with one group's sharding."""
+    update: dict[str, object] = {}
+    if "policy" in roles:
+        update["policy_deepspeed"] = sharding
+    if "critic" in roles or "reward" in roles:
+        update["critic_deepspeed"] = sharding
+    if roles == ("reward",):
+        update["reward_ranks"] = sharding.ranks
+    return config.ppo.model_copy(update=update)
+
+
+def _plain(sharding: DeepSpeedConfig) -> bool:
+    return (
+        sharding.zero_stage in (0, 3)
+        and sharding.offload == "none"
+        and sharding.hpz == 1
+        and not sharding.gradient_checkpointing
+    )
+
+
+def _saves_more(one: DeepSpeedConfig, other: DeepSpeedConfig) -> bool:
+    """Return whether `one` is `other` with more that saves memory and costs time."""
+    order = ("none", "optimizer", "all")
+    return (
+        (one.zero_stage, one.hpz) == (other.zero_stage, other.hpz)
+        and order.index(one.offload) >= order.index(other.offload)
+        and one.gradient_checkpointing >= other.gradient_checkpointing
+    )
+
+
+def _longest_of(options: tuple[_Option, ...]) -> float:
+    """Return the seconds of scoring and training, where groups wait for each other, and of gathering."""
+    scoring = max(option.scoring.total for option in options)
+    training = max(option.training.total for option in options)
+    return scoring + training + sum(option.gather.total for option in options)
+
+
+def _is_better(one: _Option, other: _Option, *, shared: bool) -> bool:
+    """Return whether `one` is at least as good as `other` in everything. Less memory on the device is better
+    only if an engine shares it.
+    """
+    return (
+        one.scoring.total <= other.scoring.total
+        and one.training.total <= other.training.total
+        and one.gather.total <= other.gather.total
+        and one.peak.host <= other.peak.host
+        and (not shared or one.peak.total <= other.peak.total)
+    )
+
+
+# -- overrides --
+
+
+def _differences(config: PipelineConfig, fields: Changes) -> Changes:
+    """Return the fields whose value differs from that of the configuration."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    changes = {}
+    for name, value in fields.items():
+        now: object = tree
+        for part in name.split("."):
+            now = now[part] if isinstance(now, dict) else None
+        same = str(now).lower() == value.lower()
+        if isinstance(now, float):
+            same = now == float(value)
+        if not same:
+            changes[name] = value
+    return changes
+
+
+def _with(config: PipelineConfig, changes: Changes) -> PipelineConfig:
+    tree = config.model_dump(mode="json", by_alias=True)
+    return config_from_tree(tree, "plan", [f"{name}={value}" for name, value in changes.items()])
