@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -161,7 +162,8 @@ def query(url: str, *statements: str) -> list[Any]:
 
 @pytest.mark.timeout(1800)
 def test_the_tiny_pipeline_runs_on_the_parts_of_compose(tmp_path: Path, s3_server: S3Server) -> None:
-    with postgres(tmp_path / "postgres") as url:
+    # Not below pytest's folder: another pytest of this user takes the rights of PostgreSQL's user away.
+    with tempfile.TemporaryDirectory(prefix="rlhf-") as folder, postgres(Path(folder) / "data") as url:
         server = url.partition("@")[2].partition("/")[0]
         compose = Compose(tmp_path, server, s3_server.endpoint)
         admin = f"postgresql://rlhf@{server}"
