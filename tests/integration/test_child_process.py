@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -35,19 +34,7 @@ from rlhf_core.run.child import log_excerpt, run_child
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
-
-PRELUDE = """
-import os, signal, subprocess, sys, time, types
-from pathlib import Path
-from rlhf_core.run import guard
-from rlhf_core.types import ArtifactRef
-
-guard.LEFTOVER_SECONDS = 1.0
-REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
-
-def execute(spec, events, stop):
-    folder = Path(os.environ["TOY_FOLDER"])
-"""
+from tests.support.toy_stage import toy_environment
 
 Run = Callable[..., ArtifactRef]
 
@@ -56,20 +43,7 @@ Run = Callable[..., ArtifactRef]
 def toy(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     """Environment of a child whose stage is the given body of `execute(spec, events, stop)`."""
 
-    def install(body: str) -> dict[str, str]:
-        lines = "".join(f"    {line}\n" for line in body.splitlines())
-        module = (
-            "module = types.ModuleType('rlhf_core.run.attempt')\nmodule.execute ="
-            " execute\nsys.modules[module.__name__] = module\n"
-        )
-        (tmp_path / "sitecustomize.py").write_text(f"{PRELUDE}{lines}\n{module}")
-        return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-            "TOY_FOLDER": str(tmp_path),
-        }
-
-    return install
+    return lambda body: toy_environment(tmp_path, body)
 
 
 @pytest.fixture

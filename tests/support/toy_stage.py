@@ -1,0 +1,36 @@
+"""A stage of a few lines for the child processes of a test, in place of every real stage."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+_PRELUDE = """
+import os, signal, subprocess, sys, time, types
+from pathlib import Path
+from rlhf_core.run import guard
+from rlhf_core.types import ArtifactRef
+
+guard.LEFTOVER_SECONDS = 1.0
+REF = ArtifactRef("data", "0" * 16, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"weights_sha256": "w"})
+
+def execute(spec, events, stop):
+    folder = Path(os.environ["TOY_FOLDER"])
+"""
+_INSTALL = """
+module = types.ModuleType('rlhf_core.run.attempt')
+module.execute = execute
+sys.modules[module.__name__] = module
+"""
+
+
+def toy_environment(folder: Path, body: str) -> dict[str, str]:
+    """Return the environment of processes whose stage is the given body of `execute(spec, events, stop)`."""
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    (folder / "sitecustomize.py").write_text(f"{_PRELUDE}{lines}\n{_INSTALL}")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
+        "TOY_FOLDER": str(folder),
+    }
