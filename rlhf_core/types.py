@@ -5,7 +5,7 @@ Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tupl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,6 +177,26 @@ class Checkpoints(Protocol):
         """
 
 
+class Nodes(Protocol):
+    """The other hosts of a Ray cluster on which a stage has processes.
+
+    Every folder has the same path on all hosts, and each host has files of its own there.
+    """
+
+    def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
+        """Start an agent on each other host: it fetches the stage's inputs and monitors the processes there.
+
+        To be called when Ray is connected, before any process loads a model. `ranks` has, by id of Ray's
+        node and by folder of the checkpoint ("" for its top folder), the training ranks on that node.
+        """
+
+    def gather(self, folder: Path) -> None:
+        """Move the files that processes on other hosts have written to `folder` to this host."""
+
+    def leave(self) -> None:
+        """End the agents; to be called before Ray's connection ends."""
+
+
 @dataclass(frozen=True)
 class Lineage:
     """The inputs of a stage and the run that it belongs to."""
@@ -206,6 +226,8 @@ class StageContext:
     """Whether this process was asked to stop."""
     monitor: Monitor | None = None
     """Monitors the processes of this attempt; None outside a pipeline."""
+    nodes: Nodes | None = None
+    """The other hosts of a cluster; None outside a pipeline."""
     rollout_cache: Path | None = None
     """Local folder for rollouts that later attempts at the same stage key reuse; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -165,7 +165,7 @@ class LogForwarder(logging.Handler):
 
 def portable(context: StageContext) -> StageContext:
     """Return what a process on another host can use of `context`."""
-    parts: dict[str, Any] = dict.fromkeys(("checkpoints", "metrics", "progress", "monitor"))
+    parts: dict[str, Any] = dict.fromkeys(("checkpoints", "metrics", "progress", "monitor", "nodes"))
     return replace(context, **parts, stop=StopRequest())
 
 

@@ -20,6 +20,16 @@ class RankPlacement:
     neighbours: int
     """Ranks of one bundle."""
     gpus_per_rank: int
+    ranks: int
+
+    def ranks_by_node(self) -> dict[str, dict[str, set[int]]]:
+        """Return the ranks on each node, as `ClusterNodes.join` expects them."""
+        nodes: dict[str, dict[str, set[int]]] = {}
+        node_of_bundle = node_ids(self.placement_group)
+        for rank in range(self.ranks):
+            node_id = node_of_bundle[self.bundles[rank // self.neighbours]]
+            nodes.setdefault(node_id, {}).setdefault("", set()).add(rank)
+        return nodes
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return Ray's options for the actor of a rank."""
@@ -66,7 +76,7 @@ def reserve_ranks(
     bundle = {name: amount for name, amount in bundle.items() if amount}
     group = placement_group([bundle] * (ranks // neighbours), strategy="PACK")
     wait([Pending(group.ready())], f"Ray to reserve devices for the {label}s")
-    return RankPlacement(group, bundles_by_node(group), neighbours, gpus_per_rank)
+    return RankPlacement(group, bundles_by_node(group), neighbours, gpus_per_rank, ranks)
 
 
 def bundles_by_node(placement_group: Any) -> list[int]:
@@ -74,10 +84,16 @@ def bundles_by_node(placement_group: Any) -> list[int]:
 
     Ray numbers the bundles of one node in the order of its GPUs, but mixes nodes.
     """
+    nodes = node_ids(placement_group)
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+
+
+def node_ids(placement_group: Any) -> dict[int, str]:
+    """Return the id of the node of each bundle."""
     from ray.util.placement_group import placement_group_table
 
     nodes: dict[int, str] = placement_group_table(placement_group)["bundles_to_node_id"]
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+    return nodes
 
 
 def node_address(local: bool) -> str:

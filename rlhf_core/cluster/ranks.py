@@ -42,7 +42,7 @@ from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck, classified
 from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
 from rlhf_core.system.stopping import EXIT_STOPPED
-from rlhf_core.types import StageContext
+from rlhf_core.types import Nodes, StageContext
 
 _ERROR_SECONDS = 5.0
 """Time for the rank that caused the error of another one to be found."""
@@ -153,7 +153,8 @@ def _run_actors(
     limits: TimeoutsConfig,
     monitor: Monitor,
 ) -> list[Any]:
-    with ray_session(layout.ranks, layout.device, limits, monitor):
+    nodes = None if context is None else context.nodes
+    with ray_session(layout.ranks, layout.device, limits, monitor, nodes):
         group = _RankGroup(layout, limits, monitor)
         try:
             return group.run(target, args, context)
@@ -268,7 +269,9 @@ class RankActor(Actor):
 
 
 @contextmanager
-def ray_session(processes: int, device: str, limits: TimeoutsConfig, monitor: Monitor) -> Iterator[None]:
+def ray_session(
+    processes: int, device: str, limits: TimeoutsConfig, monitor: Monitor, nodes: Nodes | None = None
+) -> Iterator[None]:
     """Connect to Ray for the body, and end all participants and the connection after it.
 
     In the body of another session this does nothing.
@@ -278,6 +281,7 @@ def ray_session(processes: int, device: str, limits: TimeoutsConfig, monitor: Mo
         device: "cpu" or "cuda".
         limits: Section `run.timeouts`.
         monitor: The heartbeat monitor of the stage, already entered.
+        nodes: The other hosts of the stage, which it leaves at the end.
     """
     import ray
 
@@ -293,6 +297,8 @@ def ray_session(processes: int, device: str, limits: TimeoutsConfig, monitor: Mo
         monitor.kill()
         raise
     finally:
+        if nodes is not None:
+            nodes.leave()
         ray.shutdown()
         monitor.kill()
         idle()
@@ -326,6 +332,9 @@ class _RankGroup:
     def run(self, target: Target, args: tuple[Any, ...], context: StageContext | None) -> list[Any]:
         """Run the target on all ranks, and return the results."""
         self._await_start()
+        nodes = None if context is None else context.nodes
+        if nodes is not None:
+            nodes.join(self._placement.ranks_by_node())
         layout, limits, address, port = self._layout, self._limits, "", 0
         if layout.process_group:
             listening = self._actors[0].call(RankActor.listen, not on_cluster())
@@ -343,6 +352,8 @@ class _RankGroup:
         _Follower(outcomes, self._actors[0], ContextServer(context), self._monitor, limits).follow()
         if outcomes.ended[0].stopped:
             raise SystemExit(EXIT_STOPPED)
+        if context is not None and nodes is not None:
+            nodes.gather(context.output)
         return [outcomes.ended[rank].value for rank in range(layout.ranks)]
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ POLL_SECONDS = 1.0
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-A_co = TypeVar("A_co", bound="Actor", covariant=True)
+A_co = TypeVar("A_co", covariant=True)
 
 
 # -- in the actor --

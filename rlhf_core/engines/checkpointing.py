@@ -43,7 +43,7 @@ def new_checkpoint(
 
     Args:
         context: Of the process that commits; None on all other ranks, where only the path is computed.
-        scratch: Folder of the attempt, shared by all ranks.
+        scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
         size: Bytes that the body writes, approximately.
         score: Score of the weights, higher is better; None if nothing was measured.
@@ -77,7 +77,7 @@ def save(
     Args:
         engine: The model of the loop.
         context: Of rank 0, which commits; None on all other ranks.
-        scratch: Folder of the attempt, shared by all ranks.
+        scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
         state: JSON values that `restore` returns.
         score: Score of the weights, higher is better; None if nothing was measured.

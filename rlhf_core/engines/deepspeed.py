@@ -407,7 +407,11 @@ class TrainingEngine:
         )
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Save trained weights, optimizer and counters to `folder`. This is a collective operation."""
+        """Save trained weights, optimizer and counters to `folder`. This is a collective operation.
+
+        Ranks on several hosts need not share the folder: each has its own part there.
+        """
+        (folder / _TAG).mkdir(parents=True, exist_ok=True)  # DeepSpeed makes it on rank 0 only
         self.engine.save_checkpoint(
             str(folder),
             tag=_TAG,
@@ -427,8 +431,9 @@ class TrainingEngine:
         """Load what `save_checkpoint` saved. This is a collective operation.
 
         Args:
-            folder: A verified folder, which is not changed.
-            scratch: A path that all ranks share. It is used for a conversion, and removed.
+            folder: A verified folder, which is not changed. On each host it has the files that its ranks
+                need.
+            scratch: An unused path for a conversion, which is made once on each host and removed.
 
         Raises:
             ConfigError: Another number of ranks saved it, and `allow_other_ranks` is not set.
@@ -471,13 +476,14 @@ class TrainingEngine:
                 ranks,
                 self.rank.world_size,
             )
-            if self.rank.rank == 0:
+            converts = resharding.is_first(scratch)
+            if converts:
                 resharding.convert(folder / _TAG, scratch / _TAG)
             dist.barrier()
             with resharding.loading_universal(self.engine):
                 loaded = self.engine.load_checkpoint(str(scratch), tag=_TAG)
             dist.barrier()
-            if self.rank.rank == 0:
+            if converts:
                 shutil.rmtree(scratch)
         path, client = loaded
         return path, client

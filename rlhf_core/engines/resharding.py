@@ -33,6 +33,15 @@ def is_sharded(state: Path) -> bool:
     return any(state.glob("*zero_pp_rank_*_optim_states.pt"))
 
 
+def is_first(scratch: Path) -> bool:
+    """Create the folder `scratch`; return False if another rank that shares it has."""
+    try:
+        scratch.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
 def convert(state: Path, target: Path) -> None:
     """Convert DeepSpeed's folder `state` to a universal one at `target`.
 

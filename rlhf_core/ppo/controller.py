@@ -358,11 +358,17 @@ class PPOController:
             ModelWorker.save_model, "policy", str(folder), average=average
         )
         self._fleet.wait(saving, "the policy to be saved")
+        self._gather(folder)
 
     def save_adapter(self, folder: Path, base: str) -> None:
         """Save the policy's adapter. `base` names the model that it belongs to."""
         saving = self._fleet.groups["policy"].call(ModelWorker.save_adapter, "policy", str(folder), base)
         self._fleet.wait(saving, "the adapter to be saved")
+        self._gather(folder)
+
+    def _gather(self, folder: Path) -> None:
+        if self._context.nodes is not None:
+            self._context.nodes.gather(folder)
 
     def trained_logprobs(self, count: int) -> tuple[Sequence[PromptAndResponse], list[FloatArray]]:
         """Return the first `count` responses of the last step and their log-probabilities with the current

@@ -40,7 +40,7 @@ from rlhf_core.ppo.loss_step import FloatArray
 from rlhf_core.ppo.placement import reserve_bundles
 from rlhf_core.ppo.worker import LogprobResult, ModelWorker
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
-from rlhf_core.types import PromptAndResponse
+from rlhf_core.types import Nodes, PromptAndResponse
 from rlhf_core.weight_sync.sender import SyncReport
 from rlhf_core.weight_sync.sender_group import sender_ranks
 
@@ -145,6 +145,7 @@ class Fleet:
         folders: The model that each role starts from. The engines start from the policy's.
         pad_id: Padding token.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+        nodes: The other hosts of a cluster; None if all hosts have the same folders.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Fleet:
         folders: dict[Role, Path],
         pad_id: int,
         monitor: Monitor | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self._config = config
         self._plan = plan
@@ -164,6 +166,7 @@ class Fleet:
         self._timeouts = config.run.timeouts
         self._local = not on_cluster()
         self._given_monitor = monitor
+        self._nodes = nodes
         self._resources = ExitStack()
         self._connected: list[RemoteActor[EngineActor]] = []
         """Engines to which the policy is connected for weight sync."""
@@ -195,6 +198,8 @@ class Fleet:
         if error is not None:
             # First, because a suspended actor does not react to Ray's daemons, which would wait for it.
             self._monitor.kill()
+        if self._nodes is not None:
+            self._nodes.leave()
         ray.shutdown()
         self._monitor.kill()
         unregister()
@@ -205,6 +210,8 @@ class Fleet:
     def _start_actors(self) -> None:
         self._placement = reserve_bundles(self._plan, gpus=self._device == "cuda", wait=self.wait)
         log.info("ppo runs as %s", self._plan.describe())
+        if self._nodes is not None:
+            self._nodes.join(self._placement.ranks_by_node())
         self.engines = EnginePool(self._start_engine, self._config.ppo.engine, self._client)
         for group in self._plan.groups:
             self._start_group(group)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.cluster.placement import node_ids
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
@@ -31,6 +32,19 @@ class Placement:
         """Return Ray's options for the actor of an engine."""
         bundle = engine if self.colocated else len(self.bundle_of_rank) + engine
         return self._options(bundle, self.gpus * self.plan.gpus_per_engine)
+
+    def ranks_by_node(self) -> dict[str, dict[str, set[int]]]:
+        """Return the training ranks of each role on each node, by id of the node. Nodes that have engines
+        alone are included.
+        """
+        node_of_bundle = node_ids(self.placement_group)
+        nodes: dict[str, dict[str, set[int]]] = {node_id: {} for node_id in node_of_bundle.values()}
+        for group in self.plan.groups:
+            for rank in range(group.ranks):
+                roles = nodes[node_of_bundle[self.bundle_of_rank[group.name, rank]]]
+                for role in group.roles:
+                    roles.setdefault(role, set()).add(rank)
+        return nodes
 
     def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

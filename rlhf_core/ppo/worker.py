@@ -328,10 +328,10 @@ class ModelWorker(Actor):
 
     @rpc()
     def save_checkpoint(self, role: Role, folder: str) -> None:
-        """Save the DeepSpeed state of all ranks to one folder, which the hosts of all ranks must share."""
+        """Save the DeepSpeed state of this rank to the folder `folder` of its host."""
         self._models[role].save_checkpoint(Path(folder))
 
     @rpc()
     def load_checkpoint(self, role: Role, folder: str, scratch: str) -> None:
-        """Load what `save_checkpoint` saved. The hosts of all ranks must share `scratch`, an unused path."""
+        """Load what `save_checkpoint` saved. `scratch` is an unused path."""
         self._models[role].load_checkpoint(Path(folder), Path(scratch))

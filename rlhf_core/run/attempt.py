@@ -15,6 +15,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config.flat import flat
 from rlhf_core.config.keys import pipeline_name, roundings
 from rlhf_core.errors import OutOfMemory, RLHFError, StoreError, Superseded, classified
@@ -31,7 +33,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef, Lineage, StageContext
+from rlhf_core.types import ArtifactRef, Lineage, Nodes, StageContext
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +145,11 @@ class _Attempt:
         spec = self.spec
         outbox = Outbox.of(self.store, spec.home.outbox)
         artifacts = ArtifactStore(self.store, spec.home.cache, outbox)
+        nodes = None
+        if on_cluster():
+            base_model = spec.sources.get("model") if spec.stage == "sft" else None
+            inputs = list(spec.inputs.values())
+            nodes = ClusterNodes(spec.config, self.work, inputs, self.monitor, base_model)
         checkpoints = CheckpointStore(
             self.store,
             spec.key,
@@ -150,13 +157,16 @@ class _Attempt:
             policy=spec.config.store,
             fence=self.fence,
             outbox=outbox,
+            hosts=nodes,
             settings=roundings(spec.config, spec.stage),
             on_event=lambda event, step: self.events.send(event, step=step),
         )
+        if nodes is not None:
+            nodes.before_leave = checkpoints.finish
         ref = artifacts.upload_pending(spec.stage, spec.key, self.fence)
         if ref is None:
             try:
-                ref = self._make(artifacts, checkpoints)
+                ref = self._make(artifacts, checkpoints, nodes)
             except BaseException:
                 checkpoints.finish()
                 raise
@@ -165,7 +175,9 @@ class _Attempt:
         shutil.rmtree(spec.rollout_cache, ignore_errors=True)
         return ref
 
-    def _make(self, artifacts: ArtifactStore, checkpoints: CheckpointStore) -> ArtifactRef:
+    def _make(
+        self, artifacts: ArtifactStore, checkpoints: CheckpointStore, nodes: Nodes | None
+    ) -> ArtifactRef:
         spec = self.spec
         out, scratch = self.work / "out", self.work / "scratch"
         out.mkdir()
@@ -180,6 +192,7 @@ class _Attempt:
             lineage=Lineage(inputs=spec.inputs, parent_run_id=spec.parent_run_id),
             stop=self.stop,
             monitor=self.monitor,
+            nodes=nodes,
             rollout_cache=spec.rollout_cache,
             sources=spec.sources,
         )

@@ -35,7 +35,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         RewardComposer(
             ppo.rewards, code_digests(ppo.rewards, context.sources), score_clip=ppo.score_clip
         ) as composer,
-        Fleet(config, placement, device, _folders(config, context), decoder.pad, context.monitor) as fleet,
+        Fleet(
+            config,
+            placement,
+            device,
+            _folders(config, context),
+            decoder.pad,
+            context.monitor,
+            context.nodes,
+        ) as fleet,
     ):
         context.progress("ppo start", placement.processes, placement.processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []

@@ -17,10 +17,11 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
@@ -29,9 +30,14 @@ from rlhf_core.system.files import TEMPORARY
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 SCHEMA = 1
 MANIFEST = "manifest.json"
 _DAMAGED = "damaged-"
+_THREADS = min(8, os.cpu_count() or 1)
+"""Files that are hashed, uploaded or downloaded at the same time."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
 
     Raises InputError for links and for names that the store does not accept.
     """
-    entries = []
+    found = []
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(parent, name)
@@ -96,10 +102,18 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
                 raise InputError(
                     f"{path} is a symbolic link; only plain files can be stored: copy what it points to."
                 )
-            if name in folders or skip(relative):
-                continue
-            entries.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
-    return tuple(sorted(entries, key=lambda entry: entry.path))
+            if name not in folders and not skip(relative):
+                found.append((relative, path))
+    found.sort()
+    return tuple(
+        _in_parallel(lambda file: FileEntry(file[0], file[1].stat().st_size, hash_file(file[1])), found)
+    )
+
+
+def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the results in order. Raises the error of the first item that fails."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="files") as pool:
+        return list(pool.map(call, items))
 
 
 def weights_sha256(folder: Path) -> str:
@@ -140,6 +154,8 @@ def commit(
     folder: str,
     body: Mapping[str, Any],
     may_commit: Callable[[], None],
+    elsewhere: Sequence[FileEntry] = (),
+    uploaded: Callable[[], None] = lambda: None,
 ) -> Manifest | None:
     """Store local files as the bundle `prefix`; return None if another writer's bundle is there.
 
@@ -154,13 +170,19 @@ def commit(
         folder: name of the folder for the files below `prefix`; no other bundle there may use it.
         body: other entries of the manifest.
         may_commit: called directly before the manifest is written; raises if the bundle must not appear.
+        elsewhere: further files of the bundle, which other hosts upload.
+        uploaded: waits until they have.
     """
-    manifest = Manifest(prefix, folder, tuple(files), body)
+    # Hosts with a common folder have the same files.
+    merged = {entry.path: entry for entry in (*elsewhere, *files)}
+    manifest = Manifest(prefix, folder, tuple(merged[path] for path in sorted(merged)), body)
     existing = _existing(store, prefix)
     if existing is not None:
         return existing if existing.folder == folder else None
     try:
-        missing = _upload(store, source, manifest)
+        upload(store, source, files, manifest.data)
+        uploaded()
+        missing = find_damage(store, manifest)
         if not missing:
             may_commit()
     except FileNotFoundError as error:
@@ -173,6 +195,7 @@ def commit(
         # The first writer that commits deletes all leftovers, which includes the files of a later attempt
         # that is still uploading.
         if _existing(store, prefix) is not None:
+            may_commit()  # files of an earlier attempt are deleted, too: it has to know that it is superseded
             return None
         raise StoreError(f"The store did not keep {missing}; the same command tries again.")
     failpoint("bundle.uploaded")
@@ -200,14 +223,14 @@ def _existing(store: Store, prefix: str) -> Manifest | None:
         return None
 
 
-def _upload(store: Store, source: Path, manifest: Manifest) -> str:
-    """Upload the files; return the first that the store did not keep (see `find_damage`), or ''."""
-    target = store.local_path(manifest.data)
-    if target is not None and not on_one_disk(source, target):
-        require_free(target, _total_size(manifest), store.uri(manifest.prefix))
-    for entry in manifest.files:
-        store.put_file(source / entry.path, f"{manifest.data}/{entry.path}", link=True)
-    return find_damage(store, manifest)
+def upload(store: Store, source: Path, files: Sequence[FileEntry], target: str) -> None:
+    """Copy `files` of the local folder `source` to the folder `target` of the store."""
+    folder = store.local_path(target)
+    if folder is not None and not on_one_disk(source, folder):
+        require_free(folder, sum(entry.size for entry in files), store.uri(target))
+    _in_parallel(
+        lambda entry: store.put_file(source / entry.path, f"{target}/{entry.path}", link=True), files
+    )
 
 
 def _delete_uncommitted(store: Store, manifest: Manifest) -> None:
@@ -304,65 +327,71 @@ def find_damage(store: Store, manifest: Manifest) -> str:
     return ""
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
+def verify(folder: Path, manifest: Manifest, needed: Callable[[str], bool] = lambda path: True) -> None:
     """Raise CorruptArtifact, with the file's name, unless `folder` has exactly the manifest's files, bit by
-    bit.
+    bit. Files that are not `needed` may be missing, and are not read.
     """
     expected = {entry.path for entry in manifest.files}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_dir() or relative in expected or path.name.startswith(".")):
             raise CorruptArtifact(f"{path} is not in the manifest of {manifest.prefix}.")
-    for entry in manifest.files:
-        path = folder / entry.path
-        if not path.is_file():
-            raise CorruptArtifact(f"{path} is missing.")
-        size = path.stat().st_size
-        if size != entry.size:
-            raise CorruptArtifact(f"{path} has {size} bytes; its manifest says {entry.size}.")
-        if hash_file(path) != entry.sha256:
-            raise CorruptArtifact(f"{path} does not have the sha256 of its manifest.")
+    _in_parallel(
+        lambda entry: _verify_file(folder / entry.path, entry),
+        [entry for entry in manifest.files if needed(entry.path)],
+    )
 
 
-def fetch(store: Store, manifest: Manifest, cache: Path) -> Path:
+def _verify_file(path: Path, entry: FileEntry) -> None:
+    if not path.is_file():
+        raise CorruptArtifact(f"{path} is missing.")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise CorruptArtifact(f"{path} has {size} bytes; its manifest says {entry.size}.")
+    if hash_file(path) != entry.sha256:
+        raise CorruptArtifact(f"{path} does not have the sha256 of its manifest.")
+
+
+def fetch(
+    store: Store, manifest: Manifest, cache: Path, needed: Callable[[str], bool] = lambda path: True
+) -> Path:
     """Return a verified local folder with the bundle's files: that of a local store, else a copy in `cache`.
 
-    Raises CorruptArtifact with the file's name; for a remote store only if a second download fails, too.
+    Only the files that are `needed` are verified and copied. Raises CorruptArtifact with the file's name; for
+    a remote store only if a second download fails, too.
     """
     check_files(store, manifest)
     local = store.local_path(manifest.data)
     if local is not None:
         local.mkdir(parents=True, exist_ok=True)
-        verify(local, manifest)
+        verify(local, manifest, needed)
         return local
     target = cache / f"{manifest.prefix.replace('/', '-')}-{manifest.digest[:12]}"
     if target.exists():
         try:
-            verify(target, manifest)
+            verify(target, manifest, needed)
             return target
         except CorruptArtifact as error:
             log.warning("The cached copy is deleted: %s", error.message)
             shutil.rmtree(target)
     try:
-        return _download(store, manifest, target)
+        return _download(store, manifest, target, needed)
     except CorruptArtifact as error:
         # The damage may be that of one transfer.
         log.warning("Downloading once more: %s", error.message)
-        return _download(store, manifest, target)
+        return _download(store, manifest, target, needed)
 
 
-def _download(store: Store, manifest: Manifest, target: Path) -> Path:
-    require_free(target.parent, _total_size(manifest), f"The copy of {store.uri(manifest.prefix)}")
+def _download(store: Store, manifest: Manifest, target: Path, needed: Callable[[str], bool]) -> Path:
+    files = [entry for entry in manifest.files if needed(entry.path)]
+    size = sum(entry.size for entry in files)
+    require_free(target.parent, size, f"The copy of {store.uri(manifest.prefix)}")
     temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     try:
-        for entry in manifest.files:
-            try:
-                store.get_file(f"{manifest.data}/{entry.path}", temporary / entry.path, entry.size)
-            except FileNotFoundError as error:
-                raise CorruptArtifact(f"{store.uri(manifest.data)}/{entry.path} is missing.") from error
+        _in_parallel(lambda entry: _download_file(store, manifest, entry, temporary), files)
         try:
-            verify(temporary, manifest)
+            verify(temporary, manifest, needed)
         except CorruptArtifact as error:
             message = error.message.replace(str(temporary), store.uri(manifest.data))
             raise CorruptArtifact(message) from error
@@ -370,14 +399,17 @@ def _download(store: Store, manifest: Manifest, target: Path) -> Path:
             temporary.rename(target)
         except OSError:
             # Another process has finished the same download first; its copy is equal to ours if it verifies.
-            verify(target, manifest)
+            verify(target, manifest, needed)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def _total_size(manifest: Manifest) -> int:
-    return sum(entry.size for entry in manifest.files)
+def _download_file(store: Store, manifest: Manifest, entry: FileEntry, folder: Path) -> None:
+    try:
+        store.get_file(f"{manifest.data}/{entry.path}", folder / entry.path, entry.size)
+    except FileNotFoundError as error:
+        raise CorruptArtifact(f"{store.uri(manifest.data)}/{entry.path} is missing.") from error
 
 
 # -- damage and deletion --

@@ -10,6 +10,9 @@
 `latest` decides which checkpoint of a stage key is resumed: its manifest, versions and files must match (see
 `docs/reliability.md`). The number of ranks and the contents are checked by `TrainingEngine.load_checkpoint`.
 `newest.json` names the step that was committed last, so that the loss of a manifest is noticed.
+
+On a cluster each host has a part of a checkpoint (`HostParts`): the hosts hash and upload their files at the
+same time, and this process commits one manifest of them all.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import MANIFEST, Manifest, checksum_of
+from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest, checksum_of, digest_of
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
@@ -38,6 +41,8 @@ from rlhf_core.storage.versions import versions
 
 log = logging.getLogger(__name__)
 
+_PARTS = "parts"
+"""Entry of a manifest with the digests of the parts of other hosts."""
 LAST_SECONDS = 10.0
 """How long the end of a stage waits for an upload. The next attempt uploads the rest from the outbox."""
 
@@ -52,6 +57,37 @@ the threads, which the user sets. `code`, a digest of the sources, is not one of
 """
 
 
+class HostParts(Protocol):
+    """The parts of checkpoints on the other hosts of a stage.
+
+    Every folder has the same path on all hosts. None of the methods does anything before the stage has
+    processes on other hosts.
+    """
+
+    def prepare(self, folder: Path, size: int) -> None:
+        """Create the empty `folder`. Raises StoreError unless its disk has `size` free bytes."""
+
+    def add(self, prefix: str, folder: Path, name: str) -> Sequence[Sequence[FileEntry]]:
+        """Take the files of `folder` for the folder `name` of the bundle `prefix`; return those of each
+        host.
+        """
+
+    def pending(self, prefix: str, name: str) -> Sequence[Sequence[FileEntry]]:
+        """Return the files of each host that `add` took and that are not committed."""
+
+    def upload(self, prefix: str, name: str) -> Callable[[], None]:
+        """Start to upload what `add` took. The result waits for the end and raises its error."""
+
+    def discard(self, prefix: str) -> None:
+        """Forget what `add` took."""
+
+    def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
+        """Start to fetch what the ranks of each host need. The result waits for the end."""
+
+    def needed_here(self, manifest: Manifest) -> Callable[[str], bool]:
+        """Return whether the ranks of this host need a file."""
+
+
 class CheckpointStore:
     """Implements `Checkpoints` of types.py. For one thread; at most one upload runs in the background."""
 
@@ -64,6 +100,7 @@ class CheckpointStore:
         fence: Fence | None = None,
         *,
         outbox: Outbox | None = None,
+        hosts: HostParts | None = None,
         settings: Mapping[str, str] | None = None,
         on_event: Callable[[Literal["resumed", "checkpoint"], int], None] = lambda event, step: None,
     ) -> None:
@@ -76,6 +113,7 @@ class CheckpointStore:
             policy: how many checkpoints to keep, and from which to resume.
             fence: the right to commit; None only for a sole writer, such as a tool.
             outbox: if given, uploads run in the background.
+            hosts: the other hosts of the stage, if it runs on a cluster.
             settings: settings that change results by rounding only; a change since the checkpoint is logged.
             on_event: called with the step of a checkpoint that is resumed from, and of each that is
                 committed.
@@ -86,6 +124,7 @@ class CheckpointStore:
         self._policy = policy
         self._fence = fence
         self._outbox = outbox
+        self._hosts = hosts
         self._settings = dict(settings or {})
         self._on_event = on_event
         self._background_upload: _BackgroundUpload | None = None
@@ -121,7 +160,7 @@ class CheckpointStore:
                 if manifest.body.get("step") != step:
                     raise CorruptArtifact(f"{self._store.uri(prefix)} has the manifest of another step.")
                 self._require_same_code(step, manifest.body)
-                folder = bundles.fetch(self._store, manifest, self._work)
+                folder = self._fetch(manifest)
                 self._earlier_seconds = float(manifest.body.get("seconds", 0.0))
                 self._on_event("resumed", step)
                 return step, folder
@@ -133,6 +172,15 @@ class CheckpointStore:
         if newest is not None:
             self._require_fresh_start_allowed(newest)
         return None
+
+    def _fetch(self, manifest: Manifest) -> Path:
+        """Return the verified local folder, on all hosts, with the files that their ranks need."""
+        if self._hosts is None:
+            return bundles.fetch(self._store, manifest, self._work)
+        wait_for_others = self._hosts.fetch(manifest, self._work)
+        folder = bundles.fetch(self._store, manifest, self._work, self._hosts.needed_here(manifest))
+        wait_for_others()
+        return folder
 
     def _require_same_code(self, step: int, body: Mapping[str, Any]) -> None:
         """Compare the checkpoint's code, versions and settings with the present ones.
@@ -170,6 +218,8 @@ class CheckpointStore:
         shutil.rmtree(folder, ignore_errors=True)
         bundles.require_free(folder, size, f"The checkpoint of step {step}")
         folder.mkdir(parents=True)
+        if self._hosts is not None:
+            self._hosts.prepare(folder, size)
 
     def save(
         self, step: int, folder: Path, score: float | None = None, *, known: Mapping[int, float] | None = None
@@ -193,7 +243,7 @@ class CheckpointStore:
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
         prefix = self._prefix(step)
-        body = {
+        body: dict[str, Any] = {
             "step": step,
             "score": score if score is not None and math.isfinite(score) else None,
             "known_scores": {str(step): score for step, score in (known or {}).items()},
@@ -201,9 +251,20 @@ class CheckpointStore:
             "made_with": _made_with(),
             "settings": self._settings,
         }
+        parts = self._hosts.add(prefix, folder, name) if self._hosts is not None else ()
+        if parts:
+            body[_PARTS] = [digest_of(part) for part in parts]
         if self._outbox is None:
             manifest = bundles.commit(
-                self._store, prefix, folder, files, folder=name, body=body, may_commit=self._may_commit
+                self._store,
+                prefix,
+                folder,
+                files,
+                folder=name,
+                body=body,
+                may_commit=self._may_commit,
+                elsewhere=[entry for part in parts for entry in part],
+                uploaded=self._upload_parts(prefix, name, parts),
             )
             self._committed(step, manifest)
         else:
@@ -251,13 +312,48 @@ class CheckpointStore:
             self._upload(step)
 
     def _upload(self, step: int) -> None:
+        """Upload a pending checkpoint, with the parts of the other hosts."""
         assert self._outbox is not None
-        self._committed(step, self._outbox.upload(self._prefix(step), self._may_commit))
+        prefix = self._prefix(step)
+        pending = self._outbox.manifest(prefix)
+        expected = [] if pending is None else pending.body.get(_PARTS, [])
+        name = "" if pending is None else pending.folder
+        parts: list[Sequence[FileEntry]] = []
+        if expected and self._hosts is not None:
+            found = {digest_of(part): part for part in self._hosts.pending(prefix, name)}
+            parts = [found[digest] for digest in expected if digest in found]
+        if len(parts) < len(expected):
+            log.error(
+                "The checkpoint of step %d cannot be uploaded: %d of the %d other hosts with a part of it are"
+                " gone. An earlier one is used.",
+                step,
+                len(expected) - len(parts),
+                len(expected),
+            )
+            self._outbox.discard(prefix)
+            return
+        manifest = self._outbox.upload(
+            prefix,
+            self._may_commit,
+            elsewhere=[entry for part in parts for entry in part],
+            uploaded=self._upload_parts(prefix, name, parts),
+        )
+        self._committed(step, manifest)
+
+    def _upload_parts(
+        self, prefix: str, name: str, parts: Sequence[Sequence[FileEntry]]
+    ) -> Callable[[], None]:
+        """Start the uploads of the other hosts, and return what waits for them."""
+        if self._hosts is None or not parts:
+            return lambda: None
+        return self._hosts.upload(prefix, name)
 
     def _committed(self, step: int, manifest: Manifest | None) -> None:
         if manifest is None:
             log.warning("Step %d: the existing one is kept, or this one was damaged on its way.", step)
             return
+        if self._hosts is not None:
+            self._hosts.discard(self._prefix(step))
         self._store.put_bytes(f"{self._root}/{_NEWEST}", _pointer(step))
         self._on_event("checkpoint", step)
         self._prune()

@@ -58,23 +58,42 @@ class Outbox:
             if key.endswith(f"/{MANIFEST}")
         ]
 
-    def upload(self, prefix: str, may_commit: Callable[[], None]) -> Manifest | None:
+    def manifest(self, prefix: str) -> Manifest | None:
+        """Return the manifest of the pending bundle; None if none is pending or it is damaged."""
+        try:
+            return bundles.read(self._pending, prefix)
+        except CorruptArtifact:
+            return None
+
+    def upload_files(self, prefix: str) -> None:
+        """Upload the files of the pending bundle, which is a part of one that another host commits."""
+        found = self._verified(prefix)
+        if found is not None:
+            manifest, source = found
+            bundles.upload(self._store, source, manifest.files, manifest.data)
+
+    def upload(
+        self,
+        prefix: str,
+        may_commit: Callable[[], None],
+        elsewhere: Sequence[FileEntry] = (),
+        uploaded: Callable[[], None] = lambda: None,
+    ) -> Manifest | None:
         """Upload the bundle `prefix`; return None if none is pending or the store has another one there.
 
         Raises StoreError if the store fails. The bundle then stays pending, and the message says where.
+
+        Args:
+            prefix: key of the bundle.
+            may_commit, elsewhere, uploaded: see `bundles.commit`.
         """
-        try:
-            manifest = bundles.read(self._pending, prefix)
-            if manifest is None:
-                return None
-            source = bundles.fetch(self._pending, manifest, Path())
-        except CorruptArtifact as error:
-            record = bundles.mark_damaged(self._pending, prefix, error.message)
-            log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)
+        found = self._verified(prefix)
+        if found is None:
             return None
+        manifest, source = found
         try:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
-            uploaded = bundles.commit(
+            committed = bundles.commit(
                 self._store,
                 prefix,
                 source,
@@ -82,13 +101,28 @@ class Outbox:
                 folder=manifest.folder,
                 body=manifest.body,
                 may_commit=may_commit,
+                elsewhere=elsewhere,
+                uploaded=uploaded,
             )
         except StoreError as error:
             raise StoreError(
                 f"{error.message} It is kept in {source}; the same command uploads it from there."
             ) from error
         self.discard(prefix)
-        return uploaded
+        return committed
+
+    def _verified(self, prefix: str) -> tuple[Manifest, Path] | None:
+        """Return the pending bundle with the folder of its files; None if there is none.
+
+        A damaged one is marked as such and logged as an error.
+        """
+        try:
+            manifest = bundles.read(self._pending, prefix)
+            return None if manifest is None else (manifest, bundles.fetch(self._pending, manifest, Path()))
+        except CorruptArtifact as error:
+            record = bundles.mark_damaged(self._pending, prefix, error.message)
+            log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)
+            return None
 
     def discard_all(self, root: str) -> None:
         """Delete the pending bundles at or below the folder `root`."""

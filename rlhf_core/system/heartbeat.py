@@ -13,8 +13,8 @@
                  itself stuck, the monitor calls `fail`.
 
 The monitoring thread counts the seconds, so clocks are never compared and a suspended machine is not mistaken
-for a stall. Participants on other hosts are monitored if the folder is shared, but they cannot be signalled,
-and their stacks cannot be requested.
+for a stall. Each other host of a cluster has a monitor of its own (`OtherHosts`): the observations are merged
+here, the processes can be killed, and their stacks are copied to this host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, Protocol, Self
 
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.system.processes import ProcessId, kill
@@ -41,7 +41,8 @@ GRACE_SECONDS = 5.0
 _STACKS_SECONDS = 3.0
 _RECORD_BYTES = 400
 
-State = Literal["running", "suspended", "dead"]
+State = Literal["running", "suspended", "dead", "lost"]
+"""`lost`: the host of the process does not answer any more."""
 
 
 # -- in a participant --
@@ -163,12 +164,31 @@ class Participant:
 
     def describe(self) -> str:
         """Return a phrase such as `engine 1 (process 4711) has made no progress in "generate" for 31 s`."""
-        who = f"{self.name} (process {self.process.pid})"
+        where = "" if self.is_local else f" on host {self.host}"
+        who = f"{self.name} (process {self.process.pid}{where})"
         if self.state == "dead":
             return f"{who} has died"
+        if self.state == "lost":
+            return f"{who} is lost, its host does not answer"
         if self.state == "suspended":
             return f"{who} has been suspended (SIGSTOP) for {self.seconds:.0f} s"
         return f'{who} has made no progress in "{self.activity}" for {self.seconds:.0f} s'
+
+
+class OtherHosts(Protocol):
+    """The monitors of all other hosts of the stage, as this host sees them."""
+
+    def participants(self, passed: float, *, fresh: bool) -> list[Participant]:
+        """Return the last observations. `passed`: seconds since the last poll of this host's monitor.
+
+        `fresh` waits a moment for new observations.
+        """
+
+    def save_stacks(self) -> dict[str, str]:
+        """Have each participant write its stacks, and return them by name."""
+
+    def kill(self, names: Sequence[str] | None) -> None:
+        """Send SIGKILL to the participants `names` (None: all), and forget them."""
 
 
 class Monitor:
@@ -185,6 +205,7 @@ class Monitor:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="rlhf-heartbeats-"))
         self._fail = fail
         self._participants: dict[str, Participant] = {}
+        self._other_hosts: OtherHosts | None = None
         self._saved = False
         """Whether the stacks of the present stall have been saved."""
         self._lock = threading.Lock()
@@ -205,6 +226,15 @@ class Monitor:
         if self.folder.exists() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
+    def include(self, hosts: OtherHosts | None) -> None:
+        """Include the participants of the other hosts; None: of this host alone."""
+        self._other_hosts = hosts
+
+    def local(self) -> list[Participant]:
+        """Return the participants on this host as of now."""
+        self._poll(0.0)
+        return [participant for participant in self._all() if participant.is_local]
+
     def participant(self, name: str) -> Participant | None:
         """Return its last observation; None if it is not registered."""
         with self._lock:
@@ -216,7 +246,7 @@ class Monitor:
 
     def unhealthy(self) -> list[Participant]:
         """Return the participants that are dead, suspended or stalled now; for use after a call failed."""
-        self._poll(0.0)
+        self._poll(0.0, fresh=True)
         return [
             participant
             for participant in self._all()
@@ -240,13 +270,13 @@ class Monitor:
             waiting_for: what the caller waited for.
             limit: the setting that bounds the wait.
         """
-        self._poll(0.0)
+        self._poll(0.0, fresh=True)
         if not self._saved:
             self.save_stacks()
         culprits = _culprits(self._all())
         named = "; ".join(participant.describe() for participant in culprits) or "no process works on it"
         stacks = f"stacks of all processes: {self.folder}"
-        if any(participant.state == "dead" for participant in culprits):
+        if any(participant.state in ("dead", "lost") for participant in culprits):
             return WorkerDied(f"while waiting for {waiting_for}: {named}; {stacks}")
         return WorkerStuck(f"while waiting for {waiting_for} ({limit}): {named}; {stacks}")
 
@@ -258,11 +288,14 @@ class Monitor:
     def save_stacks(self) -> None:
         """Have each participant write the stacks of its threads into its file in `folder`."""
         sizes_before: dict[str, int] = {}
+        self.folder.mkdir(parents=True, exist_ok=True)
         for participant in self._all():
             stacks = _stacks_file(self.folder, participant.name)
-            if not participant.is_local or participant.state != "running":
+            if participant.state != "running":
                 with stacks.open("a") as file:
                     file.write(f"{participant.describe()}\n")
+                continue
+            if not participant.is_local:
                 continue
             sizes_before[participant.name] = _size(stacks)
             if _registration is not None and _is_this_process(participant):
@@ -270,17 +303,21 @@ class Monitor:
             else:
                 participant.process.send(signal.SIGUSR1)
         self._wait_for_stacks(sizes_before)
+        elsewhere = {} if self._other_hosts is None else self._other_hosts.save_stacks()
+        for name, text in elsewhere.items():
+            with _stacks_file(self.folder, name).open("a") as file:
+                file.write(text)
 
     def kill(self, names: Sequence[str] | None = None) -> None:
-        """Send SIGKILL to the participants `names` (None: all but this process) on this host, and forget
-        them.
-        """
+        """Send SIGKILL to the participants `names` (None: all but this process), and forget them."""
         killed = [
             participant
             for participant in self._all()
             if (names is None or participant.name in names) and not _is_this_process(participant)
         ]
         kill([participant.process for participant in killed if participant.is_local])
+        if self._other_hosts is not None:
+            self._other_hosts.kill(names)
         with self._lock:
             for participant in killed:
                 _heartbeat_file(self.folder, participant.name).unlink(missing_ok=True)
@@ -309,8 +346,9 @@ class Monitor:
                 self._fail(self.diagnose("the stage to make progress", "run.timeouts"))
                 return
 
-    def _poll(self, passed: float) -> None:
+    def _poll(self, passed: float, *, fresh: bool = False) -> None:
         """Read all heartbeat files; `passed`: seconds since the last poll."""
+        elsewhere = [] if self._other_hosts is None else self._other_hosts.participants(passed, fresh=fresh)
         with self._lock:
             before, self._participants = self._participants, {}
             for file in sorted(self.folder.glob("*.heartbeat")):
@@ -323,6 +361,7 @@ class Monitor:
                 if previous is not None and _unchanged(previous, participant):
                     participant.seconds = previous.seconds + passed
                 self._participants[name] = participant
+            self._participants.update({each.name: each for each in elsewhere})
 
     def _wait_for_stacks(self, sizes_before: dict[str, int]) -> None:
         """Wait until each stacks file has grown and is complete, for at most `_STACKS_SECONDS`."""
@@ -340,7 +379,7 @@ class Monitor:
 
 def _culprits(participants: list[Participant]) -> list[Participant]:
     """Return the most likely causes of a wait that failed, by severity."""
-    dead = [participant for participant in participants if participant.state == "dead"]
+    dead = [participant for participant in participants if participant.state in ("dead", "lost")]
     if dead:
         return dead
     suspended = [participant for participant in participants if participant.state == "suspended"]
@@ -387,6 +426,12 @@ def _read(file: Path, name: str) -> Participant | None:
 
 def _heartbeat_file(folder: Path, name: str) -> Path:
     return folder / f"{name.replace(' ', '_')}.heartbeat"
+
+
+def read_stacks(folder: Path, name: str) -> str:
+    """Return the stacks that participant `name` has written on this host."""
+    file = _stacks_file(folder, name)
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _stacks_file(folder: Path, name: str) -> Path:

@@ -6,7 +6,8 @@
 - the stacks of all processes are saved; those of a suspended one are replaced by a note
 - if nothing reports a stall, `fail` is called some seconds later
 - `kill` ends running and suspended participants, and never another process with the same number
-- a participant on another host is not taken for this process
+- a participant on another host is not taken for this process; its host's monitor observes it, saves its
+  stacks and kills it
 - an unregistered participant is not reported, and empty files are removed
 """
 
@@ -25,7 +26,7 @@ import pytest
 
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.system import heartbeat as heartbeat_module
-from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
+from rlhf_core.system.heartbeat import Monitor, Participant, State, heartbeat, register, unregister
 from rlhf_core.system.processes import ProcessId
 
 LIMIT = 1.0
@@ -186,3 +187,52 @@ def test_participant_of_another_host_with_this_process_id_is_busy(monitor: Monit
     wait_until(monitor.busy)
     monitor.kill()
     assert monitor.participant("engine 0") is None, "forgotten, as all but this process"
+
+
+class OtherHost:
+    """Another host with one rank, whose monitor reports `participant`."""
+
+    def __init__(self, participant: Participant) -> None:
+        self.participant = participant
+        self.killed: list[object] = []
+
+    def participants(self, passed: float, *, fresh: bool) -> list[Participant]:
+        return [self.participant]
+
+    def save_stacks(self) -> dict[str, str]:
+        return {self.participant.name: "stacks of the other host"}
+
+    def kill(self, names: object) -> None:
+        self.killed.append(names)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (
+            "suspended",
+            WorkerStuck,
+            r"rank 1 \(process 7 on host two\) has been suspended \(SIGSTOP\) for 5 s",
+        ),
+        (
+            "running",
+            WorkerStuck,
+            r'rank 1 \(process 7 on host two\) has made no progress in "step 3" for 5 s',
+        ),
+        ("dead", WorkerDied, r"rank 1 \(process 7 on host two\) has died"),
+        ("lost", WorkerDied, r"rank 1 \(process 7 on host two\) is lost, its host does not answer"),
+    ],
+)
+def test_process_of_another_host_is_named_with_its_host(
+    tmp_path: Path, state: State, error: type[Exception], message: str
+) -> None:
+    rank = Participant("rank 1", ProcessId(7, 0.0), "two", 1, 4.0, "step 3", state, 5.0)
+    with Monitor(tmp_path / "stacks") as monitor:
+        host = OtherHost(rank)
+        monitor.include(host)
+        assert [each.name for each in monitor.unhealthy()] == ["rank 1"]
+        with pytest.raises(error, match=message):
+            raise monitor.diagnose("a step", "run.timeouts")
+        assert "stacks of the other host" in (tmp_path / "stacks" / "rank_1.stacks").read_text()
+        monitor.kill(["rank 1"])
+        assert host.killed == [["rank 1"]]

@@ -1,0 +1,232 @@
+"""The agent of one host: its files of a stage, and the monitor of its processes.
+
+    driver (`rlhf_core.cluster.nodes`)        agent, one per other host
+    ------------------------------------      ------------------------------------------------------------
+    join                                  ->  fetches and verifies the stage's inputs, once per host
+    once per second: report               ->  last observations of the monitor of this host
+    save_stacks, kill                     ->  of the processes of this host
+    add, upload                           ->  hashes and uploads this host's part of a checkpoint
+    fetch                                 ->  what the ranks of this host need of a checkpoint
+    listing, read                         ->  files that processes have written here, for the driver
+
+An agent is a Ray actor without CPUs. It trains nothing and imports neither torch nor vLLM. It ends with its
+driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data.hub import fetch_model
+from rlhf_core.data.sources import model_digests
+from rlhf_core.errors import DataError, InputError, classified
+from rlhf_core.models.folder import is_hub_model
+from rlhf_core.storage import bundles
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import open_store
+from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
+from rlhf_core.system.home import Home
+from rlhf_core.types import ArtifactRef
+
+CHUNK_BYTES = 32 << 20
+"""Size of one answer of `read`."""
+
+MARK = "node"
+"""File in the scratch folder with the id of the node that has made it."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _served(
+    method: Callable[Concatenate[NodeAgent, P], R],
+) -> Callable[Concatenate[NodeAgent, P], R]:
+    """Decorate a method that the driver calls: only here the original class of an error is known."""
+
+    @functools.wraps(method)
+    def run(agent: NodeAgent, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(agent, *args, **kwargs)
+        except Exception as error:
+            raise classified(error, f"host {socket.gethostname()}, {method.__name__}") from error
+
+    return run
+
+
+class NodeAgent:
+    """Serves one attempt of one stage on one host.
+
+    Args:
+        config_json: The whole configuration, with an absolute `run.home`.
+        work: Folder of the scratch files of this attempt.
+        monitored: Folder of heartbeats and stacks.
+        driver: Hostname of the driver.
+    """
+
+    def __init__(self, config_json: str, work: Path, monitored: Path, driver: str) -> None:
+        self._driver = driver
+        self._config = PipelineConfig.model_validate_json(config_json)
+        self._store = open_store(self._config)
+        self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).outbox)
+        self._taken: dict[str, tuple[Path, tuple[FileEntry, ...]]] = {}
+        """Parts of checkpoints without an outbox, by prefix: their folder and files."""
+        self._work = work
+        self._shares_folders = False
+        self._monitor = Monitor(monitored)
+
+    @_served
+    def start(self, node_id: str) -> tuple[str, str]:
+        """Make the scratch folder and start the monitor.
+
+        Returns the hostname, and the id of the node whose files this host has: its own, or that of an earlier
+        one if the hosts share the folder. Raises InputError if the folders cannot be made.
+        """
+        mark = self._work / MARK
+        try:
+            self._shares_folders = mark.exists()
+            if not self._shares_folders:
+                shutil.rmtree(self._work.parent, ignore_errors=True)  # of killed attempts
+                for folder in ("out", "scratch"):
+                    (self._work / folder).mkdir(parents=True)
+                mark.write_text(node_id)
+            self._monitor.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"run.home={self._config.run.home}: host {socket.gethostname()} cannot make {self._work}"
+                f" ({error.strerror}); choose a folder that can be made on every host"
+            ) from error
+        self._monitor.__enter__()
+        return socket.gethostname(), mark.read_text()
+
+    @_served
+    def close(self) -> None:
+        """End the monitor and remove the scratch folder."""
+        self._monitor.kill()
+        self._monitor.__exit__()
+        if not self._shares_folders:
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    # -- processes --
+
+    @_served
+    def report(self) -> list[Participant]:
+        """Return the last observation of each participant on this host."""
+        return self._monitor.local()
+
+    @_served
+    def save_stacks(self) -> dict[str, str]:
+        """Have the participants of this host write their stacks; return them by name."""
+        names = [participant.name for participant in self._monitor.local()]
+        before = {name: len(read_stacks(self._monitor.folder, name)) for name in names}
+        self._monitor.save_stacks()
+        if self._shares_folders:
+            return {}
+        return {name: read_stacks(self._monitor.folder, name)[before[name] :] for name in names}
+
+    @_served
+    def kill(self, names: Sequence[str] | None) -> None:
+        """Send SIGKILL to the participants `names` (None: all) on this host."""
+        own = {participant.name for participant in self._monitor.local()}
+        self._monitor.kill([name for name in own if names is None or name in names])
+
+    # -- artifacts and checkpoints --
+
+    @_served
+    def fetch_artifacts(self, refs: Sequence[ArtifactRef]) -> None:
+        """Fetch and verify artifacts. Raises CorruptArtifact with the name of the file."""
+        artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
+        for ref in refs:
+            artifacts.fetch(ref)
+
+    @_served
+    def fetch_base_model(self, digest: str) -> None:
+        """Download the base model, or compare a local folder with the `digest` that the driver's has.
+
+        Raises DataError if the folder has other files, and ModelError if there is none.
+        """
+        path = self._config.model.path
+        if path is None:
+            return
+        if is_hub_model(path):
+            fetch_model(path, self._config.model.revision)
+        elif model_digests(self._config)["model"] != digest:
+            raise DataError(
+                f"model.path={path} has other files on host {socket.gethostname()} than on {self._driver};"
+                " copy the folder to every host"
+            )
+
+    @_served
+    def prepare(self, folder: Path, size: int) -> None:
+        """Create the empty `folder`. Raises StoreError unless its disk has `size` free bytes."""
+        shutil.rmtree(folder, ignore_errors=True)
+        bundles.require_free(folder, size, f"{folder.name} on host {socket.gethostname()}")
+        folder.mkdir(parents=True)
+
+    @_served
+    def add(self, prefix: str, folder: Path, name: str) -> tuple[FileEntry, ...]:
+        """Take the files of `folder` for the folder `name` of the bundle `prefix`, and return them."""
+        files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
+        if not files:
+            return ()
+        if self._outbox is None:
+            self._taken = {prefix: (folder, files)}
+        else:
+            self._outbox.add(prefix, folder, files, folder=name, body={})
+            shutil.rmtree(folder)
+        return files
+
+    @_served
+    def pending(self, prefix: str, name: str) -> tuple[FileEntry, ...]:
+        """Return the files of the part that an earlier attempt took and could not upload."""
+        manifest = None if self._outbox is None else self._outbox.manifest(prefix)
+        return manifest.files if manifest is not None and manifest.folder == name else ()
+
+    @_served
+    def upload(self, prefix: str, name: str) -> None:
+        """Upload the files that `add` took. Raises StoreError if the store fails."""
+        if self._outbox is not None:
+            if self.pending(prefix, name):
+                self._outbox.upload_files(prefix)
+        elif prefix in self._taken:
+            folder, files = self._taken.pop(prefix)
+            bundles.upload(self._store, folder, files, f"{prefix}/{name}")
+            shutil.rmtree(folder)
+
+    @_served
+    def discard(self, prefix: str) -> None:
+        """Forget the files that `add` took."""
+        if self._outbox is not None:
+            self._outbox.discard(prefix)
+
+    @_served
+    def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:
+        """Fetch and verify the files `needed` of a bundle. Raises CorruptArtifact with the name of a file."""
+        bundles.fetch(self._store, manifest, work, needed.__contains__)
+
+    # -- files of this host for the driver --
+
+    @_served
+    def listing(self, folder: Path) -> tuple[FileEntry, ...]:
+        """Return the files below `folder`; none if it does not exist."""
+        return bundles.hash_folder(folder)
+
+    @_served
+    def read(self, file: Path, offset: int) -> bytes:
+        """Return up to `CHUNK_BYTES` bytes of a file."""
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            return opened.read(CHUNK_BYTES)
+
+    @_served
+    def remove(self, folder: Path) -> None:
+        """Delete the files below `folder`, which the driver has read."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)

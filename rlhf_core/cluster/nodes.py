@@ -1,0 +1,377 @@
+"""The other hosts of a stage, as its driver sees them: an agent on each (`rlhf_core.cluster.agent`).
+
+    join     one agent per node of the stage other than the driver's; they fetch the inputs
+    monitor  asks each agent once per second what its processes do (`heartbeat.OtherHosts`)
+    parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
+    gather   copies what processes have written on other hosts to this one
+    leave    ends the agents
+
+Nodes that share the folder of the run (`run.home` on NFS) have one part of the files: the first of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import re
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied
+from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
+from rlhf_core.system.home import Home
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS = 30.0
+"""A host whose agent has not answered for this long is lost."""
+_REPORT_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+_FRESH_SECONDS = 3.0
+"""Longest wait for a report after a call has failed."""
+_LAST_SECONDS = 15.0
+"""Longest wait for an agent to save stacks, to kill, or to end."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHARD = re.compile(r"(zero_pp_rank_|-rank)(\d+)")
+"""The rank in the names of files that DeepSpeed and `WeightCopy` write."""
+
+
+@dataclass
+class _Host:
+    """One node other than the driver's."""
+
+    node_id: str
+    actor: RemoteActor[NodeAgent]
+    name: str = ""
+    files_of: str = ""
+    """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
+    participants: list[Participant] = field(default_factory=list)
+    silent: float = 0.0
+    """Seconds since the last report."""
+    asked: float = math.inf
+    """Seconds since the last request for a report."""
+    pending: Pending[list[Participant]] | None = None
+    lost: bool = False
+
+    def call(
+        self, method: Callable[Concatenate[NodeAgent, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        return self.actor.call(method, *args, **kwargs)
+
+    def ask(self) -> None:
+        """Request a report, unless one is under way."""
+        if self.pending is None and not self.lost:
+            self.pending, self.asked = self.call(NodeAgent.report), 0.0
+
+    def receive(self, passed: float) -> None:
+        """Take the report if it has come; `passed`: seconds since the last call of this method."""
+        self.silent += passed
+        self.asked += passed
+        if self.pending is None:
+            return
+        try:
+            self.participants = fetch([self.pending], _POLL_SECONDS)[0]
+            self.silent, self.pending = 0.0, None
+        except TimeoutError:
+            self.lost = self.silent > SILENT_SECONDS
+        except RLHFError as error:
+            if not self.lost:
+                log.warning("host %s is lost: %s", self.name, error)
+            self.lost = True
+
+    def observed(self) -> list[Participant]:
+        """Return its participants as of now."""
+        return [
+            replace(each, seconds=each.seconds + self.silent, state="lost" if self.lost else each.state)
+            for each in self.participants
+        ]
+
+
+class ClusterNodes:
+    """Implements `Nodes` of types.py for one attempt of a stage.
+
+    Args:
+        config: The whole configuration.
+        work: Scratch folder of the attempt.
+        inputs: Artifacts that the processes of the stage read.
+        monitor: The heartbeat monitor of the stage.
+        base_model: Digest of the base model, if the processes of the stage read it.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        work: Path,
+        inputs: Sequence[ArtifactRef],
+        monitor: Monitor,
+        base_model: str | None = None,
+    ) -> None:
+        self._config = config
+        self._work = work
+        self._inputs = inputs
+        self._monitor = monitor
+        self._base_model = base_model
+        self._hosts: list[_Host] = []
+        self._ranks: dict[str, dict[str, set[int]]] = {}
+        """See `join`, with the ranks of nodes that share their files at one of them."""
+        self._files_of: dict[str, str] = {}
+        """Of each other node, the id of the node whose files it has."""
+        self._own_id = ""
+        self._lock = threading.Lock()
+        self.before_leave: Callable[[], None] = lambda: None
+        """Called while the agents still answer."""
+
+    # -- start and end --
+
+    def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
+        if not on_cluster():
+            return
+        import ray
+
+        self._own_id = ray.get_runtime_context().get_node_id()
+        new = [node_id for node_id in sorted(ranks) if node_id not in {self._own_id, *self._files_of}]
+        if new:
+            heartbeat("start agents and fetch inputs", math.inf)  # a download has no time limit
+            self._add_hosts(new)
+        merged: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for node_id, folders in ranks.items():
+            for folder, of_node in folders.items():
+                merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
+        self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
+
+    def _add_hosts(self, node_ids: Sequence[str]) -> None:
+        import ray
+
+        (self._work / MARK).write_text(self._own_id)
+        added = []
+        for host in [_Host(node_id, self._start(node_id)) for node_id in node_ids]:
+            # In turn: the first of those that share a folder has its files.
+            host.name, host.files_of = self._wait([host.call(NodeAgent.start, host.node_id)])[0]
+            self._files_of[host.node_id] = host.files_of
+            if (host.name, host.files_of) == (socket.gethostname(), self._own_id):
+                ray.kill(host.actor.handle)  # another node on this host, whose processes are seen from here
+            else:
+                added.append(host)
+        with self._lock:
+            self._hosts += added
+        self._monitor.include(self)
+        with_files = [host for host in added if host.files_of == host.node_id]
+        fetching = [host.call(NodeAgent.fetch_artifacts, self._inputs) for host in with_files]
+        if self._base_model is not None:
+            fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
+        self._wait(fetching)
+        log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
+
+    def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        store = self._config.store
+        endpoint = store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+        home = str(Home.of(self._config.run.home).path)
+        config = self._config.model_copy(
+            update={
+                "run": self._config.run.model_copy(update={"home": home}),
+                "store": store.model_copy(update={"endpoint": endpoint}),
+            }
+        )
+        options = {
+            "num_cpus": 0,
+            # Reports are answered while files are hashed and uploaded.
+            "max_concurrency": 4,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+        actor = ray.remote(NodeAgent).options(**options)
+        folder = self._monitor.folder.resolve()
+        return RemoteActor(
+            actor.remote(config.model_dump_json(by_alias=True), self._work, folder, socket.gethostname())
+        )
+
+    def leave(self) -> None:
+        if not self._hosts:
+            return
+        import ray
+
+        self.before_leave()
+        self._monitor.include(None)
+        with self._lock:  # the monitor may be in the middle of a poll
+            hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
+        _await([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
+        for host in hosts:
+            ray.kill(host.actor.handle)
+
+    def gather(self, folder: Path) -> None:
+        for host in self._with_files():
+            heartbeat("copy files from other hosts", math.inf)
+            for entry in self._wait([host.call(NodeAgent.listing, folder)])[0]:
+                self._copy(host, folder / entry.path, entry)
+            self._wait([host.call(NodeAgent.remove, folder)])
+
+    def _copy(self, host: _Host, file: Path, entry: FileEntry) -> None:
+        digest = hashlib.sha256()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as copy:
+            for offset in range(0, entry.size, CHUNK_BYTES):
+                chunk = self._wait([host.call(NodeAgent.read, file, offset)])[0]
+                digest.update(chunk)
+                copy.write(chunk)
+        if digest.hexdigest() != entry.sha256:
+            raise CorruptArtifact(f"{file} of host {host.name} changed on its way to this host.")
+
+    def _with_files(self) -> list[_Host]:
+        """Return the hosts that have files of their own."""
+        return [host for host in self._hosts if host.files_of == host.node_id]
+
+    def _wait(self, pending: Sequence[Pending[R]]) -> list[R]:
+        """Return the answers of agents, however long they take. Raises WorkerDied if a host is lost."""
+        while True:
+            try:
+                return fetch(pending, _REPORT_SECONDS)
+            except TimeoutError:
+                lost = [host.name for host in self._hosts if host.lost]
+                if lost:
+                    raise WorkerDied(
+                        f"host {', '.join(lost)} is lost: its agent has not answered for {SILENT_SECONDS:g} s"
+                    ) from None
+
+    # -- processes: `heartbeat.OtherHosts` --
+
+    def participants(self, passed: float, *, fresh: bool) -> list[Participant]:
+        with self._lock:
+            for host in self._hosts:
+                host.receive(passed)
+                if host.asked >= _REPORT_SECONDS:
+                    host.ask()
+            if fresh:
+                self._await_reports()  # those that were under way may be older than this call
+                for host in self._hosts:
+                    host.ask()
+                self._await_reports()
+            return [each for host in self._hosts for each in host.observed()]
+
+    def _await_reports(self) -> None:
+        _await([host.pending for host in self._hosts if host.pending is not None], _FRESH_SECONDS)
+        for host in self._hosts:
+            host.receive(0.0)
+
+    def save_stacks(self) -> dict[str, str]:
+        stacks: dict[str, str] = {}
+        for answer in self._try_all(NodeAgent.save_stacks):
+            stacks |= answer
+        return stacks
+
+    def kill(self, names: Sequence[str] | None) -> None:
+        self._try_all(NodeAgent.kill, names)
+        with self._lock:
+            for host in self._hosts:
+                host.participants = [
+                    each for each in host.participants if names is not None and each.name not in names
+                ]
+
+    def _try_all(
+        self, method: Callable[Concatenate[NodeAgent, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Return the answers of the agents that answer in time."""
+        calls = [host.call(method, *args, **kwargs) for host in self._hosts if not host.lost]
+        answers = []
+        for call, has_ended in zip(calls, _await(calls, _LAST_SECONDS), strict=True):
+            try:
+                answers += fetch([call], _POLL_SECONDS) if has_ended else []
+            except InfrastructureError as error:
+                log.warning("%s: %s", method.__name__, error)
+        return answers
+
+    # -- checkpoints: `checkpoints.HostParts` --
+
+    def prepare(self, folder: Path, size: int) -> None:
+        hosts = self._with_files()
+        share = size // (1 + len(hosts))
+        self._wait([host.call(NodeAgent.prepare, folder, share) for host in hosts])
+
+    def add(self, prefix: str, folder: Path, name: str) -> list[tuple[FileEntry, ...]]:
+        return self._parts([host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()])
+
+    def pending(self, prefix: str, name: str) -> list[tuple[FileEntry, ...]]:
+        return self._parts([host.call(NodeAgent.pending, prefix, name) for host in self._with_files()])
+
+    def upload(self, prefix: str, name: str) -> Callable[[], None]:
+        calls = [host.call(NodeAgent.upload, prefix, name) for host in self._with_files()]
+        return lambda: _nothing(self._wait(calls))
+
+    def discard(self, prefix: str) -> None:
+        self._wait([host.call(NodeAgent.discard, prefix) for host in self._with_files()])
+
+    def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
+        heartbeat("fetch the checkpoint on all hosts", math.inf)
+        calls = [
+            host.call(NodeAgent.fetch, manifest, work, self._needed(manifest, host.node_id))
+            for host in self._with_files()
+        ]
+        return lambda: _nothing(self._wait(calls))
+
+    def needed_here(self, manifest: Manifest) -> Callable[[str], bool]:
+        if not self._hosts:
+            return lambda path: True
+        return self._needed(manifest, self._own_id).__contains__
+
+    def _needed(self, manifest: Manifest, node_id: str) -> frozenset[str]:
+        return needed_files([entry.path for entry in manifest.files], self._ranks, node_id)
+
+    def _parts(self, calls: Sequence[Pending[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
+        return [part for part in self._wait(calls) if part]
+
+
+def needed_files(
+    paths: Sequence[str], ranks: Mapping[str, Mapping[str, Collection[int]]], node_id: str
+) -> frozenset[str]:
+    """Return the files of a checkpoint that the ranks of a node read.
+
+    A file of one rank is read by that rank only, if as many ranks continue as have saved. All other files are
+    read by all.
+
+    Args:
+        paths: All files of the checkpoint.
+        ranks: See `ClusterNodes.join`.
+        node_id: The node.
+    """
+    shards: defaultdict[str, set[int]] = defaultdict(set)
+    for path in paths:
+        shard = _SHARD.search(path)
+        if shard is not None:
+            shards[_SHARD.sub("", path)].add(int(shard[2]))
+    needed = set()
+    for path in paths:
+        folder = path.split("/")[0]
+        if not any(folder in of_node for of_node in ranks.values()):
+            folder = ""
+        present = {rank for of_node in ranks.values() for rank in of_node.get(folder, ())}
+        here = ranks.get(node_id, {}).get(folder, ())
+        shard = _SHARD.search(path)
+        if shard is None or shards[_SHARD.sub("", path)] != present or int(shard[2]) in here:
+            needed.add(path)
+    return frozenset(needed)
+
+
+def _await(calls: Sequence[Pending[R]], seconds: float) -> list[bool]:
+    """Return for each call whether it has ended; `ready` needs at least one."""
+    return ready(calls, seconds) if calls else []
+
+
+def _nothing(_answers: object) -> None:
+    return None

@@ -1,0 +1,198 @@
+"""What each host has of a checkpoint, and what the driver makes of the parts.
+
+- a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
+- hosts hash and upload their parts, and one manifest commits them all; without one part nothing is committed
+- a part that was not uploaded is uploaded by the next attempt; if its host is gone, the checkpoint before it
+  is used
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.cluster.agent import NodeAgent
+from rlhf_core.cluster.nodes import needed_files
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import StoreError
+from rlhf_core.storage import bundles
+from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import claim
+from rlhf_core.storage.local import LocalFiles
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import Store
+from tests.support.checkpoints import keep
+
+ZERO_3 = [
+    "policy/latest",
+    "policy/ranks",
+    "policy/state/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "policy/state/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "policy/state/zero_pp_rank_1_mp_rank_00_model_states.pt",
+    "policy/state/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "policy/ema-rank0.safetensors",
+    "policy/ema-rank1.safetensors",
+    "critic/state/mp_rank_00_model_states.pt",
+    "critic/best-rank0.safetensors",
+    "controller.json",
+]
+
+
+def rank_files(paths: frozenset[str]) -> list[str]:
+    return sorted(path.rsplit("/", 1)[-1] for path in paths if "rank_0_" in path or "rank_1_" in path)
+
+
+def test_files_of_a_rank_are_fetched_where_it_runs() -> None:
+    ranks = {"one": {"policy": {0}, "critic": {0, 1}}, "two": {"policy": {1}}}
+    one, two = (needed_files(ZERO_3, ranks, node) for node in ("one", "two"))
+    assert one | two == set(ZERO_3)
+    assert "policy/ema-rank1.safetensors" in two - one
+    assert rank_files(two) == [f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
+    # Not sharded: saved by one rank, read by both.
+    assert "critic/best-rank0.safetensors" in one & two
+    assert {"controller.json", "policy/latest", "policy/ranks"} <= one & two
+
+
+@pytest.mark.parametrize("ranks", [{0}, {0, 1, 2}])
+def test_another_number_of_ranks_needs_all_files(ranks: set[int]) -> None:
+    assert needed_files(ZERO_3, {"one": {"policy": ranks}}, "one") == set(ZERO_3)
+
+
+def test_loops_have_their_files_at_the_top() -> None:
+    paths = ["loop.json", *(path.removeprefix("policy/") for path in ZERO_3 if path.startswith("policy/"))]
+    needed = needed_files(paths, {"one": {"": {0}}, "two": {"": {1}}}, "two")
+    assert "loop.json" in needed
+    assert len(rank_files(needed)) == 2
+
+
+# -- two hosts, without Ray --
+
+
+class Bucket(LocalFiles):
+    """A folder that behaves like a bucket: nothing of it is on this machine."""
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+
+def bucket(folder: Path) -> Store:
+    store = Store(folder / "bucket")
+    store._backend = Bucket(folder / "bucket")
+    return store
+
+
+class OneOtherHost:
+    """The agent of a second host, which finds a folder of the first one below `root`."""
+
+    def __init__(self, root: Path, store: Store) -> None:
+        config = PipelineConfig.model_validate({"run": {"home": str(root / "home")}})
+        self.agent = NodeAgent(config.model_dump_json(by_alias=True), root / "work", root / "stacks", "one")
+        self.agent._store = store
+        self.agent._outbox = None if store.is_local else Outbox(store, root / "home" / "outbox")
+        self.root = root
+
+    def there(self, folder: Path) -> Path:
+        return self.root / folder.relative_to("/")
+
+    def prepare(self, folder: Path, size: int) -> None:
+        self.agent.prepare(self.there(folder), size)
+
+    def add(self, prefix: str, folder: Path, name: str) -> Sequence[Sequence[FileEntry]]:
+        return [self.agent.add(prefix, self.there(folder), name)]
+
+    def pending(self, prefix: str, name: str) -> Sequence[Sequence[FileEntry]]:
+        return [part for part in [self.agent.pending(prefix, name)] if part]
+
+    def upload(self, prefix: str, name: str) -> Callable[[], None]:
+        return lambda: self.agent.upload(prefix, name)
+
+    def discard(self, prefix: str) -> None:
+        self.agent.discard(prefix)
+
+    def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
+        return lambda: self.agent.fetch(manifest, self.there(work), frozenset({"rank1", "latest"}))
+
+    def needed_here(self, manifest: Manifest) -> Callable[[str], bool]:
+        return lambda path: path in ("rank0", "latest")
+
+
+class Attempt:
+    """An attempt on two hosts."""
+
+    def __init__(self, folder: Path, store: Store) -> None:
+        self.folder = folder
+        self.other = OneOtherHost(folder / "two", store)
+        outbox = None if store.is_local else Outbox(store, folder / "one" / "outbox")
+        self.checkpoints = CheckpointStore(
+            store, "k", folder / "one" / "work", keep(2), claim(store, "k"), outbox=outbox, hosts=self.other
+        )
+
+    def save(self, step: int) -> None:
+        state = self.folder / "one" / "state"
+        self.checkpoints.prepare(step, state, 10)
+        (state / "rank0").write_text(f"step {step} of rank 0")
+        (state / "latest").write_text("state")
+        (self.other.there(state) / "rank1").write_text(f"step {step} of rank 1")
+        self.checkpoints.save(step, state)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+    return bucket(tmp_path) if request.param == "bucket" else Store(tmp_path / "store")
+
+
+def test_one_manifest_commits_the_parts_of_all_hosts(tmp_path: Path, store: Store) -> None:
+    first = Attempt(tmp_path, store)
+    first.save(3)
+    first.checkpoints.finish()
+    manifest = bundles.read(store, "checkpoints/k/step-00000003")
+    assert manifest is not None
+    assert [entry.path for entry in manifest.files] == ["latest", "rank0", "rank1"]
+    assert not list((tmp_path / "two").rglob("rank1")), "the part is in the store and not on the host"
+    latest = Attempt(tmp_path, store).checkpoints.latest()
+    assert latest is not None and latest[0] == 3
+    assert (latest[1] / "rank0").read_text() == "step 3 of rank 0"
+    if not store.is_local:
+        assert not (latest[1] / "rank1").exists()
+        there = first.other.there(latest[1])
+        assert sorted(path.name for path in there.iterdir()) == ["latest", "rank1"]
+
+
+def test_part_that_cannot_be_uploaded_prevents_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket(tmp_path)
+
+    def refuse(_agent: NodeAgent, _prefix: str, _name: str) -> None:
+        raise StoreError("access denied")
+
+    monkeypatch.setattr(NodeAgent, "upload", refuse)
+    first = Attempt(tmp_path, store)
+    first.save(3)
+    with pytest.raises(StoreError, match="access denied"):
+        first.save(4)
+    assert bundles.read(store, "checkpoints/k/step-00000003") is None
+    monkeypatch.undo()
+    latest = Attempt(tmp_path, store).checkpoints.latest()
+    assert latest is not None and latest[0] == 4, "both steps were pending on both hosts"
+
+
+def test_checkpoint_with_a_part_on_a_host_that_is_gone_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = bucket(tmp_path)
+    first = Attempt(tmp_path, store)
+    first.save(3)
+    first.checkpoints.finish()
+    monkeypatch.setattr(OneOtherHost, "upload", lambda *_args: (_ for _ in ()).throw(StoreError("down")))
+    first.save(4)
+    first.checkpoints.finish()
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "two")
+    latest = Attempt(tmp_path, store).checkpoints.latest()
+    assert latest is not None and latest[0] == 3
+    assert "1 of the 1 other hosts with a part of it are gone" in caplog.text
