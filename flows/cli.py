@@ -251,7 +251,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from flows.isolated import isolate_prefect
     from flows.prefect_server import EmbeddedPrefect
     from flows.servers import use_auth_string
-    from rlhf_core.run.environment import NO_TELEMETRY, past_proxies
+    from rlhf_core.run.environment import past_proxies
+    from rlhf_core.system.environment import NO_TELEMETRY
 
     os.environ.update(past_proxies())
     url = external_prefect_url()

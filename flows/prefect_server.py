@@ -24,8 +24,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from rlhf_core.errors import InputError, StageFailed
-from rlhf_core.run.environment import NO_TELEMETRY
 from rlhf_core.run.logs import rotate_logs
+from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, python_module

@@ -49,8 +49,9 @@ from flows.servers import (
 )
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.run.environment import NO_TELEMETRY, past_proxies
+from rlhf_core.run.environment import past_proxies
 from rlhf_core.run.logs import LINE, rotate_logs
+from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module

@@ -6,6 +6,8 @@ import logging
 import os
 import secrets
 
+from rlhf_core.errors import ConfigError
+
 
 def on_cluster() -> bool:
     """Return whether RAY_ADDRESS names a running cluster. Without it, Ray runs on this host alone."""
@@ -20,6 +22,9 @@ def connect(processes: int, device: str) -> None:
     Args:
         processes: Number of actors that a Ray started here has to hold, one CPU each.
         device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: The cluster cannot be joined.
     """
     import ray
     from ray.job_config import JobConfig
@@ -33,7 +38,14 @@ def connect(processes: int, device: str) -> None:
     # `queue.py` from there.
     job = JobConfig(_client_job=True)
     if on_cluster():
-        ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
+        try:
+            ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
+        except (ConnectionError, RuntimeError) as error:
+            # Ray has no class of its own for a cluster with other versions of Ray or Python.
+            raise ConfigError(
+                f"RAY_ADDRESS: cannot join the cluster at {os.environ['RAY_ADDRESS']}: {error}; use"
+                " the same image here and on its nodes, and start Ray on this host with `ray start`"
+            ) from error
         return
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -32,6 +33,8 @@ from rlhf_core.config.resources import Executor, ResourcesConfig
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.pipeline import STAGES, StageName
 
+_RANK_VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|HF)_[A-Z0-9_]+")
+_SECRET = re.compile("TOKEN|SECRET|PASSWORD|KEY")
 _SECONDS = Range(0.1, 1e8, "shorter times end before any work is done, longer times never end")
 
 
@@ -93,6 +96,11 @@ class RunConfig(Section):
         within=Range(1, 5e8, "a stage needs seconds to start"),
     )
     timeouts: TimeoutsConfig = execution(TimeoutsConfig(), "When a process counts as stalled")
+    env: dict[str, str] = rounding(
+        {},
+        "Environment variables of ranks and engines on all hosts: NCCL_*, TORCH_NCCL_*, GLOO_* and HF_*, for"
+        " example {NCCL_SOCKET_IFNAME: eth0}. No secrets: each host has its own",
+    )
     executor: Executor = execution(
         "local",
         "Where stages run: `local`: a child process; `ray`: a job of a running Ray cluster"
@@ -100,6 +108,22 @@ class RunConfig(Section):
         " [clusters](clusters.md)",
     )
     resources: ResourcesConfig = execution(ResourcesConfig(), "What each stage asks a cluster for")
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not _RANK_VARIABLE.fullmatch(name):
+                raise ValueError(
+                    f"run.env: names must begin with NCCL_, TORCH_NCCL_, GLOO_ or HF_; got {name[:80]!r}; set"
+                    " others in the environment of Ray on each host"
+                )
+            if _SECRET.search(name):
+                raise ValueError(
+                    "run.env: secrets are refused, because Ray stores and shows these values; got"
+                    f" {name[:80]!r}; set it in the environment of Ray on each host"
+                )
+        return env
 
     @property
     def is_remote(self) -> bool:

@@ -10,17 +10,8 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, WITHOUT_GPU
 from rlhf_core.system.launch import SAFE_PATH
-
-NO_TELEMETRY = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "PREFECT_CLOUD_ENABLE_ORCHESTRATION_TELEMETRY": "false",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -49,16 +40,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     child |= SAFE_PATH
     child |= past_proxies(environ)
     child |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-    child |= {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "MPLBACKEND": "Agg",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
-    }
+    child |= STAGE_SETTINGS
     if not runs_on_gpu(config):
-        child |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    return child
+        child |= WITHOUT_GPU
+    return child | config.run.env

@@ -1,0 +1,34 @@
+"""The environment of ranks and engines on other hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, WITHOUT_GPU
+from rlhf_core.system.launch import SAFE_PATH
+
+_FORWARDED = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "RLHF_FAIL", "RLHF_FAIL_TRACE")
+"""Variables of this process that other hosts get: where the store is, and the faults of tests."""
+
+
+def rank_environment(
+    config: PipelineConfig, device: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables of a rank or engine on a cluster. Ray adds them to those of its node.
+
+    On this host alone, Ray's processes inherit all variables of the stage. On a cluster they inherit those of
+    Ray on their node. Added are the settings that numbers and protections depend on, `run.env`, and the
+    address of the store.
+
+    Nothing secret is among them: Ray stores the environments of its workers without encryption, and shows
+    them in its API and logs. Every node has the credentials of the store itself. Variables of this host such
+    as NCCL_SOCKET_IFNAME are not sent either, because they may be wrong on another host.
+    """
+    environment = {**NO_TELEMETRY, **STAGE_SETTINGS, **SAFE_PATH}
+    environment = {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
+    environment |= {name: environ[name] for name in _FORWARDED if name in environ}
+    if device == "cpu":
+        environment |= WITHOUT_GPU
+    return environment | config.run.env

@@ -1,0 +1,254 @@
+"""The handshake: what every node of a cluster reports before anything heavy is started on it.
+
+A node with other code or other versions would compute other numbers, or fail with an error of pickle. A node
+that does not reach the store, or has no space, fails after the models are loaded. All of this is found in
+seconds, by one task without resources per node. One error names each node and its differences.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlhf_core.cluster.rpc import Pending, fetch, ready
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.devices import gpu_names
+from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
+from rlhf_core.storage.store import Store
+from rlhf_core.storage.versions import versions
+from rlhf_core.system.home import home_problem
+
+log = logging.getLogger(__name__)
+
+MAX_CLOCK_SECONDS = 60.0
+"""Difference of clocks that is refused: leases and signed requests to a bucket compare times of hosts."""
+MIN_FREE_BYTES = 200_000_000
+"""Of models, checkpoints and logs, the least that is of any use."""
+_STORE_SECONDS = 5.0
+_NOT_COMPARED = ("git", "gpu_driver")
+"""The code digest covers the commit. NCCL works across drivers."""
+
+
+@dataclass(frozen=True)
+class StoreProbe:
+    """What a node needs to show that it reaches the store."""
+
+    url: str
+    endpoint: str | None
+    prefix: str
+    """Of the objects that driver and nodes write."""
+
+    def store(self) -> Store:
+        return Store(self.url, self.endpoint, _STORE_SECONDS)
+
+    def key(self, node: str) -> str:
+        return f"{self.prefix}/{node}"
+
+
+def check_nodes(config: PipelineConfig) -> None:
+    """Ask every node of the cluster for its report. Call it after `connect`, on a cluster.
+
+    Raises:
+        ConfigError: Nodes differ from this process. The message names each of them with its differences.
+        InfrastructureError: A node did not answer within `run.timeouts.start`.
+    """
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    probe = _store_probe(config)
+    store = probe.store()
+    store.put_bytes(probe.key("driver"), b"driver")
+    try:
+        started = time.time()
+        reports = _ask(nodes, probe, config)
+        ended = time.time()
+        problems = []
+        for node in nodes:
+            report = reports[node["NodeID"]]
+            found = [report] if isinstance(report, str) else _problems(report, config, len(nodes))
+            if not isinstance(report, str):
+                found += _clock_problem(report["clock"], started, ended)
+                if store.read_bytes(probe.key(node["NodeID"])) is None and not report["store"]:
+                    found.append(
+                        f"store.url={config.store_url}: this host does not see what that node writes"
+                    )
+                log.info("node %s: %s", _name(node), _describe(report))
+            if found:
+                problems.append(f"{_name(node)}: {'; '.join(found)}")
+    finally:
+        with suppress(RLHFError):
+            store.delete_prefix(probe.prefix)
+    if problems:
+        raise ConfigError(
+            f"RAY_ADDRESS: all {len(nodes)} nodes of the cluster must run the same code and reach the store;"
+            f" {len(problems)} do not:\n"
+            + "\n".join(problems)
+            + "\nuse one image on all nodes, and give each of them"
+            " the credentials of the store"
+        )
+    _warn_of_unlike_gpus(nodes, reports)
+
+
+def _store_probe(config: PipelineConfig) -> StoreProbe:
+    url = config.store_url
+    if config.store_folder is not None:
+        url = str(Path(config.store_folder).absolute())
+    endpoint = config.store.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+    return StoreProbe(url, endpoint, f"probe-{uuid.uuid4().hex}")
+
+
+def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig) -> dict[str, Any]:
+    """Return the report of each node by its id, or a sentence that says why it has none."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    home = str(Path(config.run.home).absolute())
+    calls: list[Pending[dict[str, Any]]] = []
+    for node in nodes:
+        task = ray.remote(report_node).options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        calls.append(Pending(task.remote(probe, node["NodeID"], node["NodeManagerAddress"], home)))
+    seconds = config.run.timeouts.start
+    answered = ready(calls, seconds)
+    silent = [_name(node) for node, answer in zip(nodes, answered, strict=True) if not answer]
+    if silent:
+        raise InfrastructureError(
+            f"{', '.join(silent)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or"
+            " wait until they have started"
+        )
+    reports: dict[str, Any] = {}
+    for node, call in zip(nodes, calls, strict=True):
+        try:
+            (reports[node["NodeID"]],) = fetch([call], seconds)
+        except RLHFError as error:
+            reports[node["NodeID"]] = f"cannot run this code: {error.message.splitlines()[0][:300]}"
+    return reports
+
+
+def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[str, Any]:
+    """Return what this node reports. It runs as a task of Ray.
+
+    Args:
+        probe: The store.
+        node: Ray's id of this node.
+        address: Ray's address of this node.
+        home: `run.home`.
+    """
+    interfaces = psutil.net_if_addrs()
+    own = [name for name, all_ in interfaces.items() if any(each.address == address for each in all_)]
+    existing = Path(home)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return {
+        "versions": dict(versions()),
+        "gpus": gpu_names(),
+        "store": _reach_store(probe, node),
+        "home": home_problem(Path(home)) or "",
+        "free_bytes": shutil.disk_usage(existing).free,
+        "address": address,
+        "interface": own[0] if own else "",
+        "interfaces": sorted(interfaces),
+        "clock": time.time(),
+    }
+
+
+def _reach_store(probe: StoreProbe, node: str) -> str:
+    """Return why this node does not reach the store, or an empty string."""
+    try:
+        store = probe.store()
+        if store.read_bytes(probe.key("driver")) is None:
+            return "it is reached, but another one than the driver's: the folder is not shared by all hosts"
+        store.put_bytes(probe.key(node), b"node")
+    except RLHFError as error:
+        return error.message
+    return ""
+
+
+# -- comparison --
+
+
+def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> list[str]:
+    """Return in words what is wrong with one node."""
+    found = compare_versions(versions(), report["versions"])
+    if report["store"]:
+        found.append(f"store.url={config.store_url}: {report['store']}")
+    if report["home"]:
+        found.append(f"run.home={config.run.home}: {report['home']}")
+    elif report["free_bytes"] < MIN_FREE_BYTES:
+        found.append(
+            f"run.home={config.run.home}: {report['free_bytes'] / 1e6:.0f} MB free, at least"
+            f" {MIN_FREE_BYTES / 1e6:.0f} are needed"
+        )
+    if nodes > 1 and report["address"].startswith("127."):
+        found.append(
+            f"its address {report['address']} cannot be reached from other hosts; start Ray there with"
+            " --node-ip-address"
+        )
+    wanted = config.run.env.get("GLOO_SOCKET_IFNAME", "")
+    missing = [name for name in wanted.split(",") if name and name not in report["interfaces"]]
+    if missing:
+        found.append(
+            f"run.env.GLOO_SOCKET_IFNAME={wanted}: there is no interface {', '.join(missing)}; it has"
+            f" {', '.join(report['interfaces'])}"
+        )
+    return found
+
+
+def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return one phrase for each version that differs from that of this process."""
+    found = []
+    for name in sorted({*own, *other} - {*_NOT_COMPARED}):
+        if own.get(name) != other.get(name):
+            found.append(
+                f"{name} is {other.get(name, 'missing')}, and {own.get(name, 'missing')} on this host"
+            )
+    return found
+
+
+def _clock_problem(clock: float, started: float, ended: float) -> list[str]:
+    """Compare a time of a node with the times of this host before and after the handshake."""
+    difference = max(clock - ended, started - clock)
+    if difference <= MAX_CLOCK_SECONDS:
+        return []
+    word = "ahead" if clock > ended else "behind"
+    return [
+        f"its clock is {difference:.0f} s {word} of this host's, at most {MAX_CLOCK_SECONDS:.0f} s are"
+        " allowed; synchronize it (NTP)"
+    ]
+
+
+def _warn_of_unlike_gpus(nodes: list[dict[str, Any]], reports: Mapping[str, Any]) -> None:
+    kinds: dict[str, list[str]] = {}
+    for node in nodes:
+        report = reports[node["NodeID"]]
+        if report["gpus"]:
+            driver = report["versions"].get("gpu_driver", "?")
+            kind = f"{', '.join(sorted(set(report['gpus'])))} with driver {driver}"
+            kinds.setdefault(kind, []).append(_name(node))
+    if len(kinds) > 1:
+        log.warning("the nodes have different GPUs or drivers: %s", kinds)
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
+def _describe(report: Mapping[str, Any]) -> str:
+    devices = f"{len(report['gpus'])} x {report['gpus'][0]}" if report["gpus"] else "no GPU"
+    return (
+        f"{devices}, {report['free_bytes'] / 1e9:.1f} GB free, interface {report['interface'] or 'unknown'},"
+        f" code {report['versions']['code']}"
+    )

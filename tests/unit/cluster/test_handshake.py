@@ -1,0 +1,130 @@
+"""The comparison of the nodes of a cluster, and what their ranks get from the driver. The handshake itself
+runs on hosts in `tests/integration/test_several_hosts.py`.
+
+- a node with the same report has no problem
+- each difference is a phrase with the field, the value of the node and the rule
+- commit and driver version are not compared
+- a node reports what it can use; a folder that is not shared is no store
+- ranks get settings and `run.env`, and nothing secret
+- `run.env` refuses other names and secrets
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.cluster import handshake
+from rlhf_core.cluster.environment import rank_environment
+from rlhf_core.cluster.handshake import StoreProbe, compare_versions, report_node
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import ConfigError
+from rlhf_core.run.environment import stage_environment
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> StoreProbe:
+    probe = StoreProbe(str(tmp_path / "store"), None, "probe-1")
+    probe.store().put_bytes(probe.key("driver"), b"driver")
+    return probe
+
+
+@pytest.fixture
+def report(probe: StoreProbe, tmp_path: Path) -> dict[str, Any]:
+    return report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"))
+
+
+def problems(report: dict[str, Any], nodes: int = 1, env: dict[str, str] | None = None) -> list[str]:
+    config = PipelineConfig.model_validate({"run": {"env": env or {}}})
+    return handshake._problems(report, config, nodes)
+
+
+def test_the_same_host_has_no_problem(report: dict[str, Any], probe: StoreProbe) -> None:
+    assert problems(report) == []
+    assert probe.store().read_bytes(probe.key("node-1")) == b"node"
+    assert report["interface"] == "lo" and "lo" in report["interfaces"]
+    assert report["free_bytes"] > 0 and abs(report["clock"] - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: r["versions"].update(code="0123456789ab"), ("code is 0123456789ab", "on this host")),
+        (lambda r: r["versions"].pop("ray"), ("ray is missing",)),
+        (lambda r: r.update(store="denied"), ("store.url", "denied")),
+        (lambda r: r.update(home="it is a file"), ("run.home", "it is a file")),
+        (lambda r: r.update(free_bytes=10**6), ("run.home", "1 MB free", "at least 200 are needed")),
+    ],
+)
+def test_each_difference_is_named(
+    report: dict[str, Any], change: Callable[[dict[str, Any]], Any], words: tuple[str, ...]
+) -> None:
+    change(report)
+    (problem,) = problems(report)
+    assert all(word in problem for word in words), problem
+
+
+def test_loopback_is_no_address_for_other_hosts(report: dict[str, Any]) -> None:
+    (problem,) = problems(report, nodes=2)
+    assert "127.0.0.1" in problem and "--node-ip-address" in problem
+
+
+def test_an_interface_that_a_node_lacks_is_named(report: dict[str, Any]) -> None:
+    assert problems(report, env={"GLOO_SOCKET_IFNAME": "lo"}) == []
+    (problem,) = problems(report, env={"GLOO_SOCKET_IFNAME": "lo,ib7"})
+    assert "run.env.GLOO_SOCKET_IFNAME" in problem and "no interface ib7" in problem
+
+
+def test_commit_and_driver_are_not_compared() -> None:
+    assert compare_versions({"git": "a", "torch": "2"}, {"gpu_driver": "570", "torch": "2"}) == []
+
+
+def test_another_folder_is_no_store(tmp_path: Path) -> None:
+    probe = StoreProbe(str(tmp_path / "elsewhere"), None, "probe-1")
+    report = report_node(probe, "node-1", "127.0.0.1", str(tmp_path / "home"))
+    assert "not shared" in report["store"]
+
+
+@pytest.mark.parametrize(("clock", "word"), [(1000.0 + 61, "ahead"), (990.0 - 61, "behind")])
+def test_a_clock_that_differs_by_a_minute_is_named(clock: float, word: str) -> None:
+    (problem,) = handshake._clock_problem(clock, started=990.0, ended=1000.0)
+    assert f"61 s {word}" in problem
+    assert handshake._clock_problem(995.0, started=990.0, ended=1000.0) == []
+
+
+def test_ranks_get_settings_and_no_secret() -> None:
+    config = PipelineConfig.model_validate({"run": {"env": {"NCCL_DEBUG": "INFO"}, "device": "cpu"}})
+    given = {
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "eu",
+        "HF_TOKEN": "secret",
+        "HOME": "/root",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "RAY_AUTH_TOKEN": "secret",
+    }
+    ranks = rank_environment(config, "cpu", given)
+    assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_TOKEN"} & set(
+        ranks
+    )
+    assert ranks["NCCL_DEBUG"] == "INFO" and ranks["AWS_REGION"] == "eu"
+    # The same settings as on this host.
+    stage = stage_environment(config, given)
+    assert {name: stage[name] for name in ranks} == ranks
+    for name in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "DO_NOT_TRACK", "DS_ACCELERATOR"):
+        assert name in ranks
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(config, "cuda", given), "Ray chooses the GPUs"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("LD_PRELOAD", ("run.env", "NCCL_", "LD_PRELOAD")), ("HF_TOKEN", ("run.env", "secrets", "HF_TOKEN"))],
+)
+def test_other_variables_and_secrets_are_refused(name: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_tree({"run": {"env": {name: "x"}}}, "test")
+    assert all(word in caught.value.message for word in words), caught.value.message
