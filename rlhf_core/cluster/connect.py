@@ -6,6 +6,9 @@ import logging
 import os
 import secrets
 
+from rlhf_core.cluster.environment import rank_environment
+from rlhf_core.cluster.handshake import check_nodes
+from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 
 
@@ -14,7 +17,7 @@ def on_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def connect(processes: int, device: str) -> None:
+def connect(processes: int, device: str, config: PipelineConfig | None = None) -> None:
     """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1.
 
     `ray.shutdown()` ends the connection, and what was started.
@@ -22,9 +25,10 @@ def connect(processes: int, device: str) -> None:
     Args:
         processes: Number of actors that a Ray started here has to hold, one CPU each.
         device: "cpu" or "cuda".
+        config: With it, all processes on a cluster get its environment, and the nodes are checked.
 
     Raises:
-        ConfigError: The cluster cannot be joined.
+        ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `check_nodes`).
     """
     import ray
     from ray.job_config import JobConfig
@@ -38,6 +42,8 @@ def connect(processes: int, device: str) -> None:
     # `queue.py` from there.
     job = JobConfig(_client_job=True)
     if on_cluster():
+        if config is not None:
+            job.set_runtime_env({"env_vars": rank_environment(config, device)})
         try:
             ray.init(log_to_driver=True, logging_level=logging.WARNING, job_config=job)
         except (ConnectionError, RuntimeError) as error:
@@ -46,6 +52,8 @@ def connect(processes: int, device: str) -> None:
                 f"RAY_ADDRESS: cannot join the cluster at {os.environ['RAY_ADDRESS']}: {error}; use"
                 " the same image here and on its nodes, and start Ray on this host with `ray start`"
             ) from error
+        if config is not None:
+            check_nodes(config)
         return
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -37,7 +37,7 @@ from rlhf_core.cluster.rpc import (
     rpc,
     wait_for_first,
 )
-from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.config.pipeline import PipelineConfig, TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck, classified
 from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
@@ -83,7 +83,7 @@ def run_ranks(
     device: str,
     *args: Any,
     rank_zero: StageContext | None,
-    timeouts: TimeoutsConfig | None = None,
+    config: PipelineConfig | None = None,
     monitor: Monitor | None = None,
     neighbours: int = 1,
 ) -> Any:
@@ -96,7 +96,7 @@ def run_ranks(
         args: Further arguments of `target`. They must be picklable.
         rank_zero: `context` on rank 0, which is the only one that tracks, commits and reports. It is None on
             the others.
-        timeouts: Section `run.timeouts`.
+        config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
         neighbours: Each group of this number of consecutive ranks is on one host.
 
@@ -106,11 +106,10 @@ def run_ranks(
         RLHFError: The error of another rank than 0, with its class and the number of the rank.
     """
     layout = _Layout(ranks, device, neighbours=neighbours)
-    limits = timeouts or TimeoutsConfig()
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
         if not needs_actors(ranks):
-            return _run_here(layout, target, args, rank_zero, limits, seen)
-        return _run_actors(layout, target, args, rank_zero, limits, seen)[0]
+            return _run_here(layout, target, args, rank_zero, _limits(config), seen)
+        return _run_actors(layout, target, args, rank_zero, config, seen)[0]
 
 
 def map_ranks(
@@ -121,7 +120,7 @@ def map_ranks(
     rank_zero: StageContext | None,
     label: str,
     gpus_per_rank: int = 1,
-    timeouts: TimeoutsConfig | None = None,
+    config: PipelineConfig | None = None,
     monitor: Monitor | None = None,
 ) -> list[Any]:
     """Call `target(rank, *args, context)` in a process of its own for each rank, without a process group, and
@@ -135,14 +134,18 @@ def map_ranks(
         rank_zero: `context` on rank 0. It is None on the others.
         label: Names the ranks in messages: `engine`.
         gpus_per_rank: GPUs that each rank sees, with "cuda".
-        timeouts: Section `run.timeouts`.
+        config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
 
     Raises the same errors as `run_ranks`.
     """
     layout = _Layout(ranks, device, label, gpus_per_rank, process_group=False)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        return _run_actors(layout, target, args, rank_zero, timeouts or TimeoutsConfig(), seen)
+        return _run_actors(layout, target, args, rank_zero, config, seen)
+
+
+def _limits(config: PipelineConfig | None) -> TimeoutsConfig:
+    return TimeoutsConfig() if config is None else config.run.timeouts
 
 
 def _run_actors(
@@ -150,12 +153,12 @@ def _run_actors(
     target: Target,
     args: tuple[Any, ...],
     context: StageContext | None,
-    limits: TimeoutsConfig,
+    config: PipelineConfig | None,
     monitor: Monitor,
 ) -> list[Any]:
     nodes = None if context is None else context.nodes
-    with ray_session(layout.ranks, layout.device, limits, monitor, nodes):
-        group = _RankGroup(layout, limits, monitor)
+    with ray_session(layout.ranks, layout.device, config, monitor, nodes):
+        group = _RankGroup(layout, _limits(config), monitor)
         try:
             return group.run(target, args, context)
         finally:
@@ -270,7 +273,11 @@ class RankActor(Actor):
 
 @contextmanager
 def ray_session(
-    processes: int, device: str, limits: TimeoutsConfig, monitor: Monitor, nodes: Nodes | None = None
+    processes: int,
+    device: str,
+    config: PipelineConfig | None,
+    monitor: Monitor,
+    nodes: Nodes | None = None,
 ) -> Iterator[None]:
     """Connect to Ray for the body, and end all participants and the connection after it.
 
@@ -279,7 +286,7 @@ def ray_session(
     Args:
         processes: Number of actors that a Ray started here has to hold.
         device: "cpu" or "cuda".
-        limits: Section `run.timeouts`.
+        config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
         monitor: The heartbeat monitor of the stage, already entered.
         nodes: The other hosts of the stage, which it leaves at the end.
     """
@@ -288,9 +295,9 @@ def ray_session(
     if ray.is_initialized():
         yield
         return
-    heartbeat("start Ray", limits.start)
+    heartbeat("start Ray", _limits(config).start)
     try:
-        connect(processes, device)
+        connect(processes, device, config)
         yield
     except BaseException:
         # First, because a suspended rank does not react to Ray's daemons, which would wait for it.

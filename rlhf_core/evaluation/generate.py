@@ -80,7 +80,7 @@ def _sample_on_actors(
         rank_zero=context,
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
-        timeouts=config.run.timeouts,
+        config=config,
         monitor=context.monitor,
     )
     # Prompt i was in share i modulo the number of engines.

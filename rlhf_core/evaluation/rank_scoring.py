@@ -37,7 +37,7 @@ def on_ranks(
         config,
         *args,
         rank_zero=None,
-        timeouts=config.run.timeouts,
+        config=config,
         monitor=monitor,
     )
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.connect import connect, on_cluster
-from rlhf_core.cluster.environment import rank_environment
-from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.cluster.rpc import (
     Actor,
     ActorClient,
@@ -186,9 +184,7 @@ class Fleet:
         self._client = ActorClient(self._monitor, self._timeouts)
         try:
             heartbeat("start Ray", self._timeouts.start)
-            connect(self._plan.processes, self._device)
-            if not self._local:
-                check_nodes(self._config)
+            connect(self._plan.processes, self._device, self._config)
             self._start_actors()
         except BaseException as error:
             self.__exit__(type(error))
@@ -297,14 +293,13 @@ class Fleet:
         """Return the environment of workers and engines: the cores are shared by the trainers, and also by
         the engines, because trainers and engines never compute at the same time.
         """
-        common = {} if self._local else rank_environment(self._config, self._device)
         if self._device == "cuda":
-            return {"worker": common, "engine": common}
+            return {"worker": {}, "engine": {}}
         threads = self._config.run.threads or len(os.sched_getaffinity(0))
         ranks = max(1, self._plan.processes - self._plan.engines)
         return {
-            "worker": common | _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
-            "engine": common | _threads(max(1, threads // self._plan.engines)),
+            "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
+            "engine": _threads(max(1, threads // self._plan.engines)),
         }
 
     # -- calls --

@@ -59,7 +59,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.scratch,
         context.output,
         rank_zero=context,
-        timeouts=config.run.timeouts,
+        config=config,
         monitor=context.monitor,
         neighbours=config.reward.deepspeed.hpz,
     )

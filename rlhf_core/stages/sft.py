@@ -65,7 +65,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.output,
         state,
         rank_zero=context,
-        timeouts=config.run.timeouts,
+        config=config,
         monitor=context.monitor,
         neighbours=config.sft.deepspeed.hpz,
     )

@@ -31,7 +31,7 @@ import pytest
 from ray import cloudpickle
 
 from rlhf_core.cluster.ranks import map_ranks, ray_session, run_ranks
-from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import bound_collectives
 from rlhf_core.errors import DataError, OutOfMemory, StoreError, WorkerDied, WorkerStuck
 from rlhf_core.evaluation.calibration import calibration
@@ -49,7 +49,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with (
         Monitor(tmp_path_factory.mktemp("monitor")) as monitor,
-        ray_session(2, "cpu", TimeoutsConfig(), monitor),
+        ray_session(2, "cpu", None, monitor),
     ):
         yield
 
@@ -263,7 +263,7 @@ def test_rank_that_dies_at_start_does_not_block_the_others() -> None:
 def test_a_rank_that_does_not_move_is_named_within_its_timeout(
     work: Any, said: str, inside: str, tmp_path: Path
 ) -> None:
-    limits = TimeoutsConfig(stall=3.0)
+    config = PipelineConfig.model_validate({"run": {"timeouts": {"stall": 3.0}}})
     began: list[float] = []
     with ExitStack() as stack:
         monitor = stack.enter_context(Monitor(tmp_path / "stacks"))
@@ -272,7 +272,7 @@ def test_a_rank_that_does_not_move_is_named_within_its_timeout(
         with pytest.raises(
             WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {said}"
         ) as caught:
-            run_ranks(work, 2, "cpu", rank_zero=None, timeouts=limits, monitor=monitor)
+            run_ranks(work, 2, "cpu", rank_zero=None, config=config, monitor=monitor)
         assert time.monotonic() - began[0] < 3 + 10
         assert work.__name__ in (monitor.folder / "training_rank_0.stacks").read_text()
         assert inside in (monitor.folder / "training_rank_1.stacks").read_text()
