@@ -208,7 +208,10 @@ class Fleet:
     # -- start --
 
     def _start_actors(self) -> None:
-        self._placement = reserve_bundles(self._plan, gpus=self._device == "cuda", wait=self.wait)
+        neighbours = {}
+        for group in self._plan.groups:
+            neighbours[group.name] = max(group.deepspeed(role, self._config.ppo).hpz for role in group.roles)
+        self._placement = reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
         log.info("ppo runs as %s", self._plan.describe())
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class Placement:
     placement_group: Any
     bundle_of_rank: dict[tuple[str, int], int]
     """(name of the group, rank) -> index of the bundle."""
+    bundle_of_engine: list[int]
     plan: PlacementPlan
     colocated: bool
     """Whether an engine uses the same bundle as a training rank."""
@@ -30,8 +32,7 @@ class Placement:
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Return Ray's options for the actor of an engine."""
-        bundle = engine if self.colocated else len(self.bundle_of_rank) + engine
-        return self._options(bundle, self.gpus * self.plan.gpus_per_engine)
+        return self._options(self.bundle_of_engine[engine], self.gpus * self.plan.gpus_per_engine)
 
     def ranks_by_node(self) -> dict[str, dict[str, set[int]]]:
         """Return the training ranks of each role on each node, by id of the node. Nodes that have engines
@@ -54,23 +55,33 @@ class Placement:
 
 
 def reserve_bundles(
-    plan: PlacementPlan, *, gpus: bool, wait: Callable[[list[Pending[Any]], str], Any]
+    plan: PlacementPlan,
+    neighbours: Mapping[str, int],
+    *,
+    gpus: bool,
+    wait: Callable[[list[Pending[Any]], str], Any],
 ) -> Placement:
     """Reserve one bundle per process.
+
+    Args:
+        plan: The processes.
+        neighbours: Name of a group -> each group of this number of consecutive ranks is on one node (hpZ).
+        gpus: Whether ranks and engines use GPUs.
+        wait: Waits for Ray.
 
     Raises:
         ConfigError: The cluster has too few CPUs or GPUs. Ray would wait for them without a limit.
     """
     import ray
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, placement_group_table
 
     colocated = plan.colocated and gpus
-    ranks = [(group.name, rank) for group in plan.groups for rank in range(group.ranks)]
+    ranks = sum(group.ranks for group in plan.groups)
     if colocated:
-        bundles: list[dict[str, float]] = [{"CPU": 2, "GPU": 1} for _ in ranks]
+        bundles: list[dict[str, float]] = [{"CPU": 2, "GPU": 1}] * ranks
     else:
-        bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank} for _ in ranks]
-        bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine} for _ in range(plan.engines)]
+        bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank}] * ranks
+        bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine}] * plan.engines
     available = ray.cluster_resources()
     for resource in ("CPU", "GPU"):
         needed = sum(bundle.get(resource, 0) for bundle in bundles)
@@ -83,5 +94,80 @@ def reserve_bundles(
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     group = placement_group(bundles, strategy="PACK")
     wait([Pending(group.ready())], "Ray to reserve its devices")
-    bundle_of_rank = {key: index for index, key in enumerate(ranks)}
-    return Placement(group, bundle_of_rank, plan, colocated, gpus)
+    node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    nodes = [node_of_bundle[bundle] for bundle in range(len(bundles))]
+    of_rank, of_engine = assign(plan, neighbours, nodes, gpus=gpus)
+    return Placement(group, of_rank, of_engine, plan, colocated, gpus)
+
+
+class Bundles:
+    """Bundles of one size that are not assigned yet.
+
+    Nodes with many bundles come first. Within a node, Ray numbers the bundles in the order of its GPUs.
+
+    Args:
+        node_of: Index of a bundle -> its node.
+    """
+
+    def __init__(self, node_of: Mapping[int, str]) -> None:
+        free: dict[str, list[int]] = {}
+        for bundle in sorted(node_of):
+            free.setdefault(node_of[bundle], []).append(bundle)
+        self._free = dict(sorted(free.items(), key=lambda item: -len(item[1])))
+
+    def take(self, count: int, neighbours: int = 1, near: Collection[str] = ()) -> list[int]:
+        """Assign and return `count` bundles, sorted by node, or fewer if there are not enough.
+
+        Args:
+            count: Number of bundles.
+            neighbours: Each node gives a multiple of this number.
+            near: Nodes that come first.
+        """
+        taken: list[int] = []
+        for node in sorted(self._free, key=lambda node: node not in near):
+            here = min(count - len(taken), len(self._free[node]) // neighbours * neighbours)
+            taken += self._free[node][:here]
+            self._free[node] = self._free[node][here:]
+        return taken
+
+
+def assign(
+    plan: PlacementPlan, neighbours: Mapping[str, int], nodes: Sequence[str], *, gpus: bool
+) -> tuple[dict[tuple[str, int], int], list[int]]:
+    """Return the bundle of each rank, by (name of the group, rank), and of each engine.
+
+    The ranks of a group are sorted by node. The policy is first, then the engines, as far as possible on its
+    nodes, so that their weights cross no network, then the other groups.
+
+    Args:
+        plan: The processes.
+        neighbours: See `reserve_bundles`.
+        nodes: Node of each bundle, first those of ranks, then those of engines that have bundles of their
+            own.
+        gpus: Whether ranks and engines use GPUs.
+
+    Raises:
+        ConfigError: The ranks of one hpZ group would be on several nodes.
+    """
+    colocated = plan.colocated and gpus
+    node_of = dict(enumerate(nodes))
+    for_ranks = for_engines = Bundles(node_of)
+    if not colocated and gpus and plan.gpus_per_rank != plan.gpus_per_engine:
+        for_ranks = Bundles({bundle: node_of[bundle] for bundle in range(plan.ranks)})
+        for_engines = Bundles({bundle: node_of[bundle] for bundle in range(plan.ranks, len(nodes))})
+    of_rank: dict[tuple[str, int], int] = {}
+    of_engine: list[int] = []
+    for group in sorted(plan.groups, key=lambda group: "policy" not in group.roles):
+        size = neighbours.get(group.name, 1)
+        taken = for_ranks.take(group.ranks, size)
+        if len(taken) < group.ranks:
+            raise ConfigError(
+                f"the {group.ranks} ranks of {group.label} must be in groups of {size} on one node (hpz); the"
+                f" nodes have {', '.join(map(str, Counter(nodes).values()))} devices for ppo; use an hpz that"
+                " divides them, or hpz=1"
+            )
+        of_rank |= {(group.name, rank): bundle for rank, bundle in enumerate(taken)}
+        if "policy" in group.roles:
+            near = {node_of[bundle] for bundle in taken}
+            of_engine = taken[: plan.engines] if colocated else for_engines.take(plan.engines, near=near)
+    return of_rank, of_engine
