@@ -1,6 +1,9 @@
 """Two hosts and a store on a third, with Ray between them (`tests.support.hosts`).
 
 - a result that takes longer than one poll to cross a slow link arrives
+- the handshake accepts equal nodes; processes on other hosts get the settings of the stage and no secret
+- PPO with ZeRO-3 ranks and an engine on two hosts computes the bits of one host
+- a node with other code, or without the store, is refused by name before anything is started
 """
 
 from __future__ import annotations
@@ -10,7 +13,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.hosts import Host, missing_right, ray_cluster, s3_server, start_hosts
+from tests.support.hosts import (
+    ROOT,
+    Host,
+    missing_right,
+    ray_cluster,
+    s3_server,
+    start_hosts,
+    start_node,
+    wait_until,
+)
 
 pytestmark = pytest.mark.skipif(missing_right() is not None, reason=str(missing_right()))
 
@@ -35,6 +47,60 @@ print("received", len(received[0]) >> 20, "MiB", "in several polls" if polls > 2
 """
 
 
+CONNECT = """
+import os, ray
+from rlhf_core.cluster.connect import connect
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import ConfigError
+
+tree = {
+    "run": {"home": "/tmp/home/run", "device": "cpu", "env": {"NCCL_DEBUG": "WARN"}},
+    "store": {"url": "s3://rlhf-test/handshake"},
+}
+try:
+    connect(1, "cpu", config_from_tree(tree, "test"))
+except ConfigError as error:
+    raise SystemExit(f"refused: {error.message}")
+environment = ray.remote(lambda: (os.uname().nodename, dict(os.environ)))
+names = set()
+while len(names) < 2:
+    for name, seen in ray.get([environment.remote() for _ in range(4)], timeout=60):
+        names.add(name)
+        assert seen["PYTHONHASHSEED"] == "0" and seen["DO_NOT_TRACK"] == "1" and seen["NCCL_DEBUG"] == "WARN"
+        assert "SECRET_OF_THE_DRIVER" not in seen
+print("accepted by", *sorted(names))
+"""
+
+PPO = """
+import sys
+from pathlib import Path
+from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts
+
+model = Path("/tmp/home/model")
+if not model.exists():
+    save_small_model(model)
+if "prepare" in sys.argv:
+    raise SystemExit
+ppo = {
+    "algorithm": "grpo",
+    "steps": 2,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 8,
+    "policy_deepspeed": {"ranks": 3, "zero_stage": 3},
+}
+config = small_config(model, ppo, home="/tmp/home/run")
+if "bucket" in sys.argv:
+    store = config.store.model_copy(update={"url": "s3://rlhf-test/ppo"})
+    config = config.model_copy(update={"store": store})
+with small_ppo(config, model, Path("/tmp/home/work"), small_prompts()) as controller:
+    for _ in range(2):
+        metrics = controller.iterate()
+        kept = [name for name in sorted(metrics) if name.startswith(("objective", "policy"))]
+        print("METRICS", *[f"{name}={metrics[name]!r}" for name in kept])
+"""
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
     """Two hosts for Ray, and one for the store."""
@@ -50,10 +116,10 @@ def store(hosts: list[Host]) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts: list[Host]) -> Iterator[dict[str, str]]:
+def cluster(hosts: list[Host], store: dict[str, str]) -> Iterator[dict[str, str]]:
     """The environment of processes that use the cluster of the first two hosts."""
-    with ray_cluster(hosts[:2]) as address:
-        yield {"RAY_ADDRESS": address}
+    with ray_cluster(hosts[:2], cpus=2, **store) as address:
+        yield {"RAY_ADDRESS": address, **store}
 
 
 def test_a_result_arrives_that_takes_longer_than_one_poll(hosts: list[Host], cluster: dict[str, str]) -> None:
@@ -62,3 +128,40 @@ def test_a_result_arrives_that_takes_longer_than_one_poll(hosts: list[Host], clu
     hosts[1].limit(None)
     assert code == 0, output
     assert "received 20 MiB in several polls" in output, output
+
+
+def test_the_handshake_accepts_equal_nodes_and_configures_them(
+    hosts: list[Host], cluster: dict[str, str]
+) -> None:
+    code, output = hosts[0].run(
+        sys.executable, "-c", CONNECT, seconds=120, **cluster, SECRET_OF_THE_DRIVER="x"
+    )
+    assert code == 0, output
+    assert "accepted by host-1 host-2" in output
+
+
+def test_ppo_on_two_hosts_computes_the_bits_of_one(hosts: list[Host], cluster: dict[str, str]) -> None:
+    for host in hosts[:2]:  # the same file on every host, as an agent would fetch it
+        code, output = host.run(sys.executable, "-c", PPO, "prepare", seconds=120)
+        assert code == 0, output
+    code, output = hosts[0].run(sys.executable, "-c", PPO, "bucket", seconds=300, **cluster)
+    assert code == 0, output
+    there = [line for line in output.splitlines() if line.startswith("METRICS")]
+    assert len(there) == 2, output
+    code, output = hosts[0].run(sys.executable, "-c", PPO, seconds=300)
+    assert code == 0, output
+    assert [line for line in output.splitlines() if line.startswith("METRICS")] == there
+
+
+def test_a_node_with_other_code_and_without_the_store_is_refused(
+    hosts: list[Host], cluster: dict[str, str]
+) -> None:
+    seeds = ROOT / "rlhf_core" / "seeds.py"
+    hosts[2].replace_file(seeds, seeds.read_text() + "# yesterday's code\n")
+    start_node(hosts[2], cluster["RAY_ADDRESS"], 1)  # without the credentials of the store
+    wait_until(lambda: "Ray runtime started" in hosts[2].output("ray"), 60, lambda: hosts[2].output("ray"))
+    code, output = hosts[0].run(sys.executable, "-c", CONNECT, seconds=120, **cluster)
+    assert code == 1, output
+    (line,) = [line for line in output.splitlines() if "host-3 (10.77.0.3): " in line]
+    assert "code is" in line and "store.url=s3://rlhf-test/handshake" in line, output
+    assert "3 nodes" in output and "host-2 (" not in output.partition("refused:")[2], output
