@@ -1,6 +1,6 @@
 """PPO on two hosts that share nothing but a bucket, with real Ray, vLLM and DeepSpeed.
 
-- two ranks of ZeRO-3 on two hosts give the same policy as on one host, bit for bit, also if one of them was
+- three ranks of ZeRO-3 on two hosts give the same policy as on one host, bit for bit, also if one of them was
   suspended in between: it is named with its host, its stacks are on the driver's host, and the next attempt
   continues from the checkpoint of both hosts
 - a checkpoint of two hosts is continued on one
@@ -49,14 +49,16 @@ data:
 sft: {batch_size: 32, epochs: 1, samples: 1}
 reward: {enabled: false}
 ppo:
+  algorithm: grpo  # no critic: the first host has two ranks, the second a rank and the engine
+  samples_per_prompt: 2
   steps: 3
-  prompts_per_step: 8
+  prompts_per_step: 4
   max_new_tokens: 16
   minibatches: 2
   rewards: [{type: token_share, below: 50}]
   max_kl: 100
   checkpoint_every: 1
-  policy_deepspeed: {ranks: 2, zero_stage: 3}
+  policy_deepspeed: {ranks: 3, zero_stage: 3}
   engine: {count: 1}
 """
 CLEAR = """

@@ -111,6 +111,7 @@ IN_NO_KEY = {
         "gradient_checkpointing", "hpz", "ranks")),
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy",
+    "evaluate.engines", "evaluate.ranks",
     "ppo.checkpoint_every", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     *(f"ppo.guards.{name}" for name in GuardsConfig.model_fields), "ppo.engine.gpu_memory_utilization",
