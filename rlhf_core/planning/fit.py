@@ -145,6 +145,8 @@ def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     }
     if config.reward.enabled:
         needed["reward"] = (config.reward.deepspeed.ranks, "")
+    sampling = config.evaluate.engines * config.ppo.engine.tensor_parallel
+    needed["evaluate"] = (max(config.evaluate.ranks, sampling), "")
     for stage, (devices, how) in needed.items():
         if devices > hardware.count:
             yield Problem(
@@ -262,6 +264,16 @@ def _moves(config: PipelineConfig, problem: Problem) -> Iterator[tuple[str, str,
         yield from _trainer(f"{problem.stage}.deepspeed", section.deepspeed)
         if section.lora is None:
             yield f"{problem.stage}.lora", "{r: 16, alpha: 32}", 6.0
+        return
+    if problem.stage == "evaluate":
+        ranks, engines = config.evaluate.ranks, config.evaluate.engines
+        if problem.what == "devices":
+            yield "evaluate.ranks", str(max(1, ranks // 2)), 1.0
+            yield "evaluate.engines", str(max(1, engines // 2)), 1.0
+            return
+        yield "evaluate.ranks", str(2 * ranks), 0.5
+        if config.ppo.policy_deepspeed.zero_stage < 3:
+            yield "ppo.policy_deepspeed.zero_stage", "3", 1.0
         return
     ppo, engine = config.ppo, config.ppo.engine
     if problem.what in ("devices", "memory"):

@@ -3,6 +3,7 @@
 sft, reward     one model on `deepspeed.ranks` devices:        load -> backward -> step
 ppo             each group of `config.placement`:              load -> score -> backward -> step
                 each GPU of the engines:                       rollout; `colocate: all`: the group's devices
+evaluate        one frozen model at a time on `ranks` devices: load -> score; engines as in ppo
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.config.placement import plan as plan_placement
+from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import GIB, Device
@@ -68,7 +70,7 @@ def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> t
     """Return the memory on each device in each phase of all stages."""
     kind = "cpu" if device.is_cpu else "cuda"
     trained = (*stage_loads(config, shape, "sft", kind), *stage_loads(config, shape, "reward", kind))
-    return (*trained, *_ppo(config, shape, device, kind))
+    return (*trained, *_ppo(config, shape, device, kind), *_evaluate(config, shape, kind))
 
 
 def largest_pass(config: PipelineConfig, stage: str, *, update: bool = True) -> ForwardPass:
@@ -153,6 +155,32 @@ def group_loads(
     host = sum(model.host for model in models.values())
     for phase, load in _phases(config, models).items():
         yield DeviceLoad("ppo", what, phase, group.ranks, load, serving or NOTHING, kind, host)
+
+
+def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
+    """Yield the memory of each rank that computes log-probabilities or scores (`evaluation.rank_scoring`).
+
+    Of the policy and the reward model, that of the larger one.
+    """
+    ranks, longest = config.evaluate.ranks, config.max_sequence_tokens
+    batch = ForwardPass(
+        max(longest, config.ppo.micro_batch_tokens), longest, config.ppo.packs, config.model.attention
+    )
+    trained = {"policy": config.ppo.policy_deepspeed}
+    if config.reward.enabled:
+        trained["reward model"] = config.reward.deepspeed
+    found = []
+    for what, settings in trained.items():
+        stage: Literal[0, 3] = 3 if settings.zero_stage == 3 and ranks > 1 else 0
+        deepspeed = DeepSpeedConfig(ranks=ranks, zero_stage=stage, dtype=settings.dtype)
+        scores = what == "reward model"
+        model = Model(
+            shape, deepspeed, trained=False, scores=scores, device=kind, head=config.model.head_dtype
+        )
+        load = DeviceLoad("evaluate", what, "load", ranks, model.loading, device=kind)
+        scoring = model.state + model.scoring(batch)
+        found.append((load, DeviceLoad("evaluate", what, "score", ranks, scoring, device=kind)))
+    yield from max(found, key=lambda loads: max(load.total for load in loads))
 
 
 def ppo_models(

@@ -240,11 +240,24 @@ class _PPOSearch:
             verdict = judge(changed, self._shape, self._hardware)
             if any(problem.stage == "ppo" for problem in verdict.problems):
                 continue
+            changes |= self._evaluation(changes)
             time = step_time(changed, self._shape, self._hardware)
             phases: dict[str, Seconds] = {name: time.phase(name) for name in PHASES}
             loads = [load for load in verdict.loads if (load.stage, load.phase) == ("ppo", "step")]
             return Split("ppo", changes, time.total, phases, host_memory(loads, self._hardware))
         return NoSplit("ppo", self._reason())
+
+    def _evaluation(self, changes: Changes) -> Changes:
+        """Return the smallest number of ranks on which the evaluation fits, if it needs other ones."""
+        for ranks in (
+            self._config.evaluate.ranks,
+            *rank_counts(self._hardware.count, self._hardware.per_host),
+        ):
+            more = {} if ranks == self._config.evaluate.ranks else {"evaluate.ranks": str(ranks)}
+            verdict = judge(_with(self._config, {**changes, **more}), self._shape, self._hardware)
+            if not any(problem.stage == "evaluate" for problem in verdict.problems):
+                return more
+        return {}
 
     def _reason(self) -> str:
         if not self._tensor_parallel_that_fits():

@@ -229,6 +229,23 @@ def test_zero_3_loads_shards_and_two_tensors() -> None:
     assert load.bytes.total == pytest.approx(2 * 70_553_706_496 / 8 + 2 * 2 * 8192 * 128256)
 
 
+def test_a_model_too_large_for_one_device_is_evaluated_on_several() -> None:
+    model, hardware = shape("llama-3-70b"), parse_gpus("4x8xH200", "400gbit")
+
+    def evaluation(*overrides: str) -> list[str]:
+        found = judge(production(*overrides), model, hardware).problems
+        return [problem.text for problem in found if problem.stage == "evaluate"]
+
+    [alone] = evaluation()
+    assert alone.startswith("evaluate: policy needs ") and "on each device (score)" in alone
+    assert evaluation("evaluate.ranks=2") == []
+    whole = ("ppo.policy_deepspeed.zero_stage=2", "reward.deepspeed.zero_stage=2")
+    assert evaluation("evaluate.ranks=2", *whole) == [alone], "each rank has a copy"
+    assert evaluation("evaluate.ranks=33")[-1] == "evaluate: needs 33 devices; there are 32"
+    engines = ("evaluate.ranks=2", "evaluate.engines=9", "ppo.engine.tensor_parallel=4")
+    assert evaluation(*engines) == ["evaluate: needs 36 devices; there are 32"]
+
+
 def test_state_that_is_offloaded_must_fit_the_memory_of_a_host() -> None:
     wanted = production("sft.deepspeed.offload=optimizer")
     texts = [
