@@ -464,7 +464,7 @@ def test_the_command_shows_a_split_that_can_be_pasted(capsys: pytest.CaptureFixt
 
 def test_an_unknown_model_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(PRODUCTION), "--gpus", "8xH100", "--model-config", "llama-9"]) == 2
-    assert "--model-config: must be a config.json or a known model" in capsys.readouterr().err
+    assert "--model-config: must be a readable config.json or a known model" in capsys.readouterr().err
 
 
 # -- the page --
