@@ -137,8 +137,8 @@ def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
     known = known_shape(model_config)
     if known is None:
         raise ConfigError(
-            f"--model-config: must be a readable config.json or a known model; got {model_config!r}, which is no file;"
-            f" known: {', '.join(NAMES)}"
+            f"--model-config: must be a readable config.json or a known model; got {model_config!r}, which is"
+            f" no file; known: {', '.join(NAMES)}"
         )
     return known
 
