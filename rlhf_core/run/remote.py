@@ -85,7 +85,7 @@ class _Reporter:
         self._waiting: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._number = 1
+        self._number = files.count_events() + 1
         self._copied = 0
         self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
 

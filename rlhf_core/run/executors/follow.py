@@ -105,6 +105,7 @@ class _Follower:
         if made is not None:
             return made
         if self._outcome is not None:
+            self._give_up(name)
             raise self._outcome
         raise status.error(self._what(name), self._ends())
 
@@ -231,6 +232,14 @@ class _Follower:
                 self._scheduler.cancel(name)
             except RLHFError as error:
                 log.warning("%s may still run, cancel it by hand: %s", self._what(name), error.message)
+
+    def _give_up(self, name: str) -> None:
+        """Cancel a job that has failed and waits to be resumed: the next attempt is another job."""
+        try:
+            if self._scheduler.status(name).state == "pending":
+                self._scheduler.cancel(name)
+        except RLHFError as error:
+            log.warning("%s: %s", self._what(name), error.message)
 
     def _what(self, name: str) -> str:
         return f"stage {self._spec.stage}, {self._scheduler.title} {name}"

@@ -96,6 +96,14 @@ class JobFiles:
 
     # -- written by the job --
 
+    def count_events(self) -> int:
+        """Return the number of the last object of events; 0 if there is none.
+
+        A scheduler that suspends a job and resumes it starts its command again.
+        """
+        names = [key.rsplit("/", 1)[-1] for key in self._store.list(f"{self.folder}/events")]
+        return max((int(name.partition(".")[0]) for name in names), default=0)
+
     def write_events(self, number: int, events: list[dict[str, Any]]) -> None:
         """Create the object of events `number`: 1, 2, ..."""
         lines = "".join(json.dumps(event, default=str) + "\n" for event in events)

@@ -49,3 +49,14 @@ def test_mlflow_server_accepts_only_its_own_pages(headers: dict[str, str], statu
             return (await client.get("/health", headers=headers)).status_code
 
     assert asyncio.run(get_status()) == status
+
+
+@pytest.mark.parametrize("password", [None, "", "secret"])
+def test_a_server_in_a_network_needs_a_password(
+    monkeypatch: pytest.MonkeyPatch, password: str | None
+) -> None:
+    monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
+    if password is not None:
+        monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", password)
+    with pytest.raises(RuntimeError, match="must be user:password"):
+        application.create_network_app()

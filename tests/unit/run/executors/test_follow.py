@@ -109,6 +109,25 @@ def test_an_error_of_the_stage_keeps_its_class_and_message(
         following(spec, tmp_path)
 
 
+def test_a_job_that_was_preempted_is_deleted_and_submitted_again(
+    api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
+) -> None:
+    """Kueue would resume it, and two jobs would work at one stage."""
+
+    def work(files: JobFiles) -> None:
+        api.statuses = [{"jobDeploymentStatus": "Suspended"}]
+        evicted = {"event": "error", "type": "StageFailed", "message": "asked to stop, or evicted"}
+        files.write_events(1, [evicted])
+
+    Job(store, work)
+    with pytest.raises(StageFailed, match="evicted"):
+        following(spec, tmp_path)
+    assert api.objects == {}
+    api.statuses = [RUNNING]
+    Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
+    assert following(spec, tmp_path) == REF
+
+
 @pytest.mark.parametrize(
     ("status", "error", "words"),
     [
@@ -189,8 +208,15 @@ def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
 ) -> None:
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
-    Job(store, lambda files: files.write_events(1, [RESULT]))
+
+    def work(files: JobFiles) -> None:
+        while not api.objects:
+            time.sleep(0.01)
+        files.write_events(1, [RESULT])
+
+    Job(store, work)
     assert following(spec, tmp_path) == REF
+    assert list(api.objects) == [files.submission.job_name]
 
 
 def test_after_a_job_that_has_ended_the_next_attempt_starts_another(

@@ -1,0 +1,61 @@
+"""What a job on a cluster writes to the store.
+
+- a job that is started again by its scheduler continues the events of its first start
+- progress that is not written yet is replaced by later progress of the same task
+- the log ends with the last lines of a long one, without secrets, and is there before the final event
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.run import remote
+from rlhf_core.run.executors.job_files import LOG_BYTES, JobFiles
+from rlhf_core.run.remote import _Reporter
+from rlhf_core.storage.store import Store
+
+KEY = "0" * 16
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> JobFiles:
+    return JobFiles(Store(tmp_path / "store"), KEY, 1)
+
+
+def test_a_job_that_is_started_again_continues_its_events(files: JobFiles, tmp_path: Path) -> None:
+    for step in (1, 2):
+        with _Reporter(files, tmp_path / "log") as reporter:
+            reporter.send({"event": "checkpoint", "step": step})
+    assert [files.read_events(number) for number in (1, 2, 3)] == [
+        [{"event": "checkpoint", "step": 1}],
+        [{"event": "checkpoint", "step": 2}],
+        None,
+    ]
+
+
+def test_progress_is_replaced_by_later_progress(files: JobFiles, tmp_path: Path) -> None:
+    with _Reporter(files, tmp_path / "log") as reporter:
+        for done in range(50):
+            reporter.send({"event": "progress", "task": "sft", "done": done})
+            reporter.send({"event": "progress", "task": "samples", "done": -done})
+        reporter.send({"event": "checkpoint", "step": 1})
+    assert [event.get("done") for event in files.read_events(1) or ()] == [49, -49, None]
+
+
+def test_the_end_of_the_log_is_kept_without_secrets(
+    files: JobFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    log = tmp_path / "log"
+    log.write_text("first\n" + "x" * LOG_BYTES + "\ntoken hf_abcdefghijklmnop\nlast\n")
+    monkeypatch.setattr(remote.sys, "stderr", (tmp_path / "out").open("w"))
+    with _Reporter(files, log) as reporter:
+        reporter.send({"event": "result"})
+    tail = files.read_log().decode()
+    assert tail.endswith("last\n")
+    assert "hf_abcdefghijklmnop" not in tail
+    assert "first" not in tail
+    keys = files._store.list(files.folder)
+    assert keys == [f"{files.folder}/events/000001.jsonl", f"{files.folder}/log.txt"]
