@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from rlhf_core.engines import resharding
 from rlhf_core.engines.distributed import Rank, bound_collectives
 from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
 from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
-from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter
-from rlhf_core.models.quantized import dequantized, shape
+from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
+from rlhf_core.models.quantized import dequantized, shape, value_dtype
+from rlhf_core.models.saving import WeightStream
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 
@@ -34,6 +35,11 @@ log = logging.getLogger(__name__)
 
 REDUCE_BUCKET = 500_000_000
 """Largest number of gradients that ZeRO reduces at a time."""
+
+LIVE_PARAMETERS = 1_000_000_000
+"""Largest number of parameters that ZeRO-3 keeps gathered because it needs them soon. It is a quarter of the
+parameters of a smaller model, which would be gathered as a whole otherwise.
+"""
 
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
@@ -67,7 +73,7 @@ class TrainingEngine:
 
     Args:
         module: The model.
-        deepspeed_config: Precision and sharding.
+        config: Precision and sharding.
         optimizer: None for a frozen model, which may be sharded (ZeRO-3).
         rank: This rank.
         ema_decay: If given, an average of the weights is kept.
@@ -77,7 +83,7 @@ class TrainingEngine:
     def __init__(
         self,
         module: nn.Module,
-        deepspeed_config: DeepSpeedConfig,
+        config: DeepSpeedConfig,
         optimizer: OptimizerConfig | None,
         rank: Rank,
         *,
@@ -88,18 +94,16 @@ class TrainingEngine:
 
         self.rank = rank
         self.optimizer_config = optimizer
-        self.zero_stage = deepspeed_config.zero_stage
-        self._allow_other_ranks = deepspeed_config.allow_other_ranks
+        self.zero_stage = config.zero_stage
+        self._allow_other_ranks = config.allow_other_ranks
         self.lora: LoraConfig | None = getattr(module, "lora", None)
         self._grad_norm = math.nan
         self.steps_done = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self._grad_nonfinite = False
-        self._rounded_sums = (
-            deepspeed_config.dtype == "bfloat16" and deepspeed_config.grad_accum_dtype is None
-        )
-        if deepspeed_config.gradient_checkpointing and optimizer is not None:
+        self._rounded_sums = config.dtype == "bfloat16" and config.grad_accum_dtype is None
+        if config.gradient_checkpointing and optimizer is not None:
             module.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator,union-attr]
         torch_optimizer = None
         if optimizer is not None:
@@ -112,19 +116,20 @@ class TrainingEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=torch_optimizer,
-            config=self._ds_config(
-                deepspeed_config, sum(p.numel() for p in module.parameters() if p.requires_grad)
+            config=deepspeed_config(
+                config,
+                parameters=sum(math.prod(shape(p)) for p in module.parameters()),
+                trained=sum(math.prod(shape(p)) for p in module.parameters() if p.requires_grad),
+                clip=None if optimizer is None else optimizer.max_grad_norm,
             ),
             dist_init_required=False,
         )
-        if torch_optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype != "float32":
+        if torch_optimizer is not None and self.zero_stage == 0 and config.dtype != "float32":
             # DeepSpeed allocates Adam's state by a step with zero gradients, which counts as a step and
             # applies weight decay to the float32 weights. Undo both.
             torch_optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
-        self._own_clipping = (
-            optimizer is not None and self.zero_stage == 0 and deepspeed_config.dtype == "float32"
-        )
+        self._own_clipping = optimizer is not None and self.zero_stage == 0 and config.dtype == "float32"
         if self._own_clipping and torch_optimizer is not None:
             # With ZeRO 0 in float32, DeepSpeed does not return the norm that it clipped. In this hook the
             # gradients are already reduced.
@@ -133,36 +138,6 @@ class TrainingEngine:
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
         self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keep_best else None
         bound_collectives(rank.collective_seconds)
-
-    def _ds_config(self, config: DeepSpeedConfig, trained: int) -> dict[str, Any]:
-        # Without an optimizer only ZeRO-3 has an effect: it shards the parameters.
-        stage = config.zero_stage if self.optimizer_config is not None or config.zero_stage == 3 else 0
-        clip = self.optimizer_config.max_grad_norm if self.optimizer_config is not None else 0.0
-        ds: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip,
-            "steps_per_print": 10**9,
-            # The whole buffer is allocated. Adapters have far fewer parameters than DeepSpeed's default of
-            # 5e8.
-            "zero_optimization": {
-                "stage": stage,
-                "overlap_comm": False,
-                "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
-                "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
-            },
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        if config.offload != "none" and stage > 0:
-            ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        if config.offload == "all" and stage == 3:
-            ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
-        if config.dtype != "float32":
-            ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
-        if config.grad_accum_dtype is not None and config.dtype != "float32":
-            ds["data_types"] = {"grad_accum_dtype": "fp32"}
-        return ds
 
     def close(self) -> None:
         """Free the memory of a trained engine. Without this, DeepSpeed holds it until the process ends.
@@ -281,6 +256,27 @@ class TrainingEngine:
                 values = {name: self._value(name, parameter, average) for name, parameter in group}
                 yield from merged(values, self.lora, dtype)
 
+    def _weight_groups(
+        self, *, average: bool, dtype: torch.dtype | None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the tensors of `weights` by decoder layer."""
+        for group in self._gather_groups():
+            with self._gathered([parameter for _, parameter in group]):
+                values = {name: self._value(name, parameter, average) for name, parameter in group}
+                yield dict(merged(values, self.lora, dtype))
+
+    def _weight_layout(self, dtype: torch.dtype | None) -> list[dict[str, torch.Tensor]]:
+        """Return what `_weight_groups` yields, as tensors on `meta`."""
+        groups = []
+        for group in self._gather_groups():
+            layout = {}
+            for name, parameter in group:
+                if new_name := merged_name(name):
+                    kind = dtype or value_dtype(parameter)
+                    layout[new_name] = torch.empty(shape(parameter), dtype=kind, device="meta")
+            groups.append(layout)
+        return groups
+
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the adapter under PEFT's names, in the same way as `weights`."""
         for group in self._gather_groups():
@@ -294,22 +290,17 @@ class TrainingEngine:
         """Whether each rank holds a part of each weight (ZeRO-3), and no adapter has to be merged into it."""
         return self.zero_stage == 3 and self.lora is None
 
-    def shards(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights in the order of `weights`: of those in `names` the elements that this rank holds,
-        (elements,), the others as a whole.
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the elements of each weight that this rank holds, (elements,), in the order of `weights`.
 
-        The weights must be sharded. This is a collective operation for those that are not in `names`.
+        The weights must be sharded. This is not a collective operation.
         """
         for group in self._gather_groups():
-            with self._gathered([parameter for name, parameter in group if name not in names]):
-                for name, parameter in group:
-                    yield name, self._shard(parameter) if name in names else parameter.detach()
-
-    def _shard(self, parameter: Any) -> torch.Tensor:
-        # The last shards are padded beyond the end of the tensor.
-        elements = parameter.ds_numel - self.rank.rank * parameter.ds_tensor.numel()
-        shard: torch.Tensor = parameter.ds_tensor.detach().flatten()[: max(0, elements)]
-        return shard
+            for name, parameter in group:
+                shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+                # The last shards are padded beyond the end of the tensor.
+                left = parameter.ds_numel - self.rank.rank * shard.numel()  # type: ignore[attr-defined]
+                yield name, shard.detach().flatten()[: max(0, left)]
 
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""
@@ -365,23 +356,46 @@ class TrainingEngine:
     def save_model(
         self,
         folder: Path,
-        save: Callable[[Path, dict[str, torch.Tensor]], None],
+        save: Callable[[Path, WeightStream], None],
         *,
         average: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Gather the weights and call `save(folder, state_dict)` on rank 0. This is a collective operation.
+        """Call `save(folder, weights)` on rank 0, and gather each decoder layer when it is written. This is a
+        collective operation.
 
         Args:
             folder: Is created.
-            save: Writes the model.
+            save: Writes the model and takes all groups of the weights.
             average: Save the moving average of the weights.
             dtype: See `models.adapters.merged`.
         """
-        state = self._on_rank_zero(self.weights(average=average, dtype=dtype))
+        groups = self._weight_groups(average=average, dtype=dtype)
         if self.rank.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            save(folder, state)
+            save(folder, WeightStream(self._weight_layout(dtype), groups))
+        else:
+            for _ in groups:
+                heartbeat("save the model")
+
+    @torch.no_grad()
+    def merge_adapter(self) -> None:
+        """Add the adapter to the frozen weights, rounded to their precision. This is a collective operation.
+
+        With `adapter_off` the engine then is the model that `save_model` saves without another `dtype`. The
+        frozen weights must not be quantized.
+        """
+        named = dict(self.module.lm.named_parameters())
+        for group in self._gather_groups():
+            frozen = {merged_name(name): parameter for name, parameter in group}
+            with self._gathered([parameter for _, parameter in group], to_change=True):
+                values = {name: parameter.detach() for name, parameter in group}
+                for name, tensor in merged(values, self.lora):
+                    frozen[name].copy_(tensor)
+        for name, parameter in named.items():
+            if trained := trained_head_name(name):
+                with self._gathered([parameter, named[trained]], to_change=True):
+                    parameter.copy_(named[trained])
 
     def save_adapter(self, folder: Path, base: str, revision: str | None = None) -> None:
         """Save the adapter, if there is one, in PEFT's layout. This is a collective operation.
@@ -390,12 +404,9 @@ class TrainingEngine:
         """
         if self.lora is None:
             return
-        tensors = self._on_rank_zero(self.adapter())
+        tensors = {name: tensor.cpu().clone() for name, tensor in self.adapter() if self.rank.rank == 0}
         if self.rank.rank == 0:
             save_adapter(folder, self.module.lm, self.lora, tensors, base, revision)
-
-    def _on_rank_zero(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {name: tensor.cpu().clone() for name, tensor in weights if self.rank.rank == 0}
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -505,6 +516,50 @@ class TrainingEngine:
         }
 
 
+def deepspeed_config(
+    config: DeepSpeedConfig, *, parameters: int, trained: int, clip: float | None
+) -> dict[str, Any]:
+    """Return DeepSpeed's own configuration.
+
+    Args:
+        config: Precision and sharding.
+        parameters: Number of all parameters.
+        trained: Number of trained parameters.
+        clip: Maximum norm of a gradient; None for a frozen model.
+    """
+    # Without an optimizer only ZeRO-3 has an effect: it shards the parameters.
+    stage = config.zero_stage if clip is not None or config.zero_stage == 3 else 0
+    ds: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip or 0.0,
+        "steps_per_print": 10**9,
+        # The whole buffer is allocated. Adapters have far fewer parameters than DeepSpeed's default of
+        # 5e8.
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
+            "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
+        },
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if stage == 3:
+        live = min(LIVE_PARAMETERS, parameters // 4)
+        ds["zero_optimization"]["stage3_max_live_parameters"] = live
+        ds["zero_optimization"]["stage3_max_reuse_distance"] = live
+    if config.offload != "none" and stage > 0:
+        ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if config.offload == "all" and stage == 3:
+        ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if config.dtype != "float32":
+        ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
+    if config.grad_accum_dtype is not None and config.dtype != "float32":
+        ds["data_types"] = {"grad_accum_dtype": "fp32"}
+    return ds
+
+
 def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     groups = _decay_groups(module, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
@@ -514,8 +569,8 @@ def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]
     """Return the parameter groups: matrices with weight decay, norms and biases without."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if len(shape(p)) < 2], "weight_decay": 0.0},
     ]
     # Adapters are matrices only, and DeepSpeed cannot flatten an empty group.
     return [group for group in groups if group["params"]]

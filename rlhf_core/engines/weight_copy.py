@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,24 +76,26 @@ class WeightCopy:
     def load(self, folder: Path, rank: int, saved_ranks: int, ranks: int) -> None:
         """Load what `saved_ranks` ranks saved. Raises CorruptArtifact if a file is missing."""
         if saved_ranks == ranks or not self._sharded:
-            for name, tensor in self._read(folder, rank).items():
-                self._shards[name].copy_(tensor)
+            file = self._open(folder, rank)
+            for name in file.keys():  # noqa: SIM118
+                self._shards[name].copy_(file.get_tensor(name))
             return
-        files = [self._read(folder, saved) for saved in range(saved_ranks)]
+        files = [self._open(folder, saved) for saved in range(saved_ranks)]
         for name, shard in self._shards.items():
             # The last shards are padded beyond the end of the tensor.
-            whole = torch.cat([file[name] for file in files])[: self._parameters[name].ds_numel]  # type: ignore[attr-defined]
+            whole = torch.cat([file.get_tensor(name) for file in files])
+            whole = whole[: self._parameters[name].ds_numel]  # type: ignore[attr-defined]
             part = whole[rank * shard.numel() : (rank + 1) * shard.numel()]
             shard[: part.numel()].copy_(part)
 
-    def _read(self, folder: Path, rank: int) -> dict[str, torch.Tensor]:
-        from safetensors.torch import load_file
+    def _open(self, folder: Path, rank: int) -> Any:
+        """Return an open file, which reads one tensor at a time."""
+        from safetensors import safe_open
 
         path = folder / self._file(rank)
         if not path.is_file():
             raise CorruptArtifact(f"the checkpoint folder {folder.name} has no {path.name}")
-        tensors: dict[str, torch.Tensor] = load_file(path)
-        return tensors
+        return safe_open(path, framework="pt", backend="pread")
 
     @property
     def _sharded(self) -> bool:

@@ -54,6 +54,7 @@ def scores_of_rank(
     import torch
     import torch.distributed as dist
 
+    from rlhf_core.engines.sharding import shards_of
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores
 
@@ -64,6 +65,7 @@ def scores_of_rank(
         attention=config.model.attention,
         device=rank.torch_device,
         pack=config.reward.pack,
+        shards=shards_of(settings),
     )
     model = _placed(scorer, settings, rank)
     batches = _batches(scorer, config, rank, pairs, pad_id)
@@ -91,6 +93,7 @@ def logprobs_of_rank(
     import torch
     import torch.distributed as dist
 
+    from rlhf_core.engines.sharding import shards_of
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scoring import sequence_logprobs
@@ -103,6 +106,7 @@ def logprobs_of_rank(
         device=rank.torch_device,
         pack=config.ppo.pack,
         head_dtype=config.model.head_dtype,
+        shards=shards_of(settings),
     )
     if files.adapter is not None:
         load_adapter(policy, files.adapter)

@@ -109,6 +109,11 @@ def merged_name(name: str) -> str | None:
     return name.replace(_TRAINED_HEAD, f"{_HEAD}.").replace(_IN_LAYER, ".")
 
 
+def trained_head_name(name: str) -> str | None:
+    """Return the name of the trained head if `name` is the frozen one, otherwise None."""
+    return name.replace(_FIRST_HEAD, _TRAINED_HEAD) if name.startswith(_FIRST_HEAD) else None
+
+
 def adapter_name(name: str) -> str | None:
     """Return the name of a parameter in PEFT's file, or None if it is not part of the adapter."""
     if not (_A in name or _B in name or name.startswith(_TRAINED_HEAD)):

@@ -17,9 +17,17 @@ from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_float32_head, use_onednn
-from rlhf_core.models.quantized import loading_options, save_pretrained
+from rlhf_core.models.quantized import loading_options
+from rlhf_core.models.saving import WeightStream, save_model
 from rlhf_core.models.selftest import tested, without_dropout
-from rlhf_core.models.weights import load_pretrained, model_config, model_errors, refuse_non_finite
+from rlhf_core.models.sharded import Shards
+from rlhf_core.models.weights import (
+    load_pretrained,
+    model_config,
+    model_errors,
+    refuse_non_finite,
+    self_test_context,
+)
 
 HEAD_CHUNK = 1 << 27
 """Logits that are alive at a time, in elements: 256 MiB of bfloat16. What is more is made in parts, and made
@@ -101,11 +109,12 @@ class Policy(nn.Module):
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
-    def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Write the model in Hugging Face layout. `state_dict` has gathered weights with the names of
-        `self.lm`.
-        """
-        save_pretrained(self.lm, folder, state_dict)
+    def save(self, folder: Path, weights: WeightStream | None = None) -> None:
+        """Write the model in Hugging Face layout, with `weights` or with its own, if they are whole."""
+        if weights is None:
+            self.lm.save_pretrained(folder)
+        else:
+            save_model(self.lm, folder, weights)
 
 
 def load_policy(
@@ -118,23 +127,30 @@ def load_policy(
     quantize: str | None = None,
     pack: Packing = "auto",
     head_dtype: str = "model",
+    shards: Shards | None = None,
 ) -> Policy:
     """Load a pretrained causal LM, or create random weights if the folder only contains a `config.json` (seed
     torch first).
 
     `quantize` stores its linear layers in 4 bits (see `models.quantized`). `pack` requests packed rows (see
-    `models.selftest`). `head_dtype="float32"` returns logits that are not rounded to `dtype`. Raises
-    ModelError if the weights do not match the model or if the self-test fails.
+    `models.selftest`). `head_dtype="float32"` returns logits that are not rounded to `dtype`. `shards` cuts
+    the parameters while they are read (see `models.sharded`), which makes loading a collective operation.
+    Random and quantized weights are not cut. Raises ModelError if the weights do not match the model or if
+    the self-test fails.
     """
     from transformers import AutoModelForCausalLM
 
+    if is_config_only(folder) or quantize is not None:
+        shards = None
     with model_errors(folder):
         config = model_config(folder, attention=attention, revision=revision)
         if is_config_only(folder):
             lm = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
         else:
             options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
-            lm = load_pretrained(AutoModelForCausalLM, folder, config, revision=revision, **options)
+            lm = load_pretrained(
+                AutoModelForCausalLM, folder, config, revision=revision, shards=shards, **options
+            )
     if not hasattr(lm, "lm_head") or not hasattr(lm, "model"):
         raise ModelError(
             f"model.path: {type(lm).__name__} has no `model` and `lm_head`; use a decoder-only architecture"
@@ -143,7 +159,7 @@ def load_policy(
     if head_dtype == "float32":
         use_float32_head(lm)
     refuse_non_finite(folder, lm)
-    with model_errors(folder):
+    with self_test_context(folder, lm, shards):
         policy.packs = tested(_checked(lm), pack)
     return policy
 

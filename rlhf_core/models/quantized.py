@@ -5,9 +5,7 @@ Layers compute with the weights that their 4 bits stand for; those weights are w
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,21 +55,7 @@ def shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def save_pretrained(lm: Any, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
-    """Save `lm` in Hugging Face layout as safetensors.
-
-    `state_dict` contains gathered weights with the names of `lm`; None uses the model's own weights. They are
-    saved with an empty model of the same architecture: a quantized model would always save its 4-bit weights,
-    and a model in another precision would write its own precision to `config.json`.
-    """
-    quantized = getattr(lm, "hf_quantizer", None) is not None
-    if state_dict and (quantized or next(iter(state_dict.values())).dtype != lm.dtype):
-        config = copy.deepcopy(lm.config)
-        if quantized:
-            del config.quantization_config
-        with torch.device("meta"):
-            shell = type(lm)(config).to(next(iter(state_dict.values())).dtype)
-        if hasattr(lm, "generation_config"):
-            shell.generation_config = lm.generation_config
-        lm = shell
-    lm.save_pretrained(folder, state_dict=state_dict, safe_serialization=True)
+def value_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the data type of the values, even if the parameter is quantized."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.dtype if state is None else state.dtype

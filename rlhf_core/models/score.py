@@ -21,9 +21,17 @@ from rlhf_core.errors import ModelError, NonFiniteError
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import Float32Linear, use_onednn
 from rlhf_core.models.policy import DTYPES
-from rlhf_core.models.quantized import loading_options, save_pretrained
+from rlhf_core.models.quantized import loading_options
+from rlhf_core.models.saving import WeightStream, save_model
 from rlhf_core.models.selftest import tested, without_dropout
-from rlhf_core.models.weights import load_pretrained, model_config, model_errors, refuse_non_finite
+from rlhf_core.models.sharded import Shards
+from rlhf_core.models.weights import (
+    load_pretrained,
+    model_config,
+    model_errors,
+    refuse_non_finite,
+    self_test_context,
+)
 
 _HEAD = "score.weight"
 _STATISTICS = "score_statistics.json"
@@ -100,9 +108,14 @@ class ScoreModel(nn.Module):
         values: torch.Tensor = self.lm.score(hidden).squeeze(-1)
         return values * self._scale - self._offset
 
-    def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Write the model in Hugging Face layout, and the statistics."""
-        save_pretrained(self.lm, folder, state_dict)
+    def save(self, folder: Path, weights: WeightStream | None = None) -> None:
+        """Write the model in Hugging Face layout, and the statistics. `weights` replaces its own, which must
+        be whole otherwise.
+        """
+        if weights is None:
+            self.lm.save_pretrained(folder)
+        else:
+            save_model(self.lm, folder, weights)
         self.statistics.save(folder)
 
 
@@ -114,20 +127,25 @@ def load_score_model(
     device: str,
     quantize: str | None = None,
     pack: Packing = "auto",
+    shards: Shards | None = None,
 ) -> ScoreModel:
     """Load a score model from a causal LM (new head, N(0, 1/(h+1))) or from a saved score model. Seed torch
     first.
 
-    `quantize`, `pack` and the errors are the same as for a policy.
+    `quantize`, `pack`, `shards` and the errors are the same as for a policy.
     """
     from transformers import AutoModelForSequenceClassification
 
+    if quantize is not None:
+        shards = None
     with model_errors(folder):
         from_causal = not is_classifier(Path(folder))
         config = model_config(folder, attention=attention, num_labels=1)
         options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
         new = (_HEAD,) if from_causal else ()
-        model = load_pretrained(AutoModelForSequenceClassification, folder, config, new=new, **options)
+        model = load_pretrained(
+            AutoModelForSequenceClassification, folder, config, new=new, shards=shards, **options
+        )
     if not hasattr(model, "score") or not hasattr(model, "model"):
         raise ModelError(
             f"model.path: {type(model).__name__} has no `model` and `score`; use a decoder-only architecture"
@@ -138,7 +156,7 @@ def load_score_model(
         )
     scorer = ScoreModel(use_onednn(without_dropout(model)).to(device), ScoreStatistics.load(Path(folder)))
     refuse_non_finite(folder, model)
-    with model_errors(folder):
+    with self_test_context(folder, model, shards):
         scorer.packs = tested(model, pack)
     return scorer
 

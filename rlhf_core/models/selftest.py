@@ -50,8 +50,9 @@ def tested(lm: Any, pack: Packing) -> bool:
     sequence depends on another one. With `True`, a ModelError is raised if one does. A ModelError is also
     raised if two passes in training mode differ, or if sequences depend on padding or on other rows.
 
-    The test takes a few passes over 24 tokens. It requires a whole model on one device, before sharding.
-    Random numbers are drawn from a copy of the generators.
+    The test takes a few passes over 24 tokens. With sharded parameters (ZeRO-3) it is a collective
+    operation, in the context of `models.sharded.Shards`. Random numbers are drawn from a copy of the
+    generators.
     """
     training = lm.training
     devices = [lm.device] if lm.device.type == "cuda" else []
@@ -104,14 +105,15 @@ def _difference(lm: Any, *, pack: bool) -> str | None:
     sequences = _sequences(lm)
     batch = collate(sequences, pad_id=0, pack=pack).to(lm.device)
     spans = _spans(sequences, batch)
-    embedded, hidden = _with_embeddings(lm, batch)
     for start, end in spans:
+        # One forward pass for each gradient: the shards of a layer are gathered for one backward pass.
+        embedded, hidden = _with_embeddings(lm, batch)
         cotangent = torch.zeros_like(hidden)
         # Arbitrary values. With equal values, the gradient would be 0 after a normalisation layer.
         cotangent[start:end] = torch.linspace(-1, 1, cotangent[start:end].numel(), device=lm.device).view_as(
             cotangent[start:end]
         )
-        (gradient,) = torch.autograd.grad(hidden, embedded, cotangent, retain_graph=True)
+        (gradient,) = torch.autograd.grad(hidden, embedded, cotangent)
         own = torch.zeros(len(hidden), dtype=torch.bool, device=lm.device)
         own[start:end] = True
         reached = gradient.flatten(0, 1)[~own]

@@ -9,8 +9,7 @@ configured one.
 from __future__ import annotations
 
 import errno
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ import torch
 
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
+from rlhf_core.models.finite import is_finite
 from rlhf_core.models.folder import ModelFolder
+from rlhf_core.models.sharded import Shards, load_sharded
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Data types of safetensors from which a model can be trained."""
@@ -68,6 +69,7 @@ def load_pretrained(
     *,
     revision: str | None = None,
     new: tuple[str, ...] = (),
+    shards: Shards | None = None,
     **options: Any,
 ) -> Any:
     """Load a model with `auto`, a class with `from_pretrained`, and check the names, shapes and data types of
@@ -75,10 +77,17 @@ def load_pretrained(
 
     `folder` is a path or hub id, and `config` is the result of `model_config`. `new` lists tensors that may
     be missing in the files because the caller creates them; in this case a language-model head in the files
-    is ignored. Raises ModelError for all problems of the model.
+    is ignored. `shards` cuts matrices while they are read (`models.sharded`); whether values are finite is
+    then checked here. Raises ModelError for all problems of the model.
     """
     attention = config._attn_implementation
     with model_errors(folder):
+        if shards is not None:
+            model, info, not_finite = load_sharded(auto, folder, config, shards, revision=revision, **options)
+            refuse(folder, info, new=new)
+            refuse_integers(folder, model)
+            refuse_non_finite(folder, model, not_finite)
+            return model
         model, info = auto.from_pretrained(
             folder,
             config=config,
@@ -93,6 +102,18 @@ def load_pretrained(
         refuse(folder, info, new=new)
         refuse_integers(folder, model)
     return model
+
+
+@contextmanager
+def self_test_context(folder: Path | str, model: Any, shards: Shards | None) -> Iterator[None]:
+    """Return a context in which a loaded model, sharded or not, can be called."""
+    if shards is not None:
+        # Without `model_errors`: a RuntimeError can be that of a collective operation.
+        with shards.gathered_in_turn(model):
+            yield
+    else:
+        with model_errors(folder):
+            yield
 
 
 def check_headers(folder: Path, *, attention: str) -> None:
@@ -218,22 +239,19 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
         )
 
 
-@torch.no_grad()
-def refuse_non_finite(folder: Path | str, model: torch.nn.Module) -> None:
-    """Raise ModelError with the names of the tensors that contain NaN or infinity."""
-    wrong = [name for name, tensor in model.state_dict().items() if not _finite(tensor)]
+def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Sequence[str] = ()) -> None:
+    """Raise ModelError with the names of the tensors that contain NaN or infinity.
+
+    `of_shards` names those that were found before they were sharded.
+    """
+    wrong = [
+        name for name, tensor in model.state_dict().items() if name in of_shards or not is_finite(tensor)
+    ]
     if wrong:
         raise ModelError(
             f"model.path: {folder}: not finite in {_precision(model)}: {_some(wrong)}; the file is damaged,"
             " or its numbers do not fit this precision; fetch it again, or set a dtype with a larger range"
         )
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta or tensor.element_size() == 1:
-        return True
-    low, high = torch.aminmax(tensor)  # aminmax propagates NaN and allocates no tensor of this size
-    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _precision(model: torch.nn.Module) -> str:

@@ -28,7 +28,9 @@ from rlhf_core.planning.hardware import GIB, Device
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO 1-3 reduce at a time, at most (`engines.deepspeed`); the buffer is allocated whole."""
 LIVE_PARAMETERS = 1_000_000_000
-"""Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
+"""Parameters that ZeRO-3 keeps gathered for later use, at most (`engines.deepspeed`). Of a smaller model, it
+is a quarter.
+"""
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time (sub_group_size)."""
 ENGINE_CONTEXT = 0.5 * GIB
@@ -220,9 +222,9 @@ class Model:
         two whole tensors. Otherwise the model is loaded whole; ZeRO-1 and 2 make a flat copy of the trained
         parameters.
         """
-        if self.stage == 3:
-            tensor = self.shape.hidden * max(self.shape.vocabulary, self.shape.intermediate)
-            return Bytes(weights=self._weights / self.deepspeed.ranks, buffers=2.0 * self.size * tensor)
+        if self.stage == 3 and (self.lora is None or self.lora.quantize is None):
+            buffers = 2.0 * self.size * self._largest_tensor
+            return Bytes(weights=self._weights / self.deepspeed.ranks, buffers=buffers)
         flat_copy = self.size * self.trainable if self.stage in (1, 2) else 0
         return Bytes(weights=self._weights + flat_copy)
 
@@ -291,7 +293,13 @@ class Model:
         """Bytes of gathered weights that ZeRO-3 keeps because it needs them now or soon."""
         if self.stage < 3 or self.deepspeed.ranks == 1:
             return 0.0
-        return self.size * min(self.parameters, LIVE_PARAMETERS)
+        kept = min(LIVE_PARAMETERS, self.parameters // 4)
+        return self.size * min(self.parameters, kept + self._largest_tensor)
+
+    @property
+    def _largest_tensor(self) -> int:
+        """Number of elements of the largest tensor: the embedding, or a matrix of an MLP."""
+        return self.shape.hidden * max(self.shape.vocabulary, self.shape.intermediate)
 
     @property
     def _checkpoints(self) -> bool:

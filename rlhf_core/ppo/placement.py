@@ -54,6 +54,21 @@ class Placement:
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
+def check_engine_size(plan: PlacementPlan, largest: float | None) -> None:
+    """Raise ConfigError if an engine needs more GPUs than `largest`, the number on the largest host.
+
+    Ray would wait for such a bundle without a limit. The docstring of `engines.vllm` says what engines over
+    several hosts lack. None: the engines use no GPUs.
+    """
+    if largest is None or plan.gpus_per_engine <= largest:
+        return
+    raise ConfigError(
+        f"ppo.engine.tensor_parallel: an engine must be on one host; got {plan.tensor_parallel}, but the"
+        f" largest host of the Ray cluster has {largest:g} GPUs; use at most {largest:g}, and"
+        " ppo.engine.count for more engines"
+    )
+
+
 def reserve_bundles(
     plan: PlacementPlan,
     neighbours: Mapping[str, int],
@@ -90,6 +105,8 @@ def reserve_bundles(
                 f"ppo needs {needed:g} {resource}s ({plan.describe()}), but the Ray cluster has "
                 f"{available.get(resource, 0):g}; lower the ranks or ppo.engine.count, or colocate models"
             )
+    largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    check_engine_size(plan, largest if gpus else None)
     # Ray refuses a bundle with 0 of a resource.
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     group = placement_group(bundles, strategy="PACK")

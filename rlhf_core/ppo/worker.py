@@ -106,6 +106,7 @@ class ModelWorker(Actor):
 
     def _load(self, role: Role) -> Any:
         from rlhf_core.engines.deepspeed import TrainingEngine
+        from rlhf_core.engines.sharding import shards_of
         from rlhf_core.models.adapters import WithoutAdapter, add_adapter
         from rlhf_core.models.policy import load_policy
         from rlhf_core.models.score import load_score_model
@@ -127,6 +128,7 @@ class ModelWorker(Actor):
             device=self._rank.torch_device,
             quantize=ppo.lora.quantize if ppo.lora is not None and trained else None,
             pack=ppo.pack,
+            shards=shards_of(deepspeed),
         )
         if role == "critic":
             model.fold_statistics()
@@ -254,16 +256,14 @@ class ModelWorker(Actor):
         """Prepare weight sync to `engines`. This is a collective operation of the policy ranks.
 
         Args:
-            backend: "gloo", "nccl", "ipc" or "nccl_m2n".
+            backend: "gloo", "nccl" or "ipc".
             senders: What `listen` returned on the policy ranks that send, by rank.
             engines: All engines of the run.
             hosts: Address of each engine.
         """
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
-        from rlhf_core.weight_sync.sender import WeightSender
-        from rlhf_core.weight_sync.transport import TransportConfig
-        from rlhf_core.weight_sync.vllm_transport import row_blocks
+        from rlhf_core.weight_sync.sender import TransportConfig, WeightSender
         from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
@@ -274,16 +274,11 @@ class ModelWorker(Actor):
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
         dtype = DTYPES[ppo.engine.dtype]
-        specs = [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)]
-        weights = policy.adapter if adapter else policy.weights
-        sharded: frozenset[str] = frozenset()
-        if len(senders) == self._rank.world_size > 1 and policy.is_sharded:
-            every = frozenset(spec.name for spec in specs)
-            sharded = every if backend == "gloo" else row_blocks(specs, len(senders))
-            weights = partial(policy.shards, sharded)
+        sharded = len(senders) == self._rank.world_size > 1 and policy.is_sharded
+        whole = policy.adapter if adapter else policy.weights
         self._sender = WeightSender(
-            weights,
-            specs,
+            policy.shards if sharded else whole,
+            [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)],
             client,
             self._rank.rank,
             TransportConfig(

@@ -29,17 +29,18 @@ from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
+from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchange import exchange_pairs
-from rlhf_core.models.adapters import add_adapter
+from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import sequence_scores, single_process_batches
+from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PairExample, StageContext, StageResult
+from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -90,6 +91,7 @@ def _train(
         device=rank.torch_device,
         quantize=None if reward.lora is None else reward.lora.quantize,
         pack=reward.pack,
+        shards=shards_of(reward.deepspeed),
     )
     reward = reward.model_copy(update={"pack": all_ranks_pack(model, reward.pack, rank, "reward.pack")})
     pad_id = load_decoder(data).pad
@@ -110,19 +112,27 @@ def _train(
         out / "adapter", f"{context.artifact_name('sft')}/model" if context is not None else ""
     )
     steps_done = engine.steps_done
+    measured = [held_out] if exchanged is None else [held_out, exchanged]
+    as_saved: list[tuple[dict[str, float], torch.Tensor]] = []
+    if reward.lora is not None and reward.lora.quantize is None:
+        engine.merge_adapter()
+        with adapter_off(engine.module):
+            as_saved = [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in measured]
     del model
-    engine.close()  # with an adapter, rank 0 continues with the saved model
-    if context is not None:
-        if reward.lora is not None:
-            # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
-            # that model.
-            trained = scores
-            evaluation, scores = evaluate_saved(config, out / "model", held_out, pad_id, rank.torch_device)
-            if exchanged is not None:
-                of_exchanged, _ = evaluate_saved(config, out / "model", exchanged, pad_id, rank.torch_device)
-            evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
-            statistics = ScoreStatistics.of(scores)
+    engine.close()  # rank 0 may go on with another copy of the model
+    if reward.lora is not None and reward.lora.quantize is not None and context is not None:
+        device = rank.torch_device
+        as_saved = [evaluate_saved(config, out / "model", pairs, pad_id, device) for pairs in measured]
+    if as_saved:
+        # Later stages load the merged model, rounded to `dtype`, so the reported numbers must be those of
+        # that model.
+        trained, (evaluation, scores) = scores, as_saved[0]
+        of_exchanged = as_saved[1][0] if exchanged is not None else {}
+        evaluation["eval/merge_gap"] = (scores - trained).abs().mean().item()
+        statistics = ScoreStatistics.of(scores)
+        if context is not None:
             statistics.save(out / "model")
+    if context is not None:
         if of_exchanged:
             evaluation["eval/accuracy_exchanged"] = of_exchanged["eval/accuracy"]
         evaluation |= _examine(held_out, scores.numpy(), out, context)
@@ -346,10 +356,32 @@ def evaluate_reward(
     return _measures(scores, held_out, config), scores
 
 
+def evaluate_sequences(
+    engine: TrainingEngine, held_out: Sequence[PairExample], config: RewardConfig, pad_id: int
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Evaluate as `evaluate_reward` does, but in micro-batches as in later stages: the responses of a pair
+    can be in different forward passes. This is a collective operation.
+    """
+    engine.module.eval()
+    rank, sequences = engine.rank, _sequences(held_out)
+    lengths = [len(prompt) + len(response) for prompt, response in sequences]
+    plan = plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
+    batches = Batches(sequences, plan, pad_id=pad_id, device=rank.torch_device, pack=config.packs)
+    own = sequence_scores(engine, ScoreStatistics(), batches)
+    flat = torch.tensor(own, dtype=torch.float64, device=rank.torch_device)
+    dist.all_reduce(flat)
+    engine.module.train()
+    scores = flat.cpu().view(len(held_out), 2)
+    return _measures(scores, held_out, config), scores
+
+
 def evaluate_saved(
     config: PipelineConfig, folder: Path, held_out: Sequence[PairExample], pad_id: int, device: str
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_reward`."""
+    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_reward`.
+
+    Quantized weights cannot take an adapter (`TrainingEngine.merge_adapter`), so they are evaluated here.
+    """
     reward = config.reward
     heartbeat("load the reward model", config.run.timeouts.start)
     model = load_score_model(
@@ -359,11 +391,15 @@ def evaluate_saved(
         device=device,
         pack=reward.pack,
     ).eval()
-    sequences = [(pair.prompt_ids, ids) for pair in held_out for ids in (pair.chosen_ids, pair.rejected_ids)]
+    sequences = _sequences(held_out)
     batches = single_process_batches(model, sequences, reward.micro_batch_tokens, pad_id)
     flat = sequence_scores(model, ScoreStatistics(), batches)
     scores = torch.tensor(flat, dtype=torch.float64).view(len(held_out), 2)
     return _measures(scores, held_out, reward), scores
+
+
+def _sequences(pairs: Sequence[PairExample]) -> list[PromptAndResponse]:
+    return [(pair.prompt_ids, ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
 
 
 def _measures(

@@ -7,6 +7,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import time
@@ -28,7 +29,10 @@ from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
-from rlhf_core.models.adapters import add_adapter
+from rlhf_core.engines.sharding import shards_of
+from rlhf_core.errors import RLHFError
+from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
@@ -36,6 +40,8 @@ from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import StageContext, StageResult
+
+log = logging.getLogger(__name__)
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -107,6 +113,7 @@ def _train(
         quantize=None if sft.lora is None else sft.lora.quantize,
         pack=sft.pack,
         head_dtype=config.model.head_dtype,
+        shards=shards_of(sft.deepspeed),
     )
     if context is not None:
         require_same_state(state, config)
@@ -133,27 +140,51 @@ def _train(
     )
     engine.save_model(out / "model", policy.save)
     engine.save_adapter(out / "adapter", str(folder), revision)
+    saved: dict[str, float] | None = None
+    if sft.lora is not None and sft.lora.quantize is None:
+        # Later stages load the merge, rounded to `dtype`: the metrics are those of that model.
+        engine.merge_adapter()
+        with adapter_off(engine.module):
+            saved = evaluate_sft(engine, held_out, sft, ids.pad)
     del policy
     engine.close()  # rank 0 goes on with another copy of the model
-    if sft.lora is not None and context is not None:
-        # Later stages load the merge, rounded to `dtype`: the metrics are those of that model.
+    if sft.lora is not None and sft.lora.quantize is not None and context is not None:
         saved = evaluate_saved(config, out / "model", held_out, ids.pad, rank.torch_device)
+    if saved is not None:
         gap = saved["eval/loss"] - metrics["eval_loss"]
         metrics |= {"eval_loss": saved["eval/loss"], "perplexity": saved["eval/perplexity"], "merge_gap": gap}
     return metrics
 
 
 def _samples(config: PipelineConfig, context: StageContext, device: str) -> list[dict[str, Any]]:
-    """Return held-out prompts with one sampled answer of the new model each."""
+    """Return held-out prompts with one sampled answer of the new model each.
+
+    A model that was trained on one device without ZeRO-3 fits that device. Others are sampled by an engine,
+    as in evaluation.
+    """
+    from rlhf_core.evaluation.generate import responses_of
+
     folder = context.output / "model"
     decode = load_decoder(context.inputs["data"])
+    prompts = load_prompts(context.inputs["data"], "eval")[: config.sft.samples]
+    if prompts and (config.sft.deepspeed.ranks > 1 or config.sft.deepspeed.zero_stage == 3):
+        models = {"sft": PolicyFiles(folder)}
+        try:
+            found = responses_of(config, models, decode, prompts, device=device, context=context)
+        except RLHFError as error:
+            # The table is only for reading. It must not fail the stage after all training.
+            log.warning("sft: no responses are sampled: %s", error.message)
+            return []
+        return [
+            {"prompt": prompt.prompt, "response": sample.response}
+            for prompt, sample in zip(prompts, found["sft"], strict=True)
+        ]
     model = (
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
         .to(device)
         .eval()
     )
     rows = []
-    prompts = load_prompts(context.inputs["data"], "eval")[: config.sft.samples]
     for i, prompt in enumerate(prompts):
         torch.manual_seed(derive_seed(config.run.seed, "sft", "sample", prompt.prompt_id))
         ids = torch.tensor([prompt.input_ids], device=device)
@@ -275,7 +306,10 @@ def evaluate_sft(
 def evaluate_saved(
     config: PipelineConfig, folder: Path, held_out: Sequence[TokenSequence], pad_id: int, device: str
 ) -> dict[str, float]:
-    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_sft`."""
+    """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_sft`.
+
+    Quantized weights cannot take an adapter (`TrainingEngine.merge_adapter`), so they are evaluated here.
+    """
     sft = config.sft
     heartbeat("load the model", config.run.timeouts.start)
     model = load_policy(

@@ -33,6 +33,7 @@ import torch
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
+from rlhf_core.engines import deepspeed
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models import policy
@@ -142,24 +143,27 @@ def pairs(data: Sequence[TrainSample]) -> list[PairExample]:
     ]
 
 
-class _NothingPersists(TrainingEngine):
-    """ZeRO-3 keeps parameters as small as these whole on every rank, if it is let."""
+def let_nothing_persist() -> None:
+    """Let ZeRO-3 shard parameters as small as these, which it would keep whole on every rank."""
+    original = deepspeed.deepspeed_config
 
-    def _ds_config(self, *arguments: Any) -> dict[str, Any]:
-        ds = super()._ds_config(*arguments)
-        ds["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return ds
+    def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        settings = original(*args, **kwargs)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return settings
+
+    deepspeed.deepspeed_config = changed
 
 
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
     hpz = 2 if "hpz" in kind and rank.world_size > 1 else 1
     offload = "all" if "offload" in kind else "none"
-    deepspeed = DeepSpeedConfig.model_validate(
+    config = DeepSpeedConfig.model_validate(
         {"zero_stage": stage, "ranks": rank.world_size, "hpz": hpz, "offload": offload}
     )
     ema_decay = 0.5 if kind.startswith("policy") else None
-    return _NothingPersists(model(kind), deepspeed, optimizer, rank, ema_decay=ema_decay)
+    return TrainingEngine(model(kind), config, optimizer, rank, ema_decay=ema_decay)
 
 
 def train(
@@ -254,6 +258,7 @@ def torchrun_rank() -> Rank:
 def main() -> None:
     rank = torchrun_rank()
     join(rank)
+    let_nothing_persist()
     for setting in SETTINGS if rank.world_size < 4 else OF_FOUR_RANKS:
         weights = train(rank, *setting, Path(sys.argv[1]))
         if rank.rank == 0:

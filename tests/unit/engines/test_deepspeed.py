@@ -20,6 +20,7 @@ from torch import nn
 from rlhf_core.config.training import OptimizerConfig
 from rlhf_core.engines.deepspeed import TrainingEngine, _decay_groups
 from rlhf_core.engines.weight_copy import WeightAverage
+from rlhf_core.models.saving import WeightStream
 
 
 class Averaging:
@@ -86,8 +87,11 @@ def test_save_model_saves_weights_or_average(
     nn.init.constant_(lm.weight, 2.0)
     moving.update()
     saved: dict[str, torch.Tensor] = {}
-    engine_of(lm, average=moving).save_model(
-        tmp_path / "m", lambda folder, state: saved.update(state), average=average
-    )
+
+    def save(_folder: Path, weights: WeightStream) -> None:
+        for group in weights.groups:
+            saved.update(group)
+
+    engine_of(lm, average=moving).save_model(tmp_path / "m", save, average=average)
     # 0.9 * 1 + 0.1 * 2
     assert saved["weight"].item() == pytest.approx(expected)

@@ -22,7 +22,9 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import add_adapter, merged
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
-from rlhf_core.models.quantized import dequantized, loading_options, save_pretrained, shape
+from rlhf_core.models.quantized import dequantized, loading_options, shape
+from rlhf_core.models.saving import save_model
+from tests.support.weight_streams import stream_of
 
 LOADING: Any = {"dtype": "float32", "attention": "eager", "device": "cpu"}
 
@@ -48,7 +50,7 @@ def test_a_quantized_model_saves_the_weights_that_it_is_given(kind: Any, tmp_pat
     lm, given = _lm(0, kind), {name: p.detach() for name, p in _lm(1, kind).named_parameters()}
     lm.hf_quantizer = object()
     lm.config.quantization_config = {"quant_method": "bitsandbytes"}
-    save_pretrained(lm, tmp_path, dict(given))
+    save_model(lm, tmp_path, stream_of(given))
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     opened = kind.from_pretrained(tmp_path)
     assert dict(opened.named_parameters()).keys() == given.keys()
@@ -78,6 +80,6 @@ def test_the_merged_model_gives_what_quantized_base_and_adapter_give(tmp_path: P
     weights = dict(merged({name: dequantized(p) for name, p in named.items()}, model.lora))
     layer = "model.layers.1.mlp.up_proj"
     assert shape(named[f"{layer}.base_layer.weight"]) == tuple(weights[f"{layer}.weight"].shape) == (128, 64)
-    model.save(tmp_path / "merged", weights)
+    model.save(tmp_path / "merged", stream_of(weights))
     opened = load_policy(tmp_path / "merged", **LOADING)
     torch.testing.assert_close(opened(batch).logprobs_N, model(batch).logprobs_N, atol=1e-5, rtol=0)

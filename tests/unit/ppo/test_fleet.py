@@ -4,6 +4,7 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 - engines that share devices with trainers load before the trainers; otherwise all load at the same time
 - a group of frozen models is restarted and its call repeated, for a limited number of times
 - the loss of a group that trains fails the attempt; so does an error without an unhealthy process
+- an engine that no host has the GPUs for is refused
 - scatter and gather return one value per sequence in the original order
 """
 
@@ -17,10 +18,11 @@ import pytest
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Group, Role, plan
-from rlhf_core.errors import InfrastructureError, WorkerDied
+from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
+from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo import fleet as module
 from rlhf_core.ppo.fleet import FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
+from rlhf_core.ppo.placement import check_engine_size
 
 Made = tuple[Fleet, list[str], list[str]]
 
@@ -192,3 +194,15 @@ def test_gather_restores_the_order_of_the_sequences(monkeypatch: pytest.MonkeyPa
 
 def test_reindex_counts_through_all_micro_batches() -> None:
     assert reindex([[7, 3], [], [5]], start=4) == [[4, 5], [], [6]]
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "largest", "fits"), [(8, 8, True), (16, 8, False), (16, None, True)]
+)
+def test_an_engine_must_fit_on_one_host(tensor_parallel: int, largest: float | None, fits: bool) -> None:
+    plan = PlacementPlan((), 1, tensor_parallel, colocated=False)
+    if fits:
+        check_engine_size(plan, largest)
+        return
+    with pytest.raises(ConfigError, match="an engine must be on one host; got 16"):
+        check_engine_size(plan, largest)

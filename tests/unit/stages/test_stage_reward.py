@@ -22,7 +22,7 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.stages import reward
 from rlhf_core.testing import RecordingMetrics, stage_context
-from rlhf_core.testing.trainer import ScriptedTrainer
+from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -72,7 +72,10 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     config = PipelineConfig.model_validate_json(json.dumps(tree))
     logged = RecordingMetrics()
     context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
-    metrics = reward._train(Rank(), config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", context)
+    with single_rank():
+        metrics = reward._train(
+            Rank(), config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", context
+        )
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
     scores = raw_scores(loaded)

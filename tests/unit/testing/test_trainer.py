@@ -18,6 +18,7 @@ from rlhf_core.evaluation.generate import sample_responses
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
+from rlhf_core.models.saving import WeightStream
 from rlhf_core.stages.sft import train_sft
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine, scripted_engines
@@ -70,7 +71,12 @@ def test_saved_weights_are_those_of_the_model(tmp_path: Path) -> None:
     module = torch.nn.Module()
     module.lm = torch.nn.Linear(2, 3)
     saved: dict[str, torch.Tensor] = {}
-    ScriptedTrainer(module).save_model(tmp_path / "model", lambda folder, state: saved.update(state))
+
+    def save(_folder: Path, weights: WeightStream) -> None:
+        for group in weights.groups:
+            saved.update(group)
+
+    ScriptedTrainer(module).save_model(tmp_path / "model", save)
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {"weight": (3, 2), "bias": (3,)}
 
 

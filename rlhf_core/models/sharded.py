@@ -1,0 +1,151 @@
+"""Load a pretrained model whose parameters are sharded while they are read (ZeRO-3).
+
+    safetensors -> one tensor in host memory -> conversions of transformers -> checks -> this rank's shard
+
+The model is built on `meta`. transformers sets its parameters one after another, and each matrix is replaced
+by its shard before the next one is read, so a rank holds its shards and two whole tensors at most. Vectors
+(norms, biases, the score head) stay whole until DeepSpeed shards them. Every rank reads the files: the page
+cache of the host serves all but the first, and no rank waits for another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.finite import is_finite
+from rlhf_core.models.folder import ModelFolder, is_hub_model
+
+
+class Shards(Protocol):
+    """Cuts parameters into shards. `engines.sharding` has the implementation."""
+
+    def cut(self, parameter: nn.Parameter) -> None:
+        """Replace the values of a parameter by the shard of this rank, in place."""
+
+    def gathered_in_turn(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which `model` can be called, on all ranks at the same time. At most one decoder
+        layer is gathered at a time.
+        """
+
+
+def load_sharded(
+    auto: Any, folder: Path | str, config: Any, shards: Shards, *, revision: str | None, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """Load the weights of `folder` into a model with sharded parameters.
+
+    Args:
+        auto: A class such as `AutoModelForCausalLM`.
+        folder: Path or hub id.
+        config: Result of `model_config`.
+        shards: Cuts each matrix after it was read.
+        revision: Of a hub model.
+        dtype: Of the parameters.
+
+    Returns:
+        The model, the loading info of transformers, and the names of parameters that are not finite.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.path: {folder} is quantized (quantization_config), which ZeRO-3 cannot shard while it is"
+            " loaded; give the model that it was made from, or set zero_stage=2"
+        )
+    files = _weight_files(folder, revision)
+    # "pread" reads one tensor at a time. A mapped file counts as address space of the process as a whole.
+    opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
+    tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+    kind = auto._model_mapping[type(config)]
+    with _one_tensor_at_a_time(), _cutting(shards, dtype) as not_finite:
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            attn_implementation=config._attn_implementation,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # all of them are reported together by the caller
+        )
+    _refuse_different_ties(folder, model, tensors)
+    if model.can_generate() and (files[0].parent / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
+    modules = {id(module): name for name, module in model.named_modules()}
+    return model, info, [f"{modules.get(id(module), '?')}.{name}" for module, name in not_finite]
+
+
+def _weight_files(folder: Path | str, revision: str | None) -> list[Path]:
+    if is_hub_model(str(folder)) and not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "model*.safetensors"]
+        folder = snapshot_download(str(folder), revision=revision, allow_patterns=patterns)
+    return ModelFolder(folder).weight_files()
+
+
+@contextmanager
+def _one_tensor_at_a_time() -> Iterator[None]:
+    """Let transformers read a tensor when it sets it. By default threads read all of them ahead."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _cutting(shards: Shards, dtype: torch.dtype) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Cut each matrix when transformers sets it after reading. Yields parameters that are not finite."""
+    not_finite: list[tuple[nn.Module, str]] = []
+
+    def on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        # Only values that were read have this mark. Others are empty, on `meta`, or initialized later.
+        was_read = getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta
+        if not was_read or hasattr(parameter, "ds_id"):
+            return
+        # As DeepSpeed does with whole parameters. transformers keeps a few of them in float32.
+        parameter.data = parameter.data.to(dtype)
+        if not is_finite(parameter):
+            not_finite.append((module, name))
+        if parameter.numel() > max(parameter.shape, default=1):
+            shards.cut(parameter)
+
+    handle = register_module_parameter_registration_hook(on_registration)
+    try:
+        yield not_finite
+    finally:
+        handle.remove()
+
+
+def _refuse_different_ties(folder: Path | str, model: Any, tensors: dict[str, Any]) -> None:
+    """Raise ModelError if the files have different values for tied parameters.
+
+    transformers compares the parameters and does not tie different ones. It cannot compare shards.
+    """
+    for target, source in model.all_tied_weights_keys.items():
+        if target in tensors and source in tensors and not _equal(tensors[target], tensors[source]):
+            raise ModelError(
+                f"model.path: {folder}: config.json ties {target} to {source}, but the weights have different"
+                " values for them; set tie_word_embeddings to false in config.json"
+            )
+
+
+def _equal(first: Any, second: Any, rows: int = 4096) -> bool:
+    shape = first.get_shape()
+    if shape != second.get_shape() or not shape:
+        return bool(shape == second.get_shape() and torch.equal(first[...], second[...]))
+    return all(torch.equal(first[i : i + rows], second[i : i + rows]) for i in range(0, shape[0], rows))

@@ -1,0 +1,191 @@
+"""Train a model on ranks whose memory is limited. Run by torchrun:
+
+    limited_memory.py FOLDER sft|reward|ppo sharded|whole MIB     limit the address space of a rank to what it
+                                                                  has before loading, and MIB more
+    limited_memory.py FOLDER load sharded|whole                   write the peak memory of loading
+
+FOLDER has a model in `base` (`make_model`), and gets the results. `whole` loads models as with ZeRO-2.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.engines import sharding
+from rlhf_core.engines.distributed import Rank, join
+from rlhf_core.models.policy import load_policy
+from rlhf_core.models.scoring import Batches, sequence_logprobs, sequence_scores, sequence_values
+from rlhf_core.ppo import worker
+from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample, update_critic, update_policy
+from rlhf_core.stages import reward, sft
+from rlhf_core.types import PairExample
+from tests.integration.deepspeed_step import leave_for_good, torchrun_rank
+
+SEQUENCES = [((3 + i, 4, 5, 6), (7, 8, 9 + i, 10, 2)) for i in range(8)]
+
+
+def make_model(folder: Path, *, layers: int, hidden: int) -> int:
+    """Save a model with random weights in float32, and return their bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        vocab_size=512,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "base")
+    return 4 * sum(p.numel() for p in model.parameters())
+
+
+def configuration(folder: Path, ranks: int) -> PipelineConfig:
+    deepspeed = {"zero_stage": 3, "ranks": ranks, "gradient_checkpointing": True, "dtype": "float32"}
+    training = {
+        "deepspeed": deepspeed,
+        "lora": {"r": 4, "alpha": 8},
+        "batch_size": 4,
+        "micro_batch_tokens": 64,
+        "checkpoint_every": 1,
+    }
+    ppo = {
+        "policy_deepspeed": deepspeed,
+        "critic_deepspeed": deepspeed,
+        "lora": {"r": 4, "alpha": 8},
+        "prompts_per_step": 16,
+    }
+    return PipelineConfig.model_validate_json(
+        json.dumps(
+            {
+                "model": {"path": str(folder / "base")},
+                "run": {"device": "cpu"},
+                "sft": training,
+                "reward": training,
+                "ppo": ppo,
+            }
+        )
+    )
+
+
+def status(name: str) -> int:
+    """Return a line of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def run_sft(rank: Rank, config: PipelineConfig, folder: Path) -> None:
+    examples = [
+        SimpleNamespace(input_ids=(*prompt, *response), loss_mask=(0,) * len(prompt) + (1,) * len(response))
+        for prompt, response in SEQUENCES
+    ]
+    vars(sft).update(load_sft=lambda *_: examples)
+    sft._train(rank, config, folder, folder / "work", folder / "sft", (), None)
+
+
+def run_reward(rank: Rank, config: PipelineConfig, folder: Path) -> None:
+    pairs = [PairExample("", "", prompt, response, response[::-1]) for prompt, response in SEQUENCES]
+    vars(reward).update(load_pairs=lambda *_: pairs)
+    reward._train(rank, config, folder, folder / "sft", folder / "work", folder / "reward", None)
+
+
+def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
+    """What the ranks of policy, reference, critic and reward model compute in a step of PPO."""
+    ranks: Any = worker.ModelWorker.__new__(worker.ModelWorker)
+    ranks._config, ranks._rank, ranks._roles = config, rank, ("policy", "reference", "critic", "reward")
+    score = str(folder / "reward" / "model")
+    policy = str(folder / "sft" / "model")
+    ranks._folders = {"policy": policy, "reference": policy, "critic": score, "reward": score}
+    ranks._models = {}
+    for role in ranks._roles:
+        torch.manual_seed(0)
+        ranks._models[role] = ranks._load(role)
+    own = SEQUENCES[rank.rank :: rank.world_size]
+    rows = list(range(len(own)))
+    batches = Batches(own, [rows], pad_id=0, device="cpu", pack=True)
+    old = sequence_logprobs(ranks._models["policy"], batches, 1.0)[0]
+    ref = sequence_logprobs(ranks._models["reference"], batches, 1.0)[0]
+    values = sequence_values(ranks._models["critic"], batches)
+    statistics = ranks._models["reward"].module.statistics
+    scores = sequence_scores(ranks._models["reward"], statistics, batches)
+    samples = [
+        TrainSample(
+            *own[i],
+            old_logprobs=old[i].numpy(),
+            advantages=np.full(len(old[i]), scores[i], np.float32) - values[i].numpy(),
+            ref_logprobs=ref[i].numpy(),
+            returns=np.full(len(old[i]), scores[i], np.float32),
+            old_values=values[i].numpy(),
+            weights=np.ones(len(old[i]), np.float32),
+        )
+        for i in rows
+    ]
+    tokens = sum(len(response) for _, response in SEQUENCES)
+    step = OptimizerStep([rows], len(SEQUENCES), [], tokens)
+    update_policy(ranks._models["policy"], samples, [step], config.ppo, 0, kl_coef=0.1, demonstrations=[])
+    update_critic(ranks._models["critic"], samples, [step], config.ppo, 0, clip_values=False)
+    for role in ("policy", "critic"):
+        ranks._models[role].save_checkpoint(folder / "work" / role)
+    policy = ranks._models["policy"]
+    policy.save_model(folder / "ppo" / "policy", policy.module.save, dtype=torch.float32)
+
+
+def run_load(config: PipelineConfig) -> dict[str, int]:
+    """Return the memory of this process before loading, its peak and its end."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    model = load_policy(
+        str(config.model.path),
+        dtype="float32",
+        attention="sdpa",
+        device="cpu",
+        shards=sharding.shards_of(config.sft.deepspeed),
+    )
+    found = {"before": before, "peak": status("VmHWM"), "after": status("VmRSS")}
+    assert model.packs
+    return found
+
+
+def main() -> None:
+    folder, what, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank = torchrun_rank()
+    join(rank)
+    config = configuration(folder, rank.world_size)
+    decoder = SimpleNamespace(pad=0, eos=2, bos=1)
+    vars(sft).update(load_decoder=lambda _: decoder)
+    vars(reward).update(load_decoder=lambda _: decoder)
+    import peft  # noqa: F401  # part of what a rank has before it loads a model
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    if how == "whole":
+        for module in (sft, reward, sharding):
+            vars(module).update(shards_of=lambda _: None)
+    baseline = status("VmSize")
+    if what == "load":
+        found = run_load(config)
+    else:
+        limit = baseline + (int(sys.argv[4]) << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        {"sft": run_sft, "reward": run_reward, "ppo": run_ppo}[what](rank, config, folder)
+        found = {"baseline": baseline, "limit": limit, "peak": status("VmPeak")}
+    (folder / f"{what}-{how}-{rank.rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    leave_for_good()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Models that are larger than the memory of a rank (ZeRO-3).
+
+- a rank holds its shards and single tensors while a model is loaded and tested, never the whole model
+- slow: SFT, reward model and the ranks of PPO train, save checkpoints, evaluate and save the result on four
+  ranks whose address space is limited to the baseline and less than the weights; models that are loaded
+  whole do not fit that limit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.models.folder import ModelFolder
+from tests.integration.deepspeed_step import TORCHRUN
+from tests.integration.limited_memory import make_model
+
+MIB = 1 << 20
+LIMIT = 0.9
+"""Memory that a rank may use beyond its baseline, as a share of the weights in float32."""
+
+
+def run(ranks: int, folder: Path, *arguments: str) -> tuple[int, str]:
+    """Return the exit code and the output of the ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = str(Path(__file__).with_name("limited_memory.py"))
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), script, str(folder), *arguments],
+        env={**os.environ, **TORCHRUN, "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def results(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> None:
+    weights = make_model(tmp_path, layers=10, hidden=512)
+    code, output = run(2, tmp_path, "load", "sharded")
+    assert code == 0, output[-3000:]
+    found = results(tmp_path, "load-sharded")
+    assert len(found) == 2
+    for rank in found:
+        assert weights / 2 < rank["peak"] - rank["before"] < 0.8 * weights
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_model_larger_than_the_memory_of_a_rank_is_trained(tmp_path: Path) -> None:
+    weights = make_model(tmp_path, layers=14, hidden=1024)
+    limit = str(int(LIMIT * weights) // MIB)
+    for stage in ("sft", "reward", "ppo"):
+        code, output = run(4, tmp_path, stage, "whole", limit)
+        assert code != 0 and "memory" in output, output[-3000:]
+        code, output = run(4, tmp_path, stage, "sharded", limit)
+        assert code == 0, output[-3000:]
+        assert len(results(tmp_path, f"{stage}-sharded")) == 4
+        for rank in results(tmp_path, f"{stage}-sharded"):
+            assert rank["peak"] - rank["baseline"] < LIMIT * weights
+    for model in ("sft/model", "reward/model", "ppo/policy"):
+        assert 4 * ModelFolder(tmp_path / model).parameters > 0.99 * weights
