@@ -293,8 +293,8 @@ class Model:
         """Bytes of gathered weights that ZeRO-3 keeps because it needs them now or soon."""
         if self.stage < 3 or self.deepspeed.ranks == 1:
             return 0.0
-        kept = min(LIVE_PARAMETERS, self.parameters // 4)
-        return self.size * min(self.parameters, kept + self._largest_tensor)
+        small = min(self.parameters, self.parameters // 4 + self._largest_tensor)
+        return self.size * min(LIVE_PARAMETERS, small)
 
     @property
     def _largest_tensor(self) -> int:

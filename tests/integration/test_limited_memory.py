@@ -47,13 +47,13 @@ def results(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> None:
-    weights = make_model(tmp_path, layers=10, hidden=512)
+    weights = make_model(tmp_path, layers=16, hidden=768)
     code, output = run(2, tmp_path, "load", "sharded")
     assert code == 0, output[-3000:]
     found = results(tmp_path, "load-sharded")
     assert len(found) == 2
     for rank in found:
-        assert weights / 2 < rank["peak"] - rank["before"] < 0.8 * weights
+        assert weights / 2 < rank["peak"] - rank["before"] < 0.9 * weights
 
 
 @pytest.mark.slow
