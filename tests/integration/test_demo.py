@@ -53,9 +53,9 @@ def test_the_demo_raises_the_true_reward(seed: int, tmp_path: Path, summary_line
     assert summary["reward"]["accuracy"] - summary["reward"]["accuracy_exchanged"] >= 0.04
     exchanged = summary["evaluate"]["gold_reward_exchanged"]
     assert gold["sft"]["mean"] - exchanged["sft"]["mean"] >= 0.5  # measured: 1.021, 0.997, 0.985
-    assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.6  # measured: 1.286, 1.261, 1.138
+    assert gold["ppo"]["mean"] - exchanged["ppo"]["mean"] >= 0.6  # measured: 1.159, 1.181, 1.152
     watched = gold_by_step(tmp_path)
-    assert mean(watched[-5:]) - mean(watched[:5]) >= 0.6  # measured: 1.391, 1.213, 1.213
+    assert mean(watched[-5:]) - mean(watched[:5]) >= 0.6  # measured: 1.227, 1.255, 1.175
     seconds = seconds_of(tmp_path, "timing/checkpoint", "timing/step")
     summary_lines.append(f"checkpoints of seed {seed}: {seconds[0]:.2f} s of {seconds[1]:.1f} s in PPO steps")
     assert seconds[0] <= 0.02 * seconds[1]
