@@ -118,7 +118,7 @@ def prepare(
         write_tiny_config(config, tokenizer, out / "model")
     # The tokenizer and the template were read between these checks and the digests.
     require_unchanged(template_digests(config), digests, config)
-    require_same_state(state, config)
+    require_same_state(state, config, digests)
     card = build_card(config, digests, counts, splits, tokenizer)
     near = card["overlap"]["near"]
     if near:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -169,28 +170,40 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
 
-ModelState = tuple[tuple[str, int, int, int], ...]
+@dataclass(frozen=True)
+class ModelState:
+    """The files of a local base model on one host; no files for other models."""
+
+    host: str
+    files: tuple[tuple[str, int, int, int], ...]
+    """Name, inode, size and modification time of each."""
 
 
 def model_state(config: PipelineConfig) -> ModelState:
-    """Return name, inode, size and modification time of each file of a local base model; empty for others.
+    """Return the state of the base model's files.
 
     Two equal states mean that no file was written or replaced between them. Unlike the digest this reads no
     file.
     """
     path = config.model.path
     if path is None or is_hub_model(path):
-        return ()
+        return ModelState(socket.gethostname(), ())
     states = ((file.relative_to(path).as_posix(), file.stat()) for file in _model_files(Path(path)))
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
+    files = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
+    return ModelState(socket.gethostname(), files)
 
 
-def require_same_state(before: ModelState, config: PipelineConfig) -> None:
-    """Raise DataError if a file of the base model was written since `before`,
-    which `model_state` returned.
+def require_same_state(before: ModelState, config: PipelineConfig, digests: Mapping[str, str]) -> None:
+    """Raise DataError if a file of the base model was written since `before`, which `model_state` returned.
+
+    Another host has a copy with other times. There the digest of the copy is compared with `digests`.
     """
-    if model_state(config) != before:
+    now = model_state(config)
+    if now.host == before.host and now != before:
         raise DataError(f"model: {config.model.path} {_CHANGED.format('its digest was taken')}")
+    if now.host != before.host and config.model.path is not None and now.files:
+        digest = _model_digest(config.model.path, config.model.revision)
+        require_unchanged({"model": digest}, digests, config)
 
 
 def _model_digest(path: str, revision: str | None) -> str:

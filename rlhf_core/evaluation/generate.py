@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
@@ -41,68 +41,14 @@ def responses_of(
     responses: dict[str, list[RewardInput]] = {}
     for name, files in models.items():
         before = sum(map(len, responses.values()))
-        report = partial(_report, context, before, total)
-        if needs_actors(config.evaluate.engines):
-            rollouts = _sample_on_actors(
-                config, files, prompts, before, total, device=device, context=context
-            )
-        else:
-            rollouts = sample_responses(config, files, prompts, device=device, done=report)
+
+        def report(done: int, before: int = before) -> None:
+            context.progress("evaluate", before + done, total, "responses")
+
+        rollouts = sample_responses(config, files, prompts, device=device, done=report, context=context)
         responses[name] = reward_inputs(decode, prompts, rollouts)
         failpoint("evaluate.sampled")
     return responses
-
-
-def _report(context: StageContext, before: int, total: int, done: int) -> None:
-    context.progress("evaluate", before + done, total, "responses")
-
-
-def _sample_on_actors(
-    config: PipelineConfig,
-    files: PolicyFiles,
-    prompts: Sequence[PromptExample],
-    before: int,
-    total: int,
-    *,
-    device: str,
-    context: StageContext,
-) -> list[Rollout]:
-    """Return what `sample_responses` returns, sampled by `evaluate.engines` actors."""
-    shares = map_ranks(
-        _sample_share,
-        config.evaluate.engines,
-        device,
-        config,
-        files,
-        prompts,
-        before,
-        total,
-        rank_zero=context,
-        label="engine",
-        gpus_per_rank=config.ppo.engine.tensor_parallel,
-        config=config,
-        monitor=context.monitor,
-    )
-    # Prompt i was in share i modulo the number of engines.
-    return [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
-
-
-def _sample_share(
-    rank: Rank,
-    config: PipelineConfig,
-    files: PolicyFiles,
-    prompts: Sequence[PromptExample],
-    before: int,
-    total: int,
-    context: StageContext | None,
-) -> list[Rollout]:
-    def report(done: int) -> None:
-        if context is not None:
-            # The others are about as far.
-            _report(context, before, total, min(done * rank.world_size, len(prompts)))
-
-    share = prompts[rank.rank :: rank.world_size]
-    return sample_responses(config, files, share, device=rank.device, done=report)
 
 
 def sample_responses(
@@ -112,8 +58,11 @@ def sample_responses(
     *,
     device: str,
     done: Callable[[int], None],
+    context: StageContext | None = None,
 ) -> list[Rollout]:
     """Return one response per prompt (n,), in the order of the prompts.
+
+    A single engine runs in this process, several (`evaluate.engines`) or those of a cluster in actors.
 
     The temperature is `config.evaluation_temperature`, which depends on the sections `evaluate` and `ppo`: a
     stage that calls this function needs both in its `sections`. The seed of a response depends only on the
@@ -126,7 +75,68 @@ def sample_responses(
         prompts: (n,) held-out prompts.
         device: Device of the engine.
         done: Is called after each batch with the number of responses so far.
+        context: Of the stage, for actors; None outside a stage.
     """
+    if needs_actors(config.evaluate.engines):
+        return _sample_on_actors(config, files, prompts, device=device, done=done, context=context)
+    return _sample_here(config, files, prompts, device=device, done=done)
+
+
+def _sample_on_actors(
+    config: PipelineConfig,
+    files: PolicyFiles,
+    prompts: Sequence[PromptExample],
+    *,
+    device: str,
+    done: Callable[[int], None],
+    context: StageContext | None,
+) -> list[Rollout]:
+    def progress(_task: str, count: int, _total: int, _unit: str, **_metrics: float) -> None:
+        # The other engines are about as far as the first.
+        done(min(count * config.evaluate.engines, len(prompts)))
+
+    shares = map_ranks(
+        _sample_share,
+        config.evaluate.engines,
+        device,
+        config,
+        files,
+        prompts,
+        rank_zero=None if context is None else replace(context, progress=progress),
+        label="engine",
+        gpus_per_rank=config.ppo.engine.tensor_parallel,
+        config=config,
+        monitor=None if context is None else context.monitor,
+    )
+    # Prompt i was in share i modulo the number of engines.
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
+
+
+def _sample_share(
+    rank: Rank,
+    config: PipelineConfig,
+    files: PolicyFiles,
+    prompts: Sequence[PromptExample],
+    context: StageContext | None,
+) -> list[Rollout]:
+    """Sample the share of one engine in its own process."""
+    share = prompts[rank.rank :: rank.world_size]
+
+    def done(count: int) -> None:
+        if context is not None:
+            context.progress("engine", count, len(share), "responses")
+
+    return _sample_here(config, files, share, device=rank.device, done=done)
+
+
+def _sample_here(
+    config: PipelineConfig,
+    files: PolicyFiles,
+    prompts: Sequence[PromptExample],
+    *,
+    device: str,
+    done: Callable[[int], None],
+) -> list[Rollout]:
     from rlhf_core.engines.vllm import Engine
 
     seed = derive_seed(config.run.seed, "evaluate")

@@ -116,7 +116,7 @@ def _train(
         shards=shards_of(sft.deepspeed),
     )
     if context is not None:
-        require_same_state(state, config)
+        require_same_state(state, config, context.sources)
     sft = sft.model_copy(update={"pack": all_ranks_pack(policy, sft.pack, rank, "sft.pack")})
     ids = load_decoder(data)
     policy.lm.config.update({"pad_token_id": ids.pad, "eos_token_id": ids.eos, "bos_token_id": ids.bos})

@@ -1,6 +1,7 @@
 """What the SFT stage takes of the base model that it was given, and what it refuses.
 
 - weights that changed since the run began are not trained
+- a copy on another host must have the digest of the key
 - the base model's own sampling settings are not in the model that the stage saves
 """
 
@@ -14,7 +15,7 @@ import pytest
 from transformers import GenerationConfig
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import model_state, source_digests
+from rlhf_core.data.sources import ModelState, model_state, require_same_state, source_digests
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError
 from rlhf_core.stages import sft
@@ -42,6 +43,17 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path, monkeypatch: pytes
         sft.run(config, context)
 
 
+def test_a_copy_on_another_host_is_compared_by_its_digest(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"first")
+    config = PipelineConfig.model_validate({"model": {"path": str(tmp_path)}}, strict=False)
+    key = source_digests(config)
+    elsewhere = ModelState("another-host", (("model.safetensors", 1, 2, 3),))
+    require_same_state(elsewhere, config, key)
+    (tmp_path / "model.safetensors").write_bytes(b"second")
+    with pytest.raises(DataError, match=f"model: {tmp_path} was changed after the run began"):
+        require_same_state(elsewhere, config, key)
+
+
 def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_tiny_llama(tmp_path / "base")
     GenerationConfig(do_sample=True, top_p=0.5, repetition_penalty=1.3, eos_token_id=5).save_pretrained(base)
@@ -53,7 +65,8 @@ def test_sampling_settings_of_base_model_are_removed(tmp_path: Path, monkeypatch
     config = PipelineConfig.model_validate(
         {"model": {"path": str(base)}, "run": {"device": "cpu"}}, strict=False
     )
-    sft._train(Rank(), config, tmp_path, tmp_path, tmp_path / "out", (), None)
+    state = model_state(config)
+    sft._train(Rank(), config, tmp_path, tmp_path, tmp_path / "out", state, None)
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
     assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)
