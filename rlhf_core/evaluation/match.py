@@ -184,7 +184,7 @@ def _run_match(
             pad_id=decoder.pad,
             device=device,
             reward_code=code,
-            monitor=context.monitor,
+            context=context,
         )
         count = len(candidate_answers)
         ours: list[Answer] = []

@@ -16,8 +16,7 @@ from rlhf_core.cluster.ranks import run_ranks
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.types import PromptAndResponse
+from rlhf_core.types import PromptAndResponse, StageContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,18 +26,30 @@ if TYPE_CHECKING:
 
 
 def on_ranks(
-    target: Callable[..., Any], config: PipelineConfig, device: str, monitor: Monitor | None, *args: Any
+    target: Callable[..., Any],
+    config: PipelineConfig,
+    device: str,
+    context: StageContext | None,
+    *args: Any,
 ) -> Any:
-    """Return what `target(rank, config, *args, None)` returns on rank 0 of `evaluate.ranks`."""
+    """Return what `target(rank, config, *args, context)` returns on rank 0 of `evaluate.ranks`.
+
+    Args:
+        target: A function of this module.
+        config: Configuration of the run.
+        device: "cpu" or "cuda".
+        context: Of the stage; None outside a stage.
+        args: Further arguments of `target`.
+    """
     return run_ranks(
         target,
         config.evaluate.ranks,
         device,
         config,
         *args,
-        rank_zero=None,
+        rank_zero=context,
         config=config,
-        monitor=monitor,
+        monitor=None if context is None else context.monitor,
     )
 
 
@@ -48,7 +59,7 @@ def scores_of_rank(
     folder: Path,
     pairs: Sequence[PromptAndResponse],
     pad_id: int,
-    _context: None,
+    _context: StageContext | None,
 ) -> list[float]:
     """Return the normalised score of each sequence, on every rank. A collective operation."""
     import torch
@@ -85,7 +96,7 @@ def logprobs_of_rank(
     temperature: float,
     pad_id: int,
     dtype: str,
-    _context: None,
+    _context: StageContext | None,
 ) -> list[Tensor]:
     """Return the log-probabilities of each response's tokens, (T,) each, on every rank. A collective
     operation.

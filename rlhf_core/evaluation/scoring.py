@@ -24,8 +24,8 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.rank_scoring import logprobs_of_rank, on_ranks, scores_of_rank
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
-from rlhf_core.system.heartbeat import Monitor, heartbeat, idle
-from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
+from rlhf_core.system.heartbeat import heartbeat, idle
+from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, StageContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +115,7 @@ def score(
     pad_id: int,
     device: str,
     reward_code: Mapping[str, str] | None = None,
-    monitor: Monitor | None = None,
+    context: StageContext | None = None,
 ) -> list[float]:
     """Return the (n,) values of one measure.
 
@@ -127,14 +127,14 @@ def score(
         pad_id: Padding token.
         device: Device of the reward model.
         reward_code: Digests of the code of Python rewards, as in `RewardComposer`.
-        monitor: The heartbeat monitor of the stage.
+        context: Of the stage, for ranks in other processes; None outside a stage.
     """
     if measure == "gold":
         return score_gold(samples)
     if measure == "rules":
         return list(score_rules(rule_sources(config), samples, reward_code).total)
     assert reward is not None
-    return score_reward_model(config, reward, samples, pad_id=pad_id, device=device, monitor=monitor)
+    return score_reward_model(config, reward, samples, pad_id=pad_id, device=device, context=context)
 
 
 def score_rules(
@@ -163,7 +163,7 @@ def score_reward_model(
     *,
     pad_id: int,
     device: str,
-    monitor: Monitor | None = None,
+    context: StageContext | None = None,
 ) -> list[float]:
     """Return the (n,) scores of a reward model, normalised by the statistics in its folder.
 
@@ -173,14 +173,14 @@ def score_reward_model(
         samples: (n,) prompts and responses.
         pad_id: Padding token.
         device: Device of the reward model.
-        monitor: The heartbeat monitor of the stage.
+        context: Of the stage, for ranks in other processes; None outside a stage.
     """
     from rlhf_core.models.score import load_score_model
     from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     if needs_actors(config.evaluate.ranks):
-        found: list[float] = on_ranks(scores_of_rank, config, device, monitor, folder, pairs, pad_id)
+        found: list[float] = on_ranks(scores_of_rank, config, device, context, folder, pairs, pad_id)
         return found
     heartbeat("load the reward model", config.run.timeouts.start)
     model = load_score_model(
@@ -205,7 +205,7 @@ def policy_kl(
     *,
     pad_id: int,
     device: str,
-    monitor: Monitor | None = None,
+    context: StageContext | None = None,
 ) -> list[float]:
     """Return the (n,) log-ratios of policy and reference, summed over the tokens of each response.
 
@@ -219,7 +219,7 @@ def policy_kl(
         samples: (n,) responses that the policy sampled.
         pad_id: Padding token.
         device: Device of both models.
-        monitor: The heartbeat monitor of the stage.
+        context: Of the stage, for ranks in other processes; None outside a stage.
 
     Raises:
         NonFiniteError: A log-ratio is NaN or infinite. The message has its prompt.
@@ -228,7 +228,7 @@ def policy_kl(
     temperature = config.evaluation_temperature
 
     def of(files: PolicyFiles) -> list[Tensor]:
-        return logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device, monitor=monitor)
+        return logprobs(config, files, pairs, temperature, pad_id=pad_id, device=device, context=context)
 
     new_logprobs, ref_logprobs = of(policy), of(PolicyFiles(reference))
     values = [float((new - ref).double().sum()) for new, ref in zip(new_logprobs, ref_logprobs, strict=True)]
@@ -250,7 +250,7 @@ def logprobs(
     pad_id: int,
     device: str,
     dtype: str | None = None,
-    monitor: Monitor | None = None,
+    context: StageContext | None = None,
 ) -> list[Tensor]:
     """Return the log-probabilities of each response's tokens, (T,) each.
 
@@ -262,7 +262,7 @@ def logprobs(
         pad_id: Padding token.
         device: Device of the model.
         dtype: Precision of the model. None is the precision of the policy's training.
-        monitor: The heartbeat monitor of the stage.
+        context: Of the stage, for ranks in other processes; None outside a stage.
     """
     from rlhf_core.models.adapters import load_adapter
     from rlhf_core.models.policy import load_policy
@@ -271,7 +271,7 @@ def logprobs(
     dtype = dtype or config.ppo.policy_deepspeed.dtype
     if needs_actors(config.evaluate.ranks):
         found: list[Tensor] = on_ranks(
-            logprobs_of_rank, config, device, monitor, files, pairs, temperature, pad_id, dtype
+            logprobs_of_rank, config, device, context, files, pairs, temperature, pad_id, dtype
         )
         return found
     heartbeat("load a policy", config.run.timeouts.start)

@@ -121,7 +121,7 @@ def _measure(
     if "reward" in context.inputs:
         folder = context.inputs["reward"] / "model"
         scores = scoring.score_reward_model(
-            config, folder, both, pad_id=pad_id, device=device, monitor=context.monitor
+            config, folder, both, pad_id=pad_id, device=device, context=context
         )
         measures["reward_model"] = pair(scores)
         report()
@@ -139,7 +139,7 @@ def _measure(
         responses["ppo"],
         pad_id=pad_id,
         device=device,
-        monitor=context.monitor,
+        context=context,
     )
     report()
     return Measured(measures, rules, kl, prompt_sources)
