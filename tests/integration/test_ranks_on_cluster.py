@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import shutil
 import sys
@@ -37,10 +38,12 @@ def _by_value() -> None:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # As `connect` and `ray.init` do it. Ray reads both once in a process.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    enable_token_auth_by_default()
     # Paths of sockets are short.
     folder = tempfile.mkdtemp(prefix="r-")
     monkeypatch.setenv("RAY_TMPDIR", folder)
