@@ -91,9 +91,11 @@ def _sample_on_actors(
     done: Callable[[int], None],
     context: StageContext | None,
 ) -> list[Rollout]:
-    def progress(_task: str, count: int, _total: int, _unit: str, **_metrics: float) -> None:
+    report = done
+
+    def progress(task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         # The other engines are about as far as the first.
-        done(min(count * config.evaluate.engines, len(prompts)))
+        report(min(done * config.evaluate.engines, len(prompts)))
 
     shares = map_ranks(
         _sample_share,
