@@ -48,10 +48,9 @@ def config_of(zero_stage: int, **evaluate: int) -> Any:
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    timeouts = config_of(0).run.timeouts
     with (
         Monitor(tmp_path_factory.mktemp("monitor")) as monitor,
-        ray_session(2, "cpu", timeouts, monitor),
+        ray_session(2, "cpu", None, monitor),
     ):
         yield
 
