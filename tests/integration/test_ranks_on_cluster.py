@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def _by_value() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@contextmanager
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
     from ray.cluster_utils import Cluster
 
@@ -86,15 +87,20 @@ def _waits(_rank: Any, _context: Any) -> None:
     time.sleep(120)
 
 
-def test_two_nodes_give_the_bits_of_one_and_a_lost_node_is_named(cluster: Any, tmp_path: Path) -> None:
+def test_two_nodes_give_the_bits_of_one_and_a_lost_node_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = save_tiny_llama(tmp_path / "model")
-    digest, nodes = run_ranks(_train, 2, "cpu", model, rank_zero=None)
-    assert len(set(nodes)) == 2 and nodes == sorted(nodes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS")
-        here, one_node = run_ranks(_train, 2, "cpu", model, rank_zero=None)
-    assert len(set(one_node)) == 1 and here == digest
+    here, one_node = run_ranks(_train, 2, "cpu", model, rank_zero=None)
+    assert len(set(one_node)) == 1
+    with two_nodes(monkeypatch) as cluster:
+        digest, nodes = run_ranks(_train, 2, "cpu", model, rank_zero=None)
+        assert len(set(nodes)) == 2 and nodes == sorted(nodes)
+        assert digest == here
+        _lose_a_node(cluster, nodes, tmp_path)
 
+
+def _lose_a_node(cluster: Any, nodes: list[str], tmp_path: Path) -> None:
     (lost,) = cluster.worker_nodes
     died = "training rank 1" if lost.node_id == nodes[1] else "training rank 0"
     with Monitor(tmp_path / "monitor") as monitor:
