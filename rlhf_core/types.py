@@ -193,6 +193,9 @@ class Nodes(Protocol):
     def gather(self, folder: Path) -> None:
         """Move the files that processes on other hosts have written to `folder` to this host."""
 
+    def share(self, folder: Path) -> None:
+        """Copy the files of a folder of this host to the other hosts, unless they have them."""
+
     def leave(self) -> None:
         """End the agents; to be called before Ray's connection ends."""
 

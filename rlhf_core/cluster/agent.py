@@ -8,6 +8,7 @@
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
     fetch                                 ->  what the ranks of this host need of a checkpoint
     listing, read                         ->  files that processes have written here, for the driver
+    missing, write                        ->  files of the driver that processes here read
 
 An agent is a Ray actor without CPUs. It trains nothing and imports neither torch nor vLLM. It ends with its
 driver.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -109,9 +110,9 @@ class NodeAgent:
     @_served
     def close(self) -> None:
         """End the monitor and remove the scratch folder."""
-        self._monitor.kill()
-        self._monitor.__exit__()
-        if not self._shares_folders:
+        self.kill(None)
+        if not self._shares_folders:  # else the driver removes the files
+            self._monitor.__exit__()
             shutil.rmtree(self._work, ignore_errors=True)
 
     # -- processes --
@@ -224,6 +225,27 @@ class NodeAgent:
         with file.open("rb") as opened:
             opened.seek(offset)
             return opened.read(CHUNK_BYTES)
+
+    @_served
+    def missing(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
+        """Return the files that `folder` does not have in this size."""
+        return [
+            name
+            for name, size in sizes.items()
+            if not (folder / name).is_file() or (folder / name).stat().st_size != size
+        ]
+
+    @_served
+    def write(self, file: Path, offset: int, data: bytes) -> None:
+        """Write a part of a file. Parts come in their order."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab" if offset else "wb") as opened:
+            opened.write(data)
+
+    @_served
+    def sha256(self, file: Path) -> str:
+        """Return the sha256 of a file."""
+        return bundles.hash_file(file)
 
     @_served
     def remove(self, folder: Path) -> None:

@@ -3,7 +3,8 @@
     join     one agent per node of the stage other than the driver's; they fetch the inputs
     monitor  asks each agent once per second what its processes do (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
-    gather   copies what processes have written on other hosts to this one
+    gather   moves what processes have written on other hosts to this one
+    share    copies a folder of this host to the others
     leave    ends the agents
 
 Nodes that share the folder of the run (`run.home` on NFS) have one part of the files: the first of them.
@@ -29,7 +30,7 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied
-from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.storage.bundles import FileEntry, Manifest, hash_file
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
@@ -222,6 +223,31 @@ class ClusterNodes:
             for entry in self._wait([host.call(NodeAgent.listing, folder)])[0]:
                 self._copy(host, folder / entry.path, entry)
             self._wait([host.call(NodeAgent.remove, folder)])
+
+    def share(self, folder: Path) -> None:
+        hosts = self._with_files()
+        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        missing = self._wait([host.call(NodeAgent.missing, folder, sizes) for host in hosts])
+        for name, path in sorted(files.items()):
+            lacking = [host for host, names in zip(hosts, missing, strict=True) if name in names]
+            if lacking:
+                heartbeat("copy files to other hosts", math.inf)
+                self._send(path, sizes[name], lacking)
+
+    def _send(self, file: Path, size: int, hosts: Sequence[_Host]) -> None:
+        import ray
+
+        with file.open("rb") as opened:
+            for offset in range(0, max(size, 1), CHUNK_BYTES):
+                chunk = ray.put(opened.read(CHUNK_BYTES))  # one object for all hosts
+                self._wait([host.call(NodeAgent.write, file, offset, chunk) for host in hosts])
+        expected = hash_file(file)
+        for host, digest in zip(
+            hosts, self._wait([host.call(NodeAgent.sha256, file) for host in hosts]), strict=True
+        ):
+            if digest != expected:
+                raise CorruptArtifact(f"{file} changed on its way to host {host.name}.")
 
     def _copy(self, host: _Host, file: Path, entry: FileEntry) -> None:
         digest = hashlib.sha256()

@@ -19,7 +19,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.connect import connect, on_cluster
@@ -342,6 +343,8 @@ class _RankGroup:
         nodes = None if context is None else context.nodes
         if nodes is not None:
             nodes.join(self._placement.ranks_by_node())
+            for folder in _folders(args):
+                nodes.share(folder)
         layout, limits, address, port = self._layout, self._limits, "", 0
         if layout.process_group:
             listening = self._actors[0].call(RankActor.listen, not on_cluster())
@@ -388,6 +391,15 @@ class _RankGroup:
                     f"{self._layout.name(min(outcomes.pending))} was not up after {self._limits.start:g} s"
                     " (run.timeouts.start)"
                 )
+
+
+def _folders(args: Sequence[Any]) -> list[Path]:
+    """Return the existing folders among the arguments of a target, and in their fields."""
+    values = [*args]
+    for arg in args:
+        if is_dataclass(arg):
+            values += [getattr(arg, field.name) for field in fields(arg)]
+    return [value for value in values if isinstance(value, Path) and value.is_dir()]
 
 
 class _Outcomes:

@@ -4,7 +4,7 @@
 - each host has its part of a checkpoint, one manifest commits them, and a restore brings to each host what
   its rank needs
 - a rank that is stuck or dies on the other host is named with its host, and its stacks are on this one
-- what a rank writes to the output on the other host is moved to this one
+- what a rank writes to the output on the other host is moved to this one, and a folder of this one is copied
 """
 
 from __future__ import annotations
@@ -112,6 +112,12 @@ with Monitor(home.stacks("ppo", "k", 1)) as monitor:
     client.wait([ranks[1].call(Rank.write, work / "out" / "policy" / "weights", "w" * 1000)], "the output")
     nodes.gather(work / "out")
     facts["gathered"] = (work / "out" / "policy" / "weights").read_text() == "w" * 1000
+    champion = home.cache / "champion"
+    champion.mkdir()
+    (champion / "weights").write_text("champion")
+    (champion / "empty").write_text("")
+    nodes.share(champion)
+    facts["shared"] = client.wait([rank.call(Rank.read, champion) for rank in ranks], "the champion")
     began = time.monotonic()
     try:
         client.wait([ranks[1].call(Rank.stall)], "a step")
@@ -147,6 +153,7 @@ def test_two_hosts_share_nothing_but_the_bucket() -> None:
         {"latest": "5", shard: f"rank {rank}"} for rank, shard in enumerate(shards)
     ], "each host has what its rank needs, and no more"
     assert facts["gathered"]
+    assert facts["shared"] == [{"empty": "", "weights": "champion"}] * 2
     kind, message, seconds = facts["stuck"]
     assert kind == "WorkerStuck"
     assert "rank 1 (process " in message and ' on host host-2) has made no progress in "stall"' in message
