@@ -4,6 +4,7 @@
 - hosts hash and upload their parts, and one manifest commits them all; without one part nothing is committed
 - a part that was not uploaded is uploaded by the next attempt; if its host is gone, the checkpoint before it
   is used
+- a folder is copied to another host, and back, in parts; a file that changes on its way is noticed
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_core.cluster import agent as agent_module
+from rlhf_core.cluster import nodes as nodes_module
 from rlhf_core.cluster.agent import NodeAgent
-from rlhf_core.cluster.nodes import needed_files
+from rlhf_core.cluster.nodes import ClusterNodes, needed_files
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import StoreError
+from rlhf_core.errors import CorruptArtifact, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -25,6 +30,7 @@ from rlhf_core.storage.fencing import claim
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
+from rlhf_core.system.heartbeat import Monitor
 from tests.support.checkpoints import keep
 
 ZERO_3 = [
@@ -196,3 +202,61 @@ def test_checkpoint_with_a_part_on_a_host_that_is_gone_is_not_used(
     latest = Attempt(tmp_path, store).checkpoints.latest()
     assert latest is not None and latest[0] == 3
     assert "1 of the 1 other hosts with a part of it are gone" in caplog.text
+
+
+class Called:
+    """An agent that is called in this process. It finds each folder below `root`."""
+
+    def __init__(self, agent: NodeAgent, root: Path) -> None:
+        self._agent = agent
+        self._root = root
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Pending[Any]:
+        there = [self._root / arg.relative_to("/") if isinstance(arg, Path) else arg for arg in args]
+        return Pending(method(self._agent, *there))
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterNodes:
+    """The driver's view of one other host, whose files are below `two`."""
+    monkeypatch.setattr(nodes_module, "fetch", lambda pending, _seconds: [call.reference for call in pending])
+    monkeypatch.setattr(nodes_module, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(agent_module, "CHUNK_BYTES", 10)
+    monkeypatch.setattr("ray.put", lambda value: value)
+    other = OneOtherHost(tmp_path / "two", Store(tmp_path / "store"))
+    nodes = ClusterNodes(PipelineConfig(), tmp_path / "work", [], Monitor(tmp_path / "stacks"))
+    actor: Any = Called(other.agent, other.root)
+    nodes._hosts = [nodes_module._Host("id", actor, "two", "id")]
+    return nodes
+
+
+def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: ClusterNodes) -> None:
+    folder = tmp_path / "one" / "model"
+    (folder / "parts").mkdir(parents=True)
+    content = {"parts/weights": "w" * 25, "config.json": "{}", "empty": ""}
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    two_hosts.share(folder)
+    there = tmp_path / "two" / folder.relative_to("/")
+    assert {name: (there / name).read_text() for name in content} == content
+    # Files that are there already are not sent again.
+    before = (there / "config.json").stat().st_mtime_ns
+    (folder / "more").write_text("more")
+    two_hosts.share(folder)
+    assert (there / "more").read_text() == "more"
+    assert (there / "config.json").stat().st_mtime_ns == before
+    shutil.rmtree(folder)
+    two_hosts.gather(folder)
+    assert {name: (folder / name).read_text() for name in content} == content
+    assert list(there.iterdir()) == [], "moved"
+
+
+def test_file_that_changes_on_its_way_is_noticed(
+    tmp_path: Path, two_hosts: ClusterNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "weights").write_text("w" * 25)
+    monkeypatch.setattr("ray.put", lambda value: value.replace(b"w", b"x"))
+    with pytest.raises(CorruptArtifact, match="weights changed on its way to host two"):
+        two_hosts.share(folder)
