@@ -13,7 +13,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.layout import arrange
+from rlhf_core.planning.layout import first_devices, hosts_of
 from rlhf_core.planning.loads import ppo_models
 from rlhf_core.planning.memory import Model
 
@@ -46,18 +46,18 @@ def checkpoint_sizes(
 ) -> Iterator[CheckpointSize]:
     """Yield the checkpoint of each training stage."""
     sft = Model(shape, config.sft.deepspeed, lora=config.sft.lora)
-    yield _size("sft", [(sft, 0)], [sft.deepspeed.ranks], hardware)
+    yield _size("sft", [(sft, 0)], hardware)
     if config.reward.enabled:
         reward = Model(shape, config.reward.deepspeed, scores=True, lora=config.reward.lora)
-        yield _size("reward", [(reward, 0)], [reward.deepspeed.ranks], hardware)
-    groups = plan(config.ppo).groups
-    models = [
-        (model, index)
-        for index, group in enumerate(groups)
-        for model in ppo_models(config, shape, group).values()
-        if model.trained
-    ]
-    yield _size("ppo", models, [group.ranks for group in groups], hardware)
+        yield _size("reward", [(reward, 0)], hardware)
+    placement = plan(config.ppo)
+    engines = 0 if placement.colocated else placement.engines
+    starts = first_devices([group.ranks for group in placement.groups], engines, placement.tensor_parallel)
+    models = []
+    for group, first in zip(placement.groups, starts, strict=True):
+        trained = [model for model in ppo_models(config, shape, group).values() if model.trained]
+        models += [(model, first) for model in trained]
+    yield _size("ppo", models, hardware)
 
 
 def model_bytes(model: Model) -> float:
@@ -69,23 +69,16 @@ def model_bytes(model: Model) -> float:
     return (model.size + state) * model.trainable + average
 
 
-def _size(
-    stage: str, models: list[tuple[Model, int]], ranks: list[int], hardware: Hardware
-) -> CheckpointSize:
-    groups, _ = arrange(ranks, hardware)
+def _size(stage: str, models: list[tuple[Model, int]], hardware: Hardware) -> CheckpointSize:
+    """Return the size of the checkpoint of models, each with the number of its first device."""
     total, parts = 0.0, dict[int, float]()
-    first = 0
-    starts = []
-    for count in ranks:
-        starts.append(first)
-        first += count
-    for model, index in models:
-        size = model_bytes(model)
+    for model, first in models:
+        size, ranks = model_bytes(model), model.deepspeed.ranks
         total += size
-        for host in groups[index]:
-            begin = max(starts[index], host * hardware.per_host)
-            end = min(starts[index] + ranks[index], (host + 1) * hardware.per_host)
+        for host in hosts_of(first, ranks, hardware):
+            begin = max(first, host * hardware.per_host)
+            end = min(first + ranks, (host + 1) * hardware.per_host)
             # Without ZeRO, rank 0 writes everything.
-            share = (end - begin) / ranks[index] if model.stage else float(begin == starts[index])
+            share = (end - begin) / ranks if model.stage else float(begin == first)
             parts[host] = parts.get(host, 0.0) + share * size
     return CheckpointSize(stage, total, max(parts.values(), default=0.0))

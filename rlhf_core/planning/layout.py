@@ -1,7 +1,8 @@
-"""Which hosts the processes of PPO are on.
+"""Which hosts the processes of PPO are on, as `ppo.placement` assigns them.
 
-The training ranks fill the hosts in the order of `config.placement`: policy first. The engines use the
-devices that are left, each inside one host.
+Devices are taken in order, host by host: first by the policy's ranks, then by the engines, so that weights
+stay inside a host where that is possible, then by the other groups. Engines with several GPUs are inside one
+host, on the devices that the ranks leave.
 """
 
 from __future__ import annotations
@@ -23,43 +24,56 @@ class Layout:
     """Numbers of the hosts that have an engine."""
 
 
-def arrange(ranks: Sequence[int], hardware: Hardware) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Return the hosts of each group of `ranks`, and the devices of each host that are left.
+def first_devices(ranks: Sequence[int], engines: int, tensor_parallel: int) -> list[int]:
+    """Return the number of the first device of each group of `ranks`, the first of which is the policy's."""
+    found, first = [], 0
+    for count in ranks:
+        found.append(first)
+        first += count
+        if len(found) == 1 and tensor_parallel == 1:
+            first += engines
+    return found
+
+
+def hosts_of(first: int, count: int, hardware: Hardware) -> tuple[int, ...]:
+    """Return the numbers of the hosts of `count` devices.
 
     Devices that the hardware does not have are on further hosts, so that a plan for too few devices also has
     times.
     """
-    first, groups = 0, []
-    for count in ranks:
-        last = first + count - 1
-        groups.append(tuple(range(first // hardware.per_host, last // hardware.per_host + 1)))
-        first += count
-    left = []
-    for host in range(hardware.hosts):
-        end = (host + 1) * hardware.per_host
-        left.append(min(hardware.per_host, max(0, end - first)))
-    return tuple(groups), left
+    return tuple(range(first // hardware.per_host, (first + count - 1) // hardware.per_host + 1))
 
 
-def engine_hosts(count: int, tensor_parallel: int, left: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the hosts of `count` engines on the devices that are `left`, or None if there is no room.
+def arrange(ranks: Sequence[int], engines: int, tensor_parallel: int, hardware: Hardware) -> Layout | None:
+    """Return the hosts of all processes, or None if an engine has no room inside one host.
 
-    The policy is on the first hosts. The engines go to the first ones with room.
+    Args:
+        ranks: Of each group, first of the policy's.
+        engines: Number of engines with devices of their own.
+        tensor_parallel: GPUs of each engine.
+        hardware: The hosts.
     """
-    hosts = []
-    for host, devices in enumerate(left):
-        fitting = min(count, devices // tensor_parallel)
+    starts = first_devices(ranks, engines, tensor_parallel)
+    groups = tuple(hosts_of(first, count, hardware) for first, count in zip(starts, ranks, strict=True))
+    if engines == 0:
+        return Layout(groups, ())
+    if tensor_parallel == 1:
+        return Layout(groups, hosts_of(ranks[0], engines, hardware))
+    hosts, missing = [], engines
+    for host in range(hardware.hosts):
+        left = min(hardware.per_host, max(0, (host + 1) * hardware.per_host - sum(ranks)))
+        fitting = min(missing, left // tensor_parallel)
         if fitting:
             hosts.append(host)
-        count -= fitting
-    return tuple(hosts) if count == 0 else None
+        missing -= fitting
+    return Layout(groups, tuple(hosts)) if missing == 0 else None
 
 
 def layout(placement: PlacementPlan, hardware: Hardware) -> Layout | None:
     """Return the hosts of all processes, or None if an engine has no room inside one host."""
-    groups, left = arrange([group.ranks for group in placement.groups], hardware)
-    if placement.colocated:
-        used = -(-placement.engines * placement.tensor_parallel // hardware.per_host)
-        return Layout(groups, tuple(range(used)))
-    engines = engine_hosts(placement.engines, placement.tensor_parallel, left)
-    return None if engines is None else Layout(groups, engines)
+    ranks = [group.ranks for group in placement.groups]
+    if not placement.colocated:
+        return arrange(ranks, placement.engines, placement.tensor_parallel, hardware)
+    found = arrange(ranks, 0, 1, hardware)
+    assert found is not None, "without engines there is room"
+    return Layout(found.groups, hosts_of(0, placement.engines * placement.tensor_parallel, hardware))

@@ -26,7 +26,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.fit import Changes, host_memory, judge
 from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.layout import arrange, engine_hosts
+from rlhf_core.planning.layout import Layout, arrange
 from rlhf_core.planning.loads import DeviceLoad, group_loads, largest_pass, stage_loads
 from rlhf_core.planning.memory import ENGINE_CONTEXT, Model, engine_memory
 from rlhf_core.planning.speed import (
@@ -306,37 +306,55 @@ class _PPOSearch:
         self, colocate: str, groups: tuple[Group, ...], ranks: tuple[int, ...]
     ) -> Iterator[_Candidate]:
         """Yield the fastest settings of the groups with every number of engines."""
-        hosts, left = arrange(ranks, self._hardware)
+        if colocate == "all":
+            alone = arrange(ranks, 0, 1, self._hardware)
+            if alone is not None:
+                for tokens, (option,) in self._settings(colocate, groups, ranks, alone):
+                    yield from self._colocated(ranks[0], tokens, option, alone.groups[0])
+            return
+        share, left = self._share("pairs"), self._hardware.count - sum(ranks)
+        # By whether each group spans hosts: its seconds and settings.
+        best: dict[tuple[bool, ...], tuple[float, Changes] | None] = {}
+        for ways in self._tensor_parallel():
+            for count in rank_counts(left // ways, self._hardware.per_host):
+                where = arrange(ranks, count, ways, self._hardware)
+                rollout = None if where is None else self._rollout(count, ways, share)
+                if where is None or rollout is None:
+                    continue
+                spans = tuple(len(hosts) > 1 for hosts in where.groups)
+                if spans not in best:
+                    best[spans] = self._best(groups, ranks, where)
+                found = best[spans]
+                if found is None:
+                    continue
+                send = send_time(self._config, self._shape, self._hardware, where.groups[0], where.engines)
+                engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
+                yield self._candidate(found[0] + rollout.total + send.total, {**found[1], **engine})
+
+    def _best(
+        self, groups: tuple[Group, ...], ranks: tuple[int, ...], where: Layout
+    ) -> tuple[float, Changes] | None:
+        """Return the seconds and the fields of the fastest settings of groups without engines."""
+        best: tuple[float, Changes] | None = None
+        for tokens, options in self._settings("pairs", groups, ranks, where):
+            seconds = _longest_of(options)
+            if best is None or seconds < best[0]:
+                best = seconds, self._fields("pairs", groups, tokens, options)
+        return best
+
+    def _settings(
+        self, colocate: str, groups: tuple[Group, ...], ranks: tuple[int, ...], where: Layout
+    ) -> Iterator[tuple[int, tuple[_Option, ...]]]:
+        """Yield the tokens of a micro-batch with the settings of all groups that fit."""
         largest = math.ceil(self._config.ppo.rollout_batch_size / ranks[0]) * self._longest
-        best: tuple[float, int, tuple[_Option, ...]] | None = None
         for tokens in micro_batches(self._config.ppo.micro_batch_tokens, self._longest, largest):
             choices = [
-                self._group(colocate, group.roles, count, ranks[0], tokens, len(where) > 1)
-                for group, count, where in zip(groups, ranks, hosts, strict=True)
+                self._group(colocate, group.roles, count, ranks[0], tokens, len(hosts) > 1)
+                for group, count, hosts in zip(groups, ranks, where.groups, strict=True)
             ]
             for options in product(*choices):
-                if not _fits_hosts([option.peak for option in options], self._hardware):
-                    continue
-                if colocate == "all":
-                    yield from self._colocated(ranks[0], tokens, options[0], hosts[0])
-                    continue
-                seconds = _longest_of(options)
-                if best is None or seconds < best[0]:
-                    best = (seconds, tokens, options)
-        if best is None:
-            return
-        seconds, tokens, options = best
-        fields = self._fields("pairs", groups, tokens, options)
-        share = self._share("pairs")
-        for ways in self._tensor_parallel():
-            for count in rank_counts(max(left, default=0) // ways * len(left), self._hardware.per_host):
-                engines = engine_hosts(count, ways, left)
-                rollout = None if engines is None else self._rollout(count, ways, share)
-                if engines is None or rollout is None:
-                    continue
-                send = send_time(self._config, self._shape, self._hardware, hosts[0], engines)
-                engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
-                yield self._candidate(seconds + rollout.total + send.total, {**fields, **engine})
+                if _fits_hosts([option.peak for option in options], self._hardware):
+                    yield tokens, options
 
     def _colocated(
         self, ranks: int, tokens: int, option: _Option, hosts: tuple[int, ...]

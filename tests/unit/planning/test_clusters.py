@@ -1,7 +1,7 @@
 """Plans for several hosts, and the search for the fastest split.
 
 - `--gpus 2x8xH100-80G` are hosts, devices and a kind; several hosts need `--link`
-- training ranks fill the hosts in order, engines use what is left and are inside one host
+- devices are taken by the policy, the engines and the other groups in turn; an engine is inside one host
 - between hosts, ZeRO-3 is as slow as the network, hpZ gathers the backward pass inside a host, and a weight
   sync uses one network adapter for each sender
 - a faster link is never slower; more ranks or hosts never need more memory on a device, and the fastest split
@@ -106,15 +106,16 @@ def test_other_links_are_refused_and_several_hosts_need_one(text: str) -> None:
         parse_gpus("2x8xH100")
 
 
-def test_ranks_fill_hosts_in_order_and_an_engine_is_inside_one_host() -> None:
+def test_engines_are_next_to_the_policy_and_inside_one_host() -> None:
     def hosts(policy: int, critic: int, engines: int, ways: int) -> Any:
         overrides = (f"ppo.policy_deepspeed.ranks={policy}", f"ppo.critic_deepspeed.ranks={critic}")
         engine = (f"ppo.engine.count={engines}", f"ppo.engine.tensor_parallel={ways}")
         found = layout(plan_placement(production(*overrides, *engine).ppo), parse_gpus("2x8xH100", "1gbit"))
         return found and (*found.groups, found.engines)
 
-    assert hosts(4, 4, 8, 1) == ((0,), (0,), (1,))
-    assert hosts(3, 3, 10, 1) == ((0,), (0,), (0, 1))
+    assert hosts(4, 4, 8, 1) == ((0,), (1,), (0, 1)), "the engines come before the critic"
+    assert hosts(6, 8, 2, 1) == ((0,), (1,), (0,))
+    assert hosts(3, 3, 10, 1) == ((0,), (1,), (0, 1))
     assert hosts(6, 6, 1, 4) == ((0,), (0, 1), (1,))
     assert hosts(5, 5, 1, 8) is None, "6 devices are left on the second host"
     assert hosts(8, 4, 2, 4) is None
