@@ -22,8 +22,9 @@ import psutil
 
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.devices import gpu_names
+from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
+from rlhf_core.planning.devices import check_gpu_counts
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.home import home_problem
@@ -59,12 +60,15 @@ def check_nodes(config: PipelineConfig) -> None:
     """Ask every node of the cluster for its report. Call it after `connect`, on a cluster.
 
     Raises:
-        ConfigError: Nodes differ from this process. The message names each of them with its differences.
+        ConfigError: Nodes differ from this process, and the message names each of them with its differences;
+            or the GPUs of all nodes are too few for a stage.
         InfrastructureError: A node did not answer within `run.timeouts.start`.
     """
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
+    if uses_gpu(config.run.device):
+        _check_gpus(nodes, config)
     probe = _store_probe(config)
     store = probe.store()
     store.put_bytes(probe.key("driver"), b"driver")
@@ -97,6 +101,14 @@ def check_nodes(config: PipelineConfig) -> None:
             " the credentials of the store"
         )
     _warn_of_unlike_gpus(nodes, reports)
+
+
+def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig) -> None:
+    """Compare the GPUs of the cluster with the needs of all stages, as the preflight does on one host."""
+    gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
+    problems = [error.message for error in check_gpu_counts(config, int(gpus), "registered")]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _store_probe(config: PipelineConfig) -> StoreProbe:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from rlhf_core.config.consistency import trainers
 from rlhf_core.config.devices import cpu_cores, runs_on_gpu, visible_gpus
@@ -34,16 +35,24 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
             "run.device: cuda needs a GPU and a CUDA build of torch; got 0 visible GPUs; use auto or cpu"
         )
     elif runs_on_gpu(config):
-        yield from _gpu_counts(config, gpus, on_cluster)
+        if not on_cluster:
+            yield from check_gpu_counts(config, gpus)
         yield from _flash_attention(config)
-    elif not on_cluster:
+    elif on_cluster:
+        if config.run.device == "auto":
+            yield (
+                "run.device: auto looks for GPUs on this machine, which has none, so all stages run on CPUs;"
+                " set cuda to use those of the cluster"
+            )
+    else:
         yield from _cpu_settings(config)
         yield from _cpu_limits(config)
 
 
-def _gpu_counts(config: PipelineConfig, gpus: int, on_cluster: bool) -> Iterator[Finding]:
-    if on_cluster:
-        return
+def check_gpu_counts(
+    config: PipelineConfig, gpus: int, which: Literal["visible", "registered"] = "visible"
+) -> Iterator[ConfigError]:
+    """Check that `gpus` GPUs are enough for each stage: those visible here, or registered with Ray."""
     for field, ranks in (
         ("sft.deepspeed", config.sft.deepspeed.ranks),
         ("reward.deepspeed", config.reward.deepspeed.ranks),
@@ -51,19 +60,19 @@ def _gpu_counts(config: PipelineConfig, gpus: int, on_cluster: bool) -> Iterator
     ):
         if ranks > gpus:
             yield ConfigError(
-                f"{field}.ranks: must be at most the {gpus} visible GPUs; got {ranks}; use {gpus}"
+                f"{field}.ranks: must be at most the {gpus} {which} GPUs; got {ranks}; use {gpus}"
             )
     engines, each = config.evaluate.engines, config.ppo.engine.tensor_parallel
     if engines * each > gpus:
         yield ConfigError(
             f"evaluate.engines: {engines} engines with {each} GPUs each (ppo.engine.tensor_parallel) must"
-            f" have at most the {gpus} visible GPUs; got {engines * each}; use {max(1, gpus // each)}"
+            f" have at most the {gpus} {which} GPUs; got {engines * each}; use {max(1, gpus // each)}"
         )
     placement = plan_placement(config.ppo)
     if placement.devices > gpus:
         yield ConfigError(
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
-            f" got {gpus} visible; lower ranks or ppo.engine.count, or use ppo.colocate=all"
+            f" got {gpus} {which}; lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
 
 

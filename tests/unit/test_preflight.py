@@ -192,6 +192,8 @@ def test_devices_of_a_ray_cluster_are_not_those_of_this_machine(
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
     monkeypatch.setattr(ray_checks.socket, "create_connection", lambda *_, **__: nullcontext())
     assert check(config("run.device=cuda")) == []
+    (warning,) = check(config("run.device=auto"))
+    assert "set cuda to use those of the cluster" in warning
     with_gpus(monkeypatch, 2)
     wide = config("ppo.policy_deepspeed.ranks=4", "sft.deepspeed.ranks=4", "evaluate.engines=4")
     assert check(wide) == []

@@ -128,3 +128,14 @@ def test_other_variables_and_secrets_are_refused(name: str, words: tuple[str, ..
     with pytest.raises(ConfigError) as caught:
         config_from_tree({"run": {"env": {name: "x"}}}, "test")
     assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_the_gpus_of_all_nodes_are_counted_for_all_stages() -> None:
+    config = PipelineConfig.model_validate(
+        {"run": {"device": "cuda"}, "sft": {"deepspeed": {"ranks": 16}}, "ppo": {"engine": {"count": 2}}}
+    )
+    handshake._check_gpus([{"Resources": {"GPU": 8.0}}] * 2 + [{"Resources": {"CPU": 4.0}}], config)
+    with pytest.raises(
+        ConfigError, match=r"sft\.deepspeed\.ranks: must be at most the 8 registered GPUs; got 16"
+    ):
+        handshake._check_gpus([{"Resources": {"GPU": 8.0}}], config)

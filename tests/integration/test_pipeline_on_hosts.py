@@ -1,0 +1,71 @@
+"""The whole pipeline on two hosts that share nothing but a bucket.
+
+- three ranks of ZeRO-3 on two hosts in SFT, reward and PPO give the artifacts of one host, bit for bit, also
+  over a link of 20 Mbit/s
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.hosts import Host, missing_right, ray_cluster, rlhf, s3_server, start_hosts
+
+pytestmark = [
+    pytest.mark.skipif(missing_right() is not None, reason=str(missing_right())),
+    pytest.mark.slow,
+]
+
+CONFIG = """
+run: {name: hosts, device: cpu, threads: 2, retry_delay: 1, retries: 1, timeouts: {start: 400, stall: 300}}
+tracking: {system_metrics: false}
+model:
+  tiny: {hidden_size: 64, intermediate_size: 128, layers: 1, heads: 2, vocab_size: 320, max_positions: 128}
+data:
+  synthetic: {sft_examples: 64, pairs: 64, prompts: 40}
+  max_prompt_tokens: 48
+  max_response_tokens: 64
+sft: {batch_size: 32, epochs: 1, samples: 1, deepspeed: {ranks: 3, zero_stage: 3}}
+reward: {batch_size: 32, epochs: 1, min_accuracy: 0, deepspeed: {ranks: 3, zero_stage: 3}}
+ppo:
+  algorithm: grpo
+  samples_per_prompt: 2
+  steps: 2
+  prompts_per_step: 4
+  minibatches: 1
+  max_new_tokens: 16
+  max_kl: 100
+  checkpoint_every: 1
+  colocate: all
+  policy_deepspeed: {ranks: 3, zero_stage: 3}
+  critic_deepspeed: {ranks: 3, zero_stage: 3}
+  engine: {count: 1}
+evaluate: {prompts: 4, bootstrap: 20, samples: 1}
+"""
+STAGES = ("data", "sft", "reward", "ppo")
+
+
+def _run(host: Host, home: str, store: str, **environment: str) -> dict[str, Any]:
+    (host.home / "hosts.yaml").write_text(CONFIG)
+    settings = (f"run.home=/tmp/home/{home}", f"store.url=s3://rlhf-test/{store}")
+    code, output = host.run(
+        *rlhf("run", "/tmp/home/hosts.yaml", *settings), seconds=1500, log=home, **environment
+    )
+    logs = sorted((host.home / home / "logs").rglob("*.log"))
+    assert code == 0, output[-3000:] + "".join(log.read_text(errors="replace")[-2000:] for log in logs)
+    (summary,) = (host.home / home / "runs").glob("*/summary.json")
+    stages: dict[str, Any] = json.loads(summary.read_text())["stages"]
+    return stages
+
+
+@pytest.mark.timeout(3600)
+def test_pipeline_on_two_hosts_computes_the_bits_of_one() -> None:
+    with start_hosts(3, "20mbit") as hosts, s3_server(hosts[2]) as store:
+        with ray_cluster(hosts[:2], cpus=2, **store) as address:
+            there = _run(hosts[0], "two", "two", RAY_ADDRESS=address, **store)
+        here = _run(hosts[0], "one", "one", **store)
+    assert set(there) >= {*STAGES, "evaluate", "register"}
+    for stage in STAGES:
+        assert there[stage]["artifact"]["digest"] == here[stage]["artifact"]["digest"], stage
