@@ -67,7 +67,7 @@ def cluster() -> Iterator[None]:
         with (Path(folder) / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 180
             while not _answers():
                 assert head.poll() is None and time.monotonic() < deadline, (
                     Path(folder) / "head.log"
@@ -108,7 +108,7 @@ def start_flow(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
-def jobs(state: str, folder: Path, seconds: float = 60.0) -> list[Any]:
+def jobs(state: str, folder: Path, seconds: float = 180.0) -> list[Any]:
     """Return the jobs of the store in `folder` when the last of them has this state."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -142,7 +142,7 @@ def test_ctrl_c_stops_the_job_and_its_processes(tmp_path: Path) -> None:
     flow = start_flow(tmp_path)
     [job] = jobs("RUNNING", tmp_path)
     flow.send_signal(signal.SIGINT)
-    assert flow.wait(timeout=90) != 0
+    assert flow.wait(timeout=180) != 0
     assert RayJobs().status(job.submission_id).state in ("stopped", "failed")
     left = [process for process in psutil.process_iter(["cmdline"]) if _belongs(process, tmp_path)]
     psutil.wait_procs(left, timeout=15)
