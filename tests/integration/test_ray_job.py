@@ -123,6 +123,7 @@ def _has_started(folder: Path) -> bool:
     return any((folder / "store" / "checkpoints").glob("*/attempts/*.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_flow_that_was_killed_follows_the_same_job_when_it_is_started_again(tmp_path: Path) -> None:
     flow = start_flow(tmp_path)
@@ -137,6 +138,7 @@ def test_a_flow_that_was_killed_follows_the_same_job_when_it_is_started_again(tm
     assert (ref.key, ref.digest, ref.metrics) == (expected.key, expected.digest, expected.metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_ctrl_c_stops_the_job_and_its_processes(tmp_path: Path) -> None:
     flow = start_flow(tmp_path)
