@@ -22,6 +22,7 @@ import torch
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, join
+from rlhf_core.models import saving
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import Batches, sequence_logprobs, sequence_scores, sequence_values
 from rlhf_core.ppo import worker
@@ -30,6 +31,7 @@ from rlhf_core.stages import reward, sft
 from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, torchrun_rank
 
+FILE_SIZE = "100MB"
 SEQUENCES = [((3 + i, 4, 5, 6), (7, 8, 9 + i, 10, 2)) for i in range(8)]
 
 
@@ -50,7 +52,8 @@ def make_model(folder: Path, *, layers: int, hidden: int) -> int:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    model.save_pretrained(folder / "base")
+    # safetensors maps each file for a moment when it is opened, which counts as address space.
+    model.save_pretrained(folder / "base", max_shard_size=FILE_SIZE)
     return 4 * sum(p.numel() for p in model.parameters())
 
 
@@ -171,6 +174,7 @@ def main() -> None:
     import peft  # noqa: F401  # part of what a rank has before it loads a model
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    saving.FILE_SIZE = FILE_SIZE
     if how == "whole":
         for module in (sft, reward, sharding):
             vars(module).update(shards_of=lambda _: None)

@@ -1,7 +1,9 @@
 """Models that are larger than the memory of a rank (ZeRO-3).
 
+All of them are slow.
+
 - a rank holds its shards and single tensors while a model is loaded and tested, never the whole model
-- slow: SFT, reward model and the ranks of PPO train, save checkpoints, evaluate and save the result on four
+- SFT, reward model and the ranks of PPO train, save checkpoints, evaluate and save the result on four
   ranks whose address space is limited to the baseline and less than the weights; models that are loaded
   whole do not fit that limit
 """
@@ -45,6 +47,7 @@ def results(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_never_holds_the_whole_model_while_loading(tmp_path: Path) -> None:
     weights = make_model(tmp_path, layers=16, hidden=768)
