@@ -140,6 +140,7 @@ def test_the_handshake_accepts_equal_nodes_and_configures_them(
     assert "accepted by host-1 host-2" in output
 
 
+@pytest.mark.slow
 def test_ppo_on_two_hosts_computes_the_bits_of_one(hosts: list[Host], cluster: dict[str, str]) -> None:
     for host in hosts[:2]:  # the same file on every host, as an agent would fetch it
         code, output = host.run(sys.executable, "-c", PPO, "prepare", seconds=120)
