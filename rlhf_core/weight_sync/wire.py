@@ -29,7 +29,10 @@ from rlhf_core.errors import WeightSyncError
 dist: Any = _dist
 """torch's type stubs lack the stores and the operations of a separate process group."""
 
-_CHUNK = 1 << 22
+_CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Elements whose checksum is computed at a time. On the CPU they fit the cache, which is ten times faster
+than 4 M of them; on a GPU each chunk costs a synchronization.
+"""
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -122,15 +125,15 @@ def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
     the checksum of the whole (see `add_checksums`).
 
     Any single altered element changes both sums, and swapped elements change the second. The arithmetic is
-    modulo 2^64, so the result does not depend on the order of summation and on the device. It needs 8 bytes
-    of memory for each of 4 M elements. vLLM's own checksums hash the fused parameters, which are empty on the
-    CPU.
+    modulo 2^64, so the result does not depend on the order of summation and on the device. vLLM's own
+    checksums hash the fused parameters, which are empty on the CPU.
     """
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_VIEWS[bits.element_size()])
     plain = weighted = 0
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].long()
+    chunk = _CHUNKS[bits.device.type]
+    for start in range(0, bits.numel(), chunk):
+        part = bits[start : start + chunk].long()
         index = torch.arange(first + start, first + start + part.numel(), device=part.device)
         plain += int(part.sum())
         weighted += int((part * (index * 2654435761 * 2 + 1)).sum())
