@@ -509,10 +509,10 @@ class PPOConfig(Section):
                 "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"
                 f" ppo.colocate={self.colocate} they do not share them; use auto"
             )
-        if backend == "nccl" and self.colocate == "all":
+        if backend in ("nccl", "nccl_m2n") and self.colocate == "all":
             raise ValueError(
-                "ppo.weight_sync.backend=nccl needs engines that do not share GPUs with the policy, but with"
-                " ppo.colocate=all they share them; use auto"
+                f"ppo.weight_sync.backend={backend} needs engines that do not share GPUs with the policy, but"
+                " with ppo.colocate=all they share them; use auto"
             )
         return self
 

@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -290,17 +290,22 @@ class TrainingEngine:
         """Whether each rank holds a part of each weight (ZeRO-3), and no adapter has to be merged into it."""
         return self.zero_stage == 3 and self.lora is None
 
-    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the elements of each weight that this rank holds, (elements,), in the order of `weights`.
+    def shards(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights in the order of `weights`: of those in `names` the elements that this rank holds,
+        (elements,), the others as a whole.
 
-        The weights must be sharded. This is not a collective operation.
+        The weights must be sharded. This is a collective operation for those that are not in `names`.
         """
         for group in self._gather_groups():
-            for name, parameter in group:
-                shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-                # The last shards are padded beyond the end of the tensor.
-                left = parameter.ds_numel - self.rank.rank * shard.numel()  # type: ignore[attr-defined]
-                yield name, shard.detach().flatten()[: max(0, left)]
+            with self._gathered([parameter for name, parameter in group if name not in names]):
+                for name, parameter in group:
+                    yield name, self._shard(parameter) if name in names else parameter.detach()
+
+    def _shard(self, parameter: Any) -> torch.Tensor:
+        # The last shards are padded beyond the end of the tensor.
+        elements = parameter.ds_numel - self.rank.rank * parameter.ds_tensor.numel()
+        shard: torch.Tensor = parameter.ds_tensor.detach().flatten()[: max(0, elements)]
+        return shard
 
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""

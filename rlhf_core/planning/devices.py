@@ -38,6 +38,7 @@ def check_devices(config: PipelineConfig) -> Iterator[Finding]:
         if not on_cluster:
             yield from check_gpu_counts(config, gpus)
         yield from _flash_attention(config)
+        yield from _nccl_extensions(config)
     elif on_cluster:
         if config.run.device == "auto":
             yield (
@@ -93,9 +94,19 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
+def _nccl_extensions(config: PipelineConfig) -> Iterator[Finding]:
+    # The package adds `m2n` to the package `nccl`, which may be missing itself.
+    missing = find_spec("nccl") is None or find_spec("nccl.m2n") is None
+    if config.ppo.weight_sync.backend == "nccl_m2n" and missing:
+        yield ConfigError(
+            "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
+            " install it, or use nccl"
+        )
+
+
 def _cpu_settings(config: PipelineConfig) -> Iterator[Finding]:
     backend = config.ppo.weight_sync.backend
-    if backend in ("nccl", "ipc"):
+    if backend in ("nccl", "ipc", "nccl_m2n"):
         yield ConfigError(f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo")
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")

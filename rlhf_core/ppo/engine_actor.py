@@ -40,7 +40,7 @@ class EngineActor(Actor):
             config_json: The whole configuration.
             model: Folder of the model in Hugging Face layout.
             device: "cpu" or "cuda".
-            backend: Of the weight sync: "gloo", "nccl" or "ipc".
+            backend: Of the weight sync: "gloo", "nccl", "ipc" or "nccl_m2n".
         """
         super().__init__(participant)
         self._index = index
@@ -105,6 +105,8 @@ class EngineActor(Actor):
         offset = init_info.get("rank_offset")
         if self._backend == "gloo":
             init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
+        elif self._backend == "nccl_m2n":
+            init_info = {**init_info, "position": position}
         elif offset is not None:
             workers_before = position * self._config.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}
@@ -152,7 +154,7 @@ class EngineActor(Actor):
 
 
 class RayEngineClient:
-    """A `weight_sync.sender.EngineClient`. Each call waits for all engines, for at most `timeout` seconds."""
+    """A `weight_sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
 
     def __init__(self, engines: Sequence[RemoteActor[EngineActor]], timeout: float) -> None:
         self._engines = engines

@@ -410,8 +410,10 @@ class Fleet:
 
     @property
     def sync_backend(self) -> str:
-        """ "gloo", "nccl" or "ipc"."""
+        """ "gloo", "nccl", "ipc" or "nccl_m2n"."""
         wanted = self._config.ppo.weight_sync.backend
+        if wanted == "nccl_m2n" and self._config.ppo.policy_deepspeed.ranks == 1:
+            return "nccl"
         if wanted != "auto":
             return wanted
         if self._device == "cpu":
@@ -460,7 +462,9 @@ class Fleet:
         """Let the policy ranks that will send weights listen. Return address and port of each by rank."""
         policy = self.groups["policy"]
         wanted = self._config.ppo.weight_sync.senders
-        if self.sync_backend != "gloo":
+        if self.sync_backend == "nccl_m2n":
+            senders = policy.ranks
+        elif self.sync_backend != "gloo":
             senders = 1
         elif wanted == "auto":
             several_hosts = len(set(self._addresses(policy.workers))) > 1

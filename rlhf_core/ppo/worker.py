@@ -256,14 +256,16 @@ class ModelWorker(Actor):
         """Prepare weight sync to `engines`. This is a collective operation of the policy ranks.
 
         Args:
-            backend: "gloo", "nccl" or "ipc".
+            backend: "gloo", "nccl", "ipc" or "nccl_m2n".
             senders: What `listen` returned on the policy ranks that send, by rank.
             engines: All engines of the run.
             hosts: Address of each engine.
         """
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
-        from rlhf_core.weight_sync.sender import TransportConfig, WeightSender
+        from rlhf_core.weight_sync.sender import WeightSender
+        from rlhf_core.weight_sync.transport import TransportConfig
+        from rlhf_core.weight_sync.vllm_transport import row_blocks
         from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
@@ -274,11 +276,16 @@ class ModelWorker(Actor):
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
         dtype = DTYPES[ppo.engine.dtype]
-        sharded = len(senders) == self._rank.world_size > 1 and policy.is_sharded
-        whole = policy.adapter if adapter else policy.weights
+        specs = [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)]
+        weights = policy.adapter if adapter else policy.weights
+        sharded: frozenset[str] = frozenset()
+        if len(senders) == self._rank.world_size > 1 and policy.is_sharded:
+            every = frozenset(spec.name for spec in specs)
+            sharded = every if backend == "gloo" else row_blocks(specs, len(senders))
+            weights = partial(policy.shards, sharded)
         self._sender = WeightSender(
-            policy.shards if sharded else whole,
-            [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)],
+            weights,
+            specs,
             client,
             self._rank.rank,
             TransportConfig(

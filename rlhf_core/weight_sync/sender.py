@@ -8,25 +8,24 @@ start  ->  update (engines receive while the senders send)  ->  finish(version) 
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rlhf_core.engines.distributed import rendezvous
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.processes import free_port
 from rlhf_core.weight_sync.sender_group import SenderGroup
+from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
+from rlhf_core.weight_sync.vllm_transport import M2NTransport, VllmTransport
 from rlhf_core.weight_sync.wire import (
-    Acknowledgement,
     GlooSender,
     Route,
     TensorSpec,
@@ -36,19 +35,6 @@ from rlhf_core.weight_sync.wire import (
     tensor_checksum,
     verify,
 )
-
-Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""Starts a new iteration over (name, full tensor), in the same order on every rank."""
-
-
-class EngineClient(Protocol):
-    """Calls vLLM's weight-sync methods on all engines, and collects their acknowledgements."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-    def start_weight_update(self) -> None: ...
-    def update_weights(self, update_info: Any) -> None: ...
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-    def acknowledge(self) -> list[Acknowledgement]: ...
 
 
 @dataclass(frozen=True)
@@ -61,29 +47,6 @@ class SyncReport:
     seconds: float
 
 
-@dataclass(frozen=True)
-class TransportConfig:
-    """How weights get from the trainers to the engines."""
-
-    backend: str
-    """"gloo", "nccl" or "ipc"."""
-    senders: Mapping[int, tuple[str, int]]
-    """Address and port of each policy rank that sends, by rank; rank 0 is the first."""
-    engines: tuple[str, ...]
-    """Host of each engine."""
-    workers: int
-    """Of each engine."""
-    bucket_bytes: int
-    """Largest message."""
-    timeout: float
-    """Of each operation of the gloo transport, in seconds."""
-
-    @property
-    def receivers(self) -> list[str]:
-        """Hosts of the workers of all engines."""
-        return [host for host in self.engines for _ in range(self.workers)]
-
-
 class WeightSender:
     """Sends the policy's weights and proves that they arrived.
 
@@ -94,7 +57,7 @@ class WeightSender:
         rank: Of this process among the policy's ranks.
         transport: The same on all ranks.
         listener: Socket at the address of this rank in `transport.senders`.
-        sharded: Whether `weights` yields only the elements that this rank sends. Then every rank sends.
+        sharded: Names of tensors of which `weights` yields only the part of this rank. Then every rank sends.
     """
 
     def __init__(
@@ -106,22 +69,28 @@ class WeightSender:
         transport: TransportConfig,
         *,
         listener: socket.socket | None = None,
-        sharded: bool = False,
+        sharded: Collection[str] = (),
     ) -> None:
         self._weights = weights
         self._specs = specs
         self._client = client
         self._senders = list(transport.senders)
         self._index = self._senders.index(rank) if rank in transport.senders else None
-        self._sharded = sharded
+        self._sharded = frozenset(sharded)
         self._checksums: dict[str, str] = {}
-        self._transport: _GlooTransport | _VllmTransport
+        self._transport: _GlooTransport | VllmTransport | M2NTransport
         if transport.backend == "gloo":
             self._transport = _GlooTransport(self._stream, specs, client, self._index, transport, listener)
+        elif transport.backend == "nccl_m2n":
+            assert listener is not None, "every rank sends"
+            assert self._index is not None, "every rank sends"
+            self._transport = M2NTransport(
+                self._stream, specs, self._sharded, client, self._index, transport, listener
+            )
         else:
             if listener is not None:
                 listener.close()
-            self._transport = _VllmTransport(self._stream, specs, client, rank, transport)
+            self._transport = VllmTransport(self._stream, specs, client, rank, transport)
 
     def send(self, version: int) -> SyncReport | None:
         """Send all weights. This is a collective operation.
@@ -145,27 +114,37 @@ class WeightSender:
         return SyncReport(version, len(self._specs), total, time.monotonic() - started)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what this rank sends in the engines' precision: the weights, or its part of each if several
-        ranks send. Senders store the checksums.
+        """Yield what this rank sends in the engines' precision: whole tensors, or its part of them. Senders
+        store the checksums of what they send.
         """
         for spec, (name, tensor) in zip(self._specs, self._weights(), strict=True):
             assert spec.name == name, f"weights come out of order: {name} where {spec.name} was declared"
-            part = slice(0, math.prod(spec.shape))
-            if self._index is not None and len(self._senders) > 1:
-                part = spec.part(self._index, len(self._senders))
-                if not self._sharded:
-                    tensor = tensor.flatten()[part]
+            part = self._part(spec)
+            if part is not None and name not in self._sharded:
+                tensor = tensor.flatten()[part]
             tensor = tensor.to(spec.dtype)
-            if self._index is not None:
-                assert tensor.numel() == part.stop - part.start, f"{name} has another size than was declared"
-                self._checksums[name] = tensor_checksum(tensor, part.start)
+            first = 0 if part is None else part.start
+            # Tensors that every rank sends as a whole count once.
+            if part is not None or self._index == 0:
+                self._checksums[name] = tensor_checksum(tensor, first)
                 if failpoint("weight_sync.send", "alter") == "alter":
                     tensor = tensor.clone()
                     tensor.view(-1)[:1] += 1
             yield name, tensor
 
+    def _part(self, spec: TensorSpec) -> slice | None:
+        """Return the elements of a tensor that this rank sends; None if it sends all or none."""
+        if self._index is None or len(self._senders) == 1:
+            return None
+        if not self._transport.sends_parts and spec.name not in self._sharded:
+            return None
+        return spec.part(self._index, len(self._senders))
+
 
 class _GlooTransport:
+    sends_parts = True
+    """Whether each sender sends its part of tensors that it holds as a whole."""
+
     def __init__(
         self,
         stream: Weights,
@@ -283,79 +262,3 @@ class _GlooTransport:
 def _by_engine(paths: list[Route], workers: int) -> list[list[Route]]:
     """Return the routes of the workers of each engine."""
     return [paths[first : first + workers] for first in range(0, len(paths), workers)]
-
-
-class _VllmTransport:
-    """vLLM's own trainer engines for GPUs:
-    `nccl` (packed, double-buffered broadcast) and `ipc` (same GPU).
-    """
-
-    def __init__(
-        self,
-        stream: Weights,
-        specs: list[TensorSpec],
-        client: EngineClient | None,
-        rank: int,
-        transport: TransportConfig,
-    ) -> None:
-        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-        class Source(WeightSource):  # type: ignore[misc]
-            def metadata(self) -> list[Any]:
-                return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
-
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return stream()
-
-        self.senders = SenderGroup(None, 0, 1, transport.timeout)
-        self._client = _Versioned(client)
-        self._engine: Any
-        if transport.backend == "nccl":
-            from vllm.distributed.weight_transfer.nccl_engine import (
-                NCCLTrainerInitInfo,
-                NCCLTrainerWeightTransferEngine,
-            )
-
-            nccl = NCCLTrainerInitInfo(
-                master_address=transport.senders[0][0],
-                master_port=free_port(),
-                world_size=len(transport.receivers) + 1,
-                rank=rank,
-                packed_buffer_size_bytes=transport.bucket_bytes,
-            )
-            # vLLM changes the current stream, but DeepSpeed needs the default stream.
-            with torch.cuda.stream(torch.cuda.current_stream()):
-                self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
-                    nccl, client=self._client, source=Source()
-                )
-        else:
-            from vllm.distributed.weight_transfer.ipc_engine import (
-                IPCTrainerInitInfo,
-                IPCTrainerWeightTransferEngine,
-            )
-
-            # Unlike the other backends, it refuses tensors that are larger than a bucket.
-            size = max(transport.bucket_bytes, *(spec.bytes for spec in specs))
-            ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
-            self._engine = IPCTrainerWeightTransferEngine.trainer_init(
-                ipc, client=self._client, source=Source()
-            )
-
-    def send(self, version: str) -> None:
-        self._client.version = version
-        self._engine.send_weights()
-
-
-class _Versioned:
-    """Adds the version to vLLM's `finish_weight_update`, whose trainer engines do not pass one."""
-
-    def __init__(self, client: EngineClient | None) -> None:
-        self._client = client
-        self.version: str | None = None
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        assert self._client is not None
-        self._client.finish_weight_update(weight_version or self.version)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)

@@ -1,5 +1,5 @@
 """Engines and ranks that die or are suspended in PPO, with real Ray, vLLM and DeepSpeed and two ZeRO-3 policy
-ranks.
+ranks that both send the weights.
 
 - an engine that is killed in a rollout or in a weight sync, and a reference worker that is killed or
   suspended, are replaced without a restart of the stage; their calls are repeated with the same seeds, and
@@ -54,6 +54,7 @@ def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) 
             "colocate": "none",
             "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
             "engine": {"count": 2, "max_restarts": 1},
+            "weight_sync": {"senders": 2},
         },
         timeouts={"stall": STALL, "sync": STALL},
     )

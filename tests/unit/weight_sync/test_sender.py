@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.sender import TransportConfig, WeightSender
+from rlhf_core.weight_sync.sender import WeightSender
+from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.wire import GlooSource, TensorSpec
 
 BIG = 3 << 20

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.sender import SyncReport, TransportConfig, WeightSender
+from rlhf_core.weight_sync.sender import SyncReport, WeightSender
 from rlhf_core.weight_sync.sender_group import sender_ranks
+from rlhf_core.weight_sync.transport import TransportConfig
 from rlhf_core.weight_sync.wire import (
     Acknowledgement,
     GlooSender,
@@ -130,7 +131,7 @@ def start_senders(
             rank,
             transport,
             listener=listeners[rank],
-            sharded=sharded,
+            sharded=WEIGHTS if sharded else (),
         )
 
     return pool, list(pool.map(connect, range(senders)))

@@ -1,0 +1,210 @@
+"""Weight sync by vLLM's own trainer engines, for GPUs.
+
+nccl        rank 0 broadcasts packed buckets
+ipc         each rank shares its memory with the engine on the same GPU
+nccl_m2n    every rank sends what it holds, and NCCL distributes it
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Collection, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rlhf_core.engines.distributed import rendezvous
+from rlhf_core.errors import ConfigError
+from rlhf_core.system.processes import free_port
+from rlhf_core.weight_sync.sender_group import SenderGroup
+from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
+from rlhf_core.weight_sync.wire import TensorSpec
+
+
+class VllmTransport:
+    """The backends `nccl` and `ipc`."""
+
+    sends_parts = False
+
+    def __init__(
+        self,
+        stream: Weights,
+        specs: list[TensorSpec],
+        client: EngineClient | None,
+        rank: int,
+        transport: TransportConfig,
+    ) -> None:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+        class Source(WeightSource):  # type: ignore[misc]
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return stream()
+
+        self.senders = SenderGroup(None, 0, 1, transport.timeout)
+        self._client = _Versioned(client)
+        self._engine: Any
+        if transport.backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerInitInfo,
+                NCCLTrainerWeightTransferEngine,
+            )
+
+            nccl = NCCLTrainerInitInfo(
+                master_address=transport.senders[0][0],
+                master_port=free_port(),
+                world_size=len(transport.receivers) + 1,
+                rank=rank,
+                packed_buffer_size_bytes=transport.bucket_bytes,
+            )
+            # vLLM changes the current stream, but DeepSpeed needs the default stream.
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
+                    nccl, client=self._client, source=Source()
+                )
+        else:
+            from vllm.distributed.weight_transfer.ipc_engine import (
+                IPCTrainerInitInfo,
+                IPCTrainerWeightTransferEngine,
+            )
+
+            # Unlike the other backends, it refuses tensors that are larger than a bucket.
+            size = max(transport.bucket_bytes, *(spec.bytes for spec in specs))
+            ipc = IPCTrainerInitInfo(packed=True, rank=rank, packed_buffer_size_bytes=size)
+            self._engine = IPCTrainerWeightTransferEngine.trainer_init(
+                ipc, client=self._client, source=Source()
+            )
+
+    def send(self, version: str) -> None:
+        """Send all weights to the engines, which then have this version."""
+        self._client.version = version
+        self._engine.send_weights()
+
+
+def row_blocks(specs: list[TensorSpec], ranks: int) -> frozenset[str]:
+    """Return the tensors whose ZeRO-3 shards are blocks of rows, which `nccl_m2n` sends without a gather."""
+    from vllm.distributed.weight_transfer.m2n_common import MAX_SOURCE_SHARDS
+
+    if ranks > MAX_SOURCE_SHARDS:
+        return frozenset()
+    return frozenset(spec.name for spec in specs if spec.shape and spec.shape[0] % ranks == 0)
+
+
+class M2NTransport:
+    """The backend `nccl_m2n`. Every policy rank is a sender.
+
+    Args:
+        stream: The blocks of rows of the tensors in `sharded`, and the other tensors as a whole.
+        specs: Whole tensors.
+        sharded: Names of tensors of which each rank sends its block of rows.
+        client: On rank 0.
+        index: Of this sender.
+        transport: The same on all ranks.
+        listener: At the address of this sender.
+    """
+
+    sends_parts = False
+
+    def __init__(
+        self,
+        stream: Weights,
+        specs: list[TensorSpec],
+        sharded: Collection[str],
+        client: EngineClient | None,
+        index: int,
+        transport: TransportConfig,
+        listener: socket.socket,
+    ) -> None:
+        from vllm.distributed.weight_transfer.m2n_common import REPLICATE, M2NMesh, M2NParamMeta
+        from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
+        from vllm.distributed.weight_transfer.m2n_trainer import (
+            M2NTrainerInitInfo,
+            M2NTrainerWeightTransferEngine,
+        )
+
+        _refuse_untransferable(specs)
+        ranks = len(transport.senders)
+
+        class Source(M2NWeightSource):  # type: ignore[misc]
+            def mesh(self) -> Any:
+                return M2NMesh((ranks, 1), 0)
+
+            def metadata(self) -> list[Any]:
+                placements = [(0, REPLICATE) if spec.name in sharded else None for spec in specs]
+                return [
+                    M2NParamMeta(spec.name, spec.dtype, spec.shape, placement)
+                    for spec, placement in zip(specs, placements, strict=True)
+                ]
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                for spec, (name, tensor) in zip(specs, stream(), strict=True):
+                    rows = spec.shape[0] // ranks if name in sharded else spec.shape[0]
+                    yield name, tensor.reshape(rows, *spec.shape[1:])
+
+        address, port = transport.senders[0]
+        if index > 0:
+            listener.close()
+        store = rendezvous(
+            address,
+            port,
+            ranks,
+            timeout=timedelta(seconds=transport.timeout),
+            listener=listener if index == 0 else None,
+        )
+        self.senders = SenderGroup(store, index, ranks, transport.timeout)
+        if index == 0:
+            store.set("nccl_port", str(free_port()))
+        info = M2NTrainerInitInfo(
+            rank=index,
+            master_address=address,
+            master_port=int(store.get("nccl_port")),
+            world_size=ranks + len(transport.receivers),
+            num_trainer_ranks=ranks,
+        )
+        self._client = _Versioned(client)
+        # vLLM changes the current stream, but DeepSpeed needs the default stream.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            self._engine: Any = M2NTrainerWeightTransferEngine.trainer_init(
+                info, client=self._client, source=Source()
+            )
+
+    def send(self, version: str) -> None:
+        """Send all weights to the engines, which then have this version."""
+        self.senders.start()
+        self._client.version = version
+        try:
+            self._engine.send_weights()
+        except BaseException as error:
+            self.senders.report(error)
+            raise
+
+
+def _refuse_untransferable(specs: list[TensorSpec]) -> None:
+    """Raise ConfigError if a tensor has a shape or a dtype that `nccl_m2n` does not send."""
+    from vllm.distributed.weight_transfer.m2n_common import check_transferable
+
+    for spec in specs:
+        try:
+            check_transferable(spec.name, spec.dtype, spec.shape)
+        except ValueError as error:
+            raise ConfigError(f"ppo.weight_sync.backend: {error}; use nccl") from error
+        assert math.prod(spec.shape) > 0, f"{spec.name} is empty"
+
+
+class _Versioned:
+    """Adds the version to vLLM's `finish_weight_update`, whose trainer engines do not pass one."""
+
+    def __init__(self, client: EngineClient | None) -> None:
+        self._client = client
+        self.version: str | None = None
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert self._client is not None
+        self._client.finish_weight_update(weight_version or self.version)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
