@@ -98,7 +98,7 @@ _TABLE = (
     Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
-        version=9,
+        version=10,
         sections=("model", "ppo"),
         inputs=("data", "sft", "reward"),
         sources=("ppo.",),

@@ -137,6 +137,28 @@ class RemoteActor(Generic[A_co]):
         """
         return Pending(getattr(self.handle, method.__name__).remote(*args, **kwargs))
 
+    def call_parts(
+        self,
+        parts: int,
+        method: Callable[Concatenate[A_co, P], Sequence[Any]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[Pending[Any]]:
+        """Start a `method` that returns a sequence of `parts` objects, and return each as a result of its
+        own.
+
+        The caller owns the objects, so they outlive the actor, as long as the actor's node is alive.
+        """
+        references = getattr(self.handle, method.__name__).options(num_returns=parts).remote(*args, **kwargs)
+        return [Pending(reference) for reference in references]
+
+
+def as_argument(pending: Pending[R]) -> R:
+    """Return a result as an argument of another call. Ray transfers it without the caller."""
+    reference: R = pending.reference
+    return reference
+
 
 def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
     """Return the results in order.

@@ -25,7 +25,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
 from rlhf_core.evaluation.scoring import logprobs
-from rlhf_core.ppo.loss_step import FloatArray
+from rlhf_core.ppo.columns import FloatArray
 from rlhf_core.types import PromptAndResponse
 
 log = logging.getLogger(__name__)

@@ -29,10 +29,13 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import NonFiniteError
-from rlhf_core.ppo.experience import Experience, make_experience, shaped_scores
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import FloatArray
+from rlhf_core.ppo.experience import shaped_scores
+from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.ppo.loss_step import FloatArray
-from rlhf_core.ppo.rollouts import Collector, RolloutBatch, RolloutCache
+from rlhf_core.ppo.rollout_cache import RolloutCache
+from rlhf_core.ppo.rollouts import Collector, read_responses
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import Updater
 from rlhf_core.ppo.worker import ModelWorker
@@ -79,7 +82,7 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts)
+        self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
         self._updater = Updater(ppo, fleet, seed, demonstrations)
         self._kl: FixedKL | AdaptiveKL
         if ppo.kl.target is None:
@@ -96,8 +99,8 @@ class PPOController:
         the rollouts of the next step.
         """
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
-        self._last_sequences: Sequence[PromptAndResponse] = []
-        """Prompts and responses of the last step."""
+        self._last_batch: RolloutBatch | None = None
+        """Of the last step."""
         self.completed_steps = 0
         """This is also the policy version."""
         self._last_checkpoint_step = 0
@@ -132,7 +135,7 @@ class PPOController:
         with self._timed("rollout"):
             batch = self.collect()
         failpoint("ppo.after_rollout")
-        self._last_sequences = batch.sequences
+        self._last_batch = batch
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
@@ -146,7 +149,7 @@ class PPOController:
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
         if not batch.from_cache:
-            tokens = sum(len(r.response_ids) for r in batch.rollouts)
+            tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
         self._timings["sync/share"] = self._timings["timing/sync"] / self._timings["timing/step"]
@@ -169,8 +172,7 @@ class PPOController:
         if follows_checkpoint:
             cached = self._rollout_cache.read(step)
             if cached is not None:
-                count = len(cached.rollouts)
-                log.info("step %d: using the %d rollouts that an earlier attempt sampled", step, count)
+                log.info("step %d: using the %d rollouts that an earlier attempt sampled", step, len(cached))
                 return cached
         batch = self._collector.collect(step, self.completed_steps)
         if follows_checkpoint:
@@ -182,20 +184,23 @@ class PPOController:
         return self._fleet.retry_after_restart(lambda: self._score(batch), "the scoring")
 
     def _score(self, batch: RolloutBatch) -> Experience:
-        fleet, ppo, sequences = self._fleet, self._ppo, batch.sequences
+        fleet, ppo = self._fleet, self._ppo
         # All models work at the same time: each call is started before the first one is waited for.
-        old = fleet.logprobs("policy", sequences, with_entropy=True)
-        ref = fleet.logprobs("reference", sequences, with_entropy=False)
-        values = fleet.values(sequences) if ppo.uses_critic else None
+        old = fleet.logprobs("policy", batch, with_entropy=True)
+        ref = fleet.logprobs("reference", batch, with_entropy=False)
+        values = fleet.values(batch) if ppo.uses_critic else None
         if batch.rewards is None:
-            scores = fleet.scores(sequences).gather(list) if "reward" in fleet.groups else None
+            scores = fleet.scores(batch).gather() if "reward" in fleet.groups else None
             batch.rewards = self._collector.rewards(batch, scores)
+        for call in (old, ref, values):
+            if call is not None:
+                call.complete()
         experience = make_experience(
-            batch.rollouts,
-            old_logprobs=old.gather(lambda result: result.logprobs),
-            ref_logprobs=ref.gather(lambda result: result.logprobs),
-            values=None if values is None else values.gather(list),
-            entropy=old.gather(lambda result: result.entropy),
+            fleet,
+            batch,
+            old=old,
+            ref=ref,
+            values=values,
             scores=batch.rewards.total,
             ppo=ppo,
             kl_coef=self._kl.coef,
@@ -216,10 +221,8 @@ class PPOController:
                 metrics["objective/scores_before_filtering"] = batch.scores_before
         # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over
         # the batch, and the KL counts with the configured coefficient for every `kl.place`.
-        scores = weighted_sum(
-            ppo.rewards, rewards.by_source, len(batch.rollouts), ppo.score_clip, normalized=False
-        )
-        mean_score = shaped_scores(batch.rollouts, scores, ppo).nanmean().item()
+        scores = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
+        mean_score = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo).nanmean().item()
         metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl
         return metrics
 
@@ -239,12 +242,12 @@ class PPOController:
         If numbers are not finite, the batch is logged as a table, also where this ends the run.
         """
         update: Metrics = {}
-        responses = len(batch.rollouts)
+        responses = len(batch)
         try:
             if self._checks.is_finite(experience.metrics, responses, step):
                 self._checks.verify(experience.metrics, step)
                 with self._timed("training"):
-                    update = self._updater.update(batch.rollouts, experience, step, self._kl.coef)
+                    update = self._updater.update(batch, experience, step, self._kl.coef)
                 if step > self._ppo.warmup_steps:  # before, the policy and its KL do not change
                     self._kl.update(experience.metrics["objective/kl"], responses)
         except NonFiniteError:
@@ -289,24 +292,20 @@ class PPOController:
         self, batch: RolloutBatch, experience: Experience, kind: str, step: int, limit: int = 16
     ) -> None:
         """Log the first `limit` responses as the table `<kind>/step_<step>`."""
-        rows = [
-            {
-                "step": step,
-                "prompt": p.prompt,
-                "response": self._decode(r.response_ids),
-                "score": score,
-                "kl": kl,
-                "tokens": len(r.response_ids),
-                "finished": r.finished,
-            }
-            for r, p, score, kl in zip(
-                batch.rollouts[:limit],
-                batch.prompts,
-                experience.scores_B.tolist(),
-                experience.kl_B.tolist(),
-                strict=False,
+        shown = range(min(limit, len(batch)))
+        rows = []
+        for row, (_, response_ids) in zip(shown, read_responses(self._fleet, batch, shown), strict=True):
+            rows.append(
+                {
+                    "step": step,
+                    "prompt": batch.prompts[row].prompt,
+                    "response": self._decode(response_ids),
+                    "score": float(experience.scores_B[row]),
+                    "kl": float(experience.kl_B[row]),
+                    "tokens": int(batch.lengths_B[row]),
+                    "finished": bool(batch.finished_B[row]),
+                }
             )
-        ]
         self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:
@@ -374,9 +373,10 @@ class PPOController:
         """Return the first `count` responses of the last step and their log-probabilities with the current
         weights, (T,) each.
         """
-        sequences = self._last_sequences[:count]
-        logprobs = self._fleet.logprobs("policy", sequences, with_entropy=False)
-        return sequences, logprobs.gather(lambda result: result.logprobs)
+        assert self._last_batch is not None, "a step has been made"
+        batch = self._last_batch.first(count)
+        logprobs = self._fleet.logprobs("policy", batch, with_entropy=False).gather("logprobs")
+        return read_responses(self._fleet, batch, range(len(batch))), logprobs
 
     @property
     def _trained(self) -> tuple[Role, ...]:

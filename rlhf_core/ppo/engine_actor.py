@@ -11,9 +11,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WorkerStuck
+from rlhf_core.ppo.columns import columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.wire import Acknowledgement
 
 P = ParamSpec("P")
@@ -74,19 +75,30 @@ class EngineActor(Actor):
         self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
 
     @rpc()
-    def generate(
+    def sample(
         self,
-        prompts: Sequence[PromptExample],
+        chunks: Sequence[Sequence[PromptExample]],
         *,
         n: int,
         max_new_tokens: int,
         temperature: float,
         seeds: Sequence[int],
-    ) -> list[Rollout]:
-        """Sample `n` responses to each prompt with the weights of the last sync. See `Engine.generate`."""
+    ) -> list[Any]:
+        """Sample `n` responses to each prompt with the weights of the last sync.
+
+        Args:
+            chunks: Prompts. All are sampled at the same time.
+            n: Responses to each prompt.
+            max_new_tokens: Length limit.
+            temperature: Of the softmax.
+            seeds: One for each prompt of all chunks.
+
+        Returns:
+            A `RolloutHeader` of all responses, and `RolloutColumns` for each chunk.
+        """
         failpoint("engine.generate")
-        return self._engine.generate(
-            prompts,
+        rollouts = self._engine.generate(
+            [prompt for chunk in chunks for prompt in chunk],
             n=n,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -94,6 +106,13 @@ class EngineActor(Actor):
             policy_version=self._version,
             adapter=None if self._adapter_config is None else self._version + 1,
         )
+        parts: list[Any] = [header_of(rollouts)]
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk) * n
+            parts.append(columns_of(rollouts[start:end], n))
+            start = end
+        return parts
 
     # -- weight sync --
 

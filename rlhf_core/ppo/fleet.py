@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+
+import numpy as np
 
 from rlhf_core.cluster.connect import connect, on_cluster
 from rlhf_core.cluster.rpc import (
@@ -27,20 +29,22 @@ from rlhf_core.cluster.rpc import (
     Pending,
     RemoteActor,
     Usage,
+    as_argument,
     dead_actors,
 )
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.ppo.batch import RankShare, RolloutBatch
+from rlhf_core.ppo.columns import FloatArray, Places, RolloutColumns, RowColumns
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.engine_pool import EnginePool
-from rlhf_core.ppo.loss_step import FloatArray
 from rlhf_core.ppo.placement import reserve_bundles
-from rlhf_core.ppo.worker import LogprobResult, ModelWorker
+from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of, route
+from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
-from rlhf_core.types import Nodes, PromptAndResponse
+from rlhf_core.types import Nodes
 from rlhf_core.weight_sync.sender import SyncReport
 from rlhf_core.weight_sync.sender_group import sender_ranks
 
@@ -77,29 +81,6 @@ class WorkerGroup:
         return [worker.call(method, *args, **kwargs) for worker in self.workers]
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """The sequences that one rank computes."""
-
-    indices: list[int]
-    """Into the list of all ranks."""
-    sequences: list[PromptAndResponse]
-    micro_batches: list[list[int]]
-    """Indices into `sequences`."""
-
-
-def scatter(
-    sequences: Sequence[PromptAndResponse], ranks: int, micro_batch_tokens: int, *, pack: bool
-) -> list[RankShare]:
-    """Distribute sequences over ranks in micro-batches (see `models.packing.plan_ranks`)."""
-    lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    shares = []
-    for micro_batches in plan_ranks(lengths, ranks, micro_batch_tokens, pack=pack):
-        indices = [i for micro_batch in micro_batches for i in micro_batch]
-        shares.append(RankShare(indices, [sequences[i] for i in indices], reindex(micro_batches)))
-    return shares
-
-
 def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
     """Return indices into the concatenation of the micro-batches, where the first element has
     index `start`.
@@ -111,25 +92,62 @@ def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list
     return indices
 
 
-class ScatterGather(Generic[R]):
-    """A call that runs on all ranks of a group, each with its own share of the sequences."""
+class Scattered:
+    """A call that runs on all ranks of a group, each with its own responses, and whose results stay there.
 
-    def __init__(self, fleet: Fleet, what: str, shares: list[RankShare], pending: list[Pending[R]]) -> None:
+    Each call returns a message for the controller (None if there is nothing to say), and columns.
+    """
+
+    def __init__(
+        self, fleet: Fleet, what: str, shares: list[RankShare], parts: list[list[Pending[Any]]]
+    ) -> None:
         self._fleet = fleet
         self._what = what
+        self.shares = shares
+        self._messages = [rank[0] for rank in parts]
+        self.columns: list[Pending[RowColumns]] = [rank[1] for rank in parts]
+        """Of each rank. The rows are in the order of its share."""
+        self._places_B: Places | None = None
+
+    def add_rows(self, objects: ObjectArguments, rank: int, shares: list[RankShare]) -> Places:
+        """Add the columns that have the responses of `shares[rank]`, and return the places of the rows."""
+        indices = shares[rank].indices
+        if shares is self.shares:
+            return objects.add_all_rows(self.columns[rank], len(indices))
+        if self._places_B is None:
+            self._places_B = places_of(self.shares)
+        return objects.add(self.columns, self._places_B.take(indices))
+
+    def complete(self) -> list[Any]:
+        """Wait for all ranks, and return their messages."""
+        return self._fleet.wait(self._messages, self._what)
+
+    def gather(self, name: str) -> list[FloatArray]:
+        """Wait for all ranks, fetch the column `name`, and return (T,) for each response in order."""
+        self.complete()
+        rows: dict[int, FloatArray] = {}
+        for share, columns in zip(self.shares, self._fleet.wait(self.columns, self._what), strict=True):
+            for row, index in enumerate(share.indices.tolist()):
+                rows[index] = columns.row(name, row)
+        return [rows[index] for index in range(len(rows))]
+
+
+class ScatteredScores:
+    """A call of all reward ranks, which return one score for each of their responses."""
+
+    def __init__(self, fleet: Fleet, shares: list[RankShare], pending: list[Pending[list[float]]]) -> None:
+        self._fleet = fleet
         self._shares = shares
         self._pending = pending
 
-    def gather(self, pick: Callable[[R], Sequence[T]]) -> list[T]:
-        """Wait for all ranks, and return one value per sequence in the original order.
-
-        `pick` selects the values from the result of a rank, in the order of its sequences.
-        """
-        by_index: dict[int, T] = {}
-        results = self._fleet.wait(self._pending, self._what)
-        for share, result in zip(self._shares, results, strict=True):
-            by_index.update(zip(share.indices, pick(result), strict=True))
-        return [by_index[i] for i in range(len(by_index))]
+    def gather(self) -> list[float]:
+        """Wait for all ranks, and return the scores in the order of the batch."""
+        results = self._fleet.wait(self._pending, "reward.scores")
+        scores_B = np.zeros(sum(len(share.indices) for share in self._shares))
+        for share, scores in zip(self._shares, results, strict=True):
+            scores_B[share.indices] = scores
+        gathered: list[float] = scores_B.tolist()
+        return gathered
 
 
 # -- fleet --
@@ -316,52 +334,70 @@ class Fleet:
         """Return results in order; see `ActorClient.wait`."""
         return self._client.wait(pending, what)
 
+    def put(self, columns: RolloutColumns) -> Pending[RolloutColumns]:
+        """Return a reference to a chunk that the controller has read."""
+        import ray
+
+        return Pending(ray.put(columns))
+
     def usage(self) -> list[Usage]:
         """Return the resources used by each worker and engine."""
         workers = [worker for group in self.distinct_groups for worker in group.workers]
         actors: list[RemoteActor[Actor]] = [*workers, *self.engines.actors]
         return self.wait([actor.call(Actor.usage) for actor in actors], "usage")
 
+    @property
+    def most_ranks(self) -> int:
+        """Ranks of the largest group."""
+        return max(group.ranks for group in self._plan.groups)
+
     def logprobs(
-        self,
-        role: Literal["policy", "reference"],
-        sequences: Sequence[PromptAndResponse],
-        *,
-        with_entropy: bool,
-    ) -> ScatterGather[LogprobResult]:
+        self, role: Literal["policy", "reference"], batch: RolloutBatch, *, with_entropy: bool
+    ) -> Scattered:
         """Start `ModelWorker.logprobs` on the ranks of `role`."""
-        group, shares = self._scatter(role, sequences)
-        pending = [
-            worker.call(
-                ModelWorker.logprobs, role, share.sequences, share.micro_batches, with_entropy=with_entropy
+        group, shares = self._route(role, batch)
+        parts = []
+        for worker, share in zip(group.workers, shares, strict=True):
+            arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
+            parts.append(
+                worker.call_parts(
+                    2,
+                    ModelWorker.logprobs,
+                    role,
+                    share.places,
+                    share.micro_batches,
+                    with_entropy,
+                    *arguments,
+                )
             )
-            for worker, share in zip(group.workers, shares, strict=True)
-        ]
-        return ScatterGather(self, f"{role}.logprobs", shares, pending)
+        return Scattered(self, f"{role}.logprobs", shares, parts)
 
-    def values(self, sequences: Sequence[PromptAndResponse]) -> ScatterGather[list[FloatArray]]:
+    def values(self, batch: RolloutBatch) -> Scattered:
         """Start `ModelWorker.values` on the ranks of the critic."""
-        group, shares = self._scatter("critic", sequences)
-        pending = [
-            worker.call(ModelWorker.values, share.sequences, share.micro_batches)
-            for worker, share in zip(group.workers, shares, strict=True)
-        ]
-        return ScatterGather(self, "critic.values", shares, pending)
+        group, shares = self._route("critic", batch)
+        parts = []
+        for worker, share in zip(group.workers, shares, strict=True):
+            arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
+            parts.append(
+                worker.call_parts(2, ModelWorker.values, share.places, share.micro_batches, *arguments)
+            )
+        return Scattered(self, "critic.values", shares, parts)
 
-    def scores(self, sequences: Sequence[PromptAndResponse]) -> ScatterGather[list[float]]:
+    def scores(self, batch: RolloutBatch) -> ScatteredScores:
         """Start `ModelWorker.scores` on the ranks of the reward model."""
-        group, shares = self._scatter("reward", sequences)
-        pending = [
-            worker.call(ModelWorker.scores, share.sequences, share.micro_batches)
-            for worker, share in zip(group.workers, shares, strict=True)
-        ]
-        return ScatterGather(self, "reward.scores", shares, pending)
+        group, shares = self._route("reward", batch)
+        pending = []
+        for worker, share in zip(group.workers, shares, strict=True):
+            arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
+            pending.append(worker.call(ModelWorker.scores, share.places, share.micro_batches, *arguments))
+        return ScatteredScores(self, shares, pending)
 
-    def _scatter(
-        self, role: Role, sequences: Sequence[PromptAndResponse]
-    ) -> tuple[WorkerGroup, list[RankShare]]:
+    def _route(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare]]:
         group = self.groups[role]
-        return group, scatter(sequences, group.ranks, self._config.ppo.micro_batch_tokens, pack=self.packs)
+        if group.ranks not in batch.routes:
+            tokens = self._config.ppo.micro_batch_tokens
+            batch.routes[group.ranks] = route(batch, group.ranks, tokens, pack=self.packs)
+        return group, batch.routes[group.ranks]
 
     # -- frozen models --
 

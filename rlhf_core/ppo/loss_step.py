@@ -17,34 +17,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_core.algo.losses import entropy_bonus, kl_loss, policy_loss, sft_loss, value_loss
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
+from rlhf_core.ppo.columns import FloatArray
 
-FloatArray = NDArray[np.float32]
+
+def _nothing() -> FloatArray:
+    return np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One response with everything that the update needs."""
+    """One response with everything that the update of a model needs."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    old_logprobs: FloatArray
+    old_logprobs: FloatArray = field(default_factory=_nothing)
     """(T,) by the policy before the update."""
-    advantages: FloatArray
+    advantages: FloatArray = field(default_factory=_nothing)
     """(T,) whitened if configured."""
-    ref_logprobs: FloatArray
+    ref_logprobs: FloatArray = field(default_factory=_nothing)
     """(T,) by the reference."""
-    returns: FloatArray
-    """(T,) from unwhitened advantages."""
-    old_values: FloatArray
-    """(T,) by the critic before the update."""
-    weights: FloatArray
+    returns: FloatArray = field(default_factory=_nothing)
+    """(T,) from unwhitened advantages, for the critic."""
+    old_values: FloatArray = field(default_factory=_nothing)
+    """(T,) by the critic before the update, for the critic."""
+    weights: FloatArray = field(default_factory=_nothing)
     """(T,) importance weights for the gap between engine and trainer; ones if none."""
 
 

@@ -7,53 +7,43 @@
 
 Consumes the prompts of the data artifact; produces a `RolloutBatch`, which always has the same size. Waits
 for all engines, and with filtering for the reward workers.
+
+The tokens stay in chunks (`ppo.columns`), to which the batch has references. They are fetched one chunk at a
+time, and only for reward sources that read responses, tables of samples and the cache of rollouts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import heapq
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, overload
+
+import numpy as np
 
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader
 from rlhf_core.ppo.engine_actor import EngineActor
 from rlhf_core.ppo.experience import shaped_scores, uniform_groups
 from rlhf_core.ppo.fleet import Fleet
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_inputs
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.seeds import derive_seed, permutation
-from rlhf_core.types import PromptAndResponse, PromptExample, Rollout
+from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-@dataclass
-class RolloutBatch:
-    """The samples of a prompt are consecutive."""
+Chunk = tuple[int, ...]
+"""Indices of prompts whose responses form one chunk."""
 
-    rollouts: list[Rollout]
-    prompts: list[PromptExample]
-    """One per rollout."""
-    rewards: RewardBatch | None = None
-    """Already known if filtering needed them."""
-    replaced: int = 0
-    """Number of prompts that were replaced because all their samples had equal scores."""
-    scores_before: float | None = None
-    """Mean score with penalties of the first round, before any prompt was replaced.
-
-    None without filtering.
-    """
-    from_cache: bool = False
-    """Whether an earlier attempt sampled the batch."""
-
-    @property
-    def sequences(self) -> list[PromptAndResponse]:
-        return [(r.prompt_ids, r.response_ids) for r in self.rollouts]
+_CHUNK_ROWS = 64
+"""Largest number of responses in a chunk, if a prompt does not have more samples."""
+_CHUNKS_PER_RANK = 8
+"""Chunks are smaller if there would be fewer for each rank, because a chunk is never divided."""
 
 
 # -- which engine samples which prompt --
@@ -78,19 +68,19 @@ def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
     The longest prompt goes first, each to the engine with the fewest tokens.
     """
     shares: list[list[int]] = [[] for _ in range(engines)]
-    load = [0] * engines
+    loads = [(0, engine) for engine in range(engines)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        engine = min(range(engines), key=lambda e: (load[e], e))
+        load, engine = loads[0]
         shares[engine].append(i)
-        load[engine] += lengths[i]
+        heapq.heapreplace(loads, (load + lengths[i], engine))
     return [sorted(share) for share in shares]
 
 
-def reassign(shares: Mapping[int, Sequence[int]], serving: Sequence[int]) -> dict[int, list[int]]:
+def reassign(shares: Mapping[int, Sequence[T]], serving: Sequence[int]) -> dict[int, list[T]]:
     """Return the engine for each share that must be sampled again.
 
-    A share stays with its engine. The share of an engine that does not serve any more moves as a whole to the
-    engine with the fewest prompts, because the same batch gives the same tokens.
+    A share is a list of chunks. It stays with its engine. The share of an engine that does not serve any more
+    moves as a whole to the engine with the fewest chunks, because the same batch gives the same tokens.
     """
     kept = {engine: list(share) for engine, share in shares.items() if engine in serving}
     for engine, share in shares.items():
@@ -98,6 +88,12 @@ def reassign(shares: Mapping[int, Sequence[int]], serving: Sequence[int]) -> dic
             target = min(serving, key=lambda e: (len(kept.get(e, ())), e))
             kept[target] = kept.get(target, []) + list(share)
     return kept
+
+
+def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
+    """Cut the prompts of an engine into chunks of about `rows` responses, `samples` to each prompt."""
+    size = max(1, rows // samples)
+    return [tuple(share[start : start + size]) for start in range(0, len(share), size)]
 
 
 # -- sampling --
@@ -140,10 +136,11 @@ class Collector:
         if filtering is None:
             return batch
         batch.rewards = self.rewards(batch)
-        first_scores_B = shaped_scores(batch.rollouts, batch.rewards.total, ppo)
+        first_scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
         batch.scores_before = first_scores_B.nanmean().item()
         for round_ in range(1, filtering.max_rounds + 1):
-            uniform = uniform_groups(shaped_scores(batch.rollouts, batch.rewards.total, ppo), ppo)
+            scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
+            uniform = uniform_groups(scores_B, ppo)
             replacements = self._replacements(step, round_, len(uniform), used)
             if not replacements:
                 break
@@ -160,10 +157,9 @@ class Collector:
         """
         if model_scores is None and "reward" in self._fleet.groups:
             model_scores = self._fleet.retry_after_restart(
-                lambda: self._fleet.scores(batch.sequences).gather(list), "the scoring"
+                lambda: self._fleet.scores(batch).gather(), "the scoring"
             )
-        inputs = reward_inputs(self._decode, batch.prompts, batch.rollouts)
-        return self._composer.score(inputs, model_scores)
+        return self._composer.score(RewardInputs(self._fleet, batch, self._decode), model_scores)
 
     def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
         """Sample `samples_per_prompt` responses to each prompt on all engines at the same time.
@@ -174,46 +170,66 @@ class Collector:
         # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
         path = (step,) if round_ == 0 else (step, "round", round_)
         seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
-        by_prompt = self._generate(prompts, seeds, version, f"the rollouts of step {step}")
-        rollouts = [rollout for i in range(len(prompts)) for rollout in by_prompt[i]]
-        stale = {r.policy_version for r in rollouts} - {version}
+        sampled = self._generate(prompts, seeds, version, f"the rollouts of step {step}")
+        # In the order of their prompts, so that the distribution over ranks does not depend on which engine
+        # answered first.
+        chunks = sorted(sampled)
+        header = _in_order(chunks, [sampled[chunk][1] for chunk in chunks], self._ppo.samples_per_prompt)
+        stale = set(header.versions.tolist()) - {version}
         if stale:
             raise WeightSyncError(
                 f"step {step} was sampled from policy version {sorted(stale)}, not {version}"
             )
-        return RolloutBatch(rollouts, [p for p in prompts for _ in range(self._ppo.samples_per_prompt)])
+        return RolloutBatch(
+            [sampled[chunk][0] for chunk in chunks],
+            _places(chunks, self._ppo.samples_per_prompt),
+            header.lengths,
+            header.finished,
+            [p for p in prompts for _ in range(self._ppo.samples_per_prompt)],
+        )
 
     def _generate(
         self, prompts: Sequence[PromptExample], seeds: Sequence[int], version: int, what: str
-    ) -> dict[int, list[Rollout]]:
-        """Return the rollouts of each prompt, by its index.
+    ) -> dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]]:
+        """Return the tokens and the header of each chunk.
 
         The share of an engine that is lost is sampled again as one batch, if possible by the engine that
         replaces it, so that the result is the same.
         """
         ppo, engines = self._ppo, self._fleet.engines
+        n = ppo.samples_per_prompt
+        ranks = self._fleet.most_ranks
+        rows = _CHUNK_ROWS if ranks == 1 else len(prompts) * n // (_CHUNKS_PER_RANK * ranks)
         shares = assign([len(p.input_ids) for p in prompts], len(engines.serving))
-        remaining = {engine: share for engine, share in zip(engines.serving, shares, strict=True) if share}
-        by_prompt: dict[int, list[Rollout]] = {}
+        remaining = {
+            engine: cut(share, n, min(rows, _CHUNK_ROWS))
+            for engine, share in zip(engines.serving, shares, strict=True)
+            if share
+        }
+        sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = {}
         while remaining:
-            calls: dict[int, Pending[list[Rollout]]] = {}
-            for engine, share in remaining.items():
-                calls[engine] = engines.actor(engine).call(
-                    EngineActor.generate,
-                    [prompts[i] for i in share],
-                    n=ppo.samples_per_prompt,
+            calls: dict[int, Pending[RolloutHeader]] = {}
+            tokens: dict[int, list[Pending[RolloutColumns]]] = {}
+            for engine, chunks in remaining.items():
+                calls[engine], *tokens[engine] = engines.actor(engine).call_parts(
+                    1 + len(chunks),
+                    EngineActor.sample,
+                    [[prompts[i] for i in chunk] for chunk in chunks],
+                    n=n,
                     max_new_tokens=ppo.max_new_tokens,
                     temperature=ppo.temperature,
-                    seeds=[seeds[i] for i in share],
+                    seeds=[seeds[i] for chunk in chunks for i in chunk],
                 )
-            for engine, rollouts in engines.collect(calls, what).items():
-                samples = iter(rollouts)
-                for i in remaining.pop(engine):
-                    by_prompt[i] = [next(samples) for _ in range(ppo.samples_per_prompt)]
+            for engine, header in engines.collect(calls, what).items():
+                start = 0
+                for chunk, pending in zip(remaining.pop(engine), tokens[engine], strict=True):
+                    end = start + len(chunk) * n
+                    sampled[chunk] = (pending, header.rows(start, end))
+                    start = end
             if remaining:
                 self._fleet.sync(version)
                 remaining = reassign(remaining, engines.serving)
-        return by_prompt
+        return sampled
 
     def _replacements(self, step: int, round_: int, count: int, used: Sequence[int]) -> list[int]:
         """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so
@@ -227,81 +243,104 @@ class Collector:
         """Replace the given groups of `batch` by the groups of `new`, in order."""
         assert batch.rewards is not None and new.rewards is not None
         n = self._ppo.samples_per_prompt
+        batch.routes.clear()
+        new_objects = new.places.objects + len(batch.chunks)
+        batch.chunks += new.chunks
         for source, target in enumerate(groups):
             old_rows, new_rows = slice(target * n, (target + 1) * n), slice(source * n, (source + 1) * n)
-            batch.rollouts[old_rows] = new.rollouts[new_rows]
+            batch.places.objects[old_rows] = new_objects[new_rows]
+            batch.places.rows[old_rows] = new.places.rows[new_rows]
+            batch.lengths_B[old_rows] = new.lengths_B[new_rows]
+            batch.finished_B[old_rows] = new.finished_B[new_rows]
             batch.prompts[old_rows] = new.prompts[new_rows]
             for name, values in batch.rewards.by_source.items():
                 values[old_rows] = new.rewards.by_source[name][new_rows]
         # All scores change if a source is normalized over the batch.
-        batch.rewards.total[:] = self._composer.total(batch.rewards.by_source, len(batch.rollouts))
+        batch.rewards.total[:] = self._composer.total(batch.rewards.by_source, len(batch))
         batch.replaced += len(groups)
 
 
-# -- rollouts of an interrupted step --
+def _places(chunks: Sequence[Chunk], samples: int) -> Places:
+    """Return chunk and row of each response, in the order of the prompts."""
+    prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
+    sizes = [len(chunk) for chunk in chunks]
+    objects = np.repeat(np.arange(len(chunks)), sizes)
+    rows = np.concatenate([np.arange(size) for size in sizes])
+    order = np.argsort(prompts)
+    return Places(
+        np.repeat(objects[order], samples),
+        (rows[order, None] * samples + np.arange(samples)).reshape(-1),
+    )
 
 
-class RolloutCache:
-    """The rollouts of the current step in a local file, for an attempt that is interrupted during this step.
+def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples: int) -> RolloutHeader:
+    """Return the headers of chunks as one header in the order of the prompts."""
+    prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
+    order = (np.argsort(prompts)[:, None] * samples + np.arange(samples)).reshape(-1)
+    return RolloutHeader(
+        np.concatenate([header.lengths for header in headers])[order],
+        np.concatenate([header.finished for header in headers])[order],
+        np.concatenate([header.versions for header in headers])[order],
+    )
 
-    The next attempt continues from the checkpoint with the weights that sampled them, and uses them instead
-    of sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint can be
-    repeated in this way, so the file holds one step. It starts with a checksum and is replaced atomically.
 
-    Args:
-        folder: Local folder that outlives an attempt.
-        prompts: All prompts, in the same order in each attempt.
+# -- tokens, where they are needed --
+
+
+def read_responses(fleet: Fleet, batch: RolloutBatch, rows: Sequence[int]) -> list[PromptAndResponse]:
+    """Return the token ids of some responses of a batch and of their prompts. Each chunk is fetched once."""
+    objects, places = batch.places.objects.tolist(), batch.places.rows.tolist()
+    by_row: dict[int, PromptAndResponse] = {}
+    for number in sorted({objects[row] for row in rows}):
+        (columns,) = fleet.wait([batch.chunks[number]], "rollouts")
+        for row in rows:
+            if objects[row] == number:
+                response = columns.response(places[row]).tolist()
+                by_row[row] = (batch.prompts[row].input_ids, tuple(response))
+    return [by_row[row] for row in rows]
+
+
+class RewardInputs(Sequence[RewardInput]):
+    """The input of the reward sources for each response of a batch.
+
+    Responses are fetched and decoded when a source reads the first one. The reward model does not.
     """
 
-    def __init__(self, folder: Path, prompts: Sequence[PromptExample]) -> None:
-        self._file = folder / "rollouts.json"
-        self._prompts = prompts
-        self._index = {id(prompt): i for i, prompt in enumerate(prompts)}
+    def __init__(self, fleet: Fleet, batch: RolloutBatch, decode: Callable[[Sequence[int]], str]) -> None:
+        self._fleet = fleet
+        self._batch = batch
+        self._decode = decode
+        self._inputs: list[RewardInput] | None = None
 
-    def write(self, step: int, batch: RolloutBatch) -> None:
-        """Store the batch of `step` and remove the batch of any other step."""
-        content = json.dumps(
-            {
-                "step": step,
-                "rollouts": [asdict(rollout) for rollout in batch.rollouts],
-                "prompts": [self._index[id(prompt)] for prompt in batch.prompts],
-                "rewards": None if batch.rewards is None else asdict(batch.rewards),
-                "replaced": batch.replaced,
-                "scores_before": batch.scores_before,
-            }
-        )
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_suffix(".part")
-        part.write_text(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}", encoding="utf-8")
-        part.replace(self._file)
+    def __len__(self) -> int:
+        return len(self._batch)
 
-    def read(self, step: int) -> RolloutBatch | None:
-        """Return the batch of `step`, or None if the file is missing, damaged, or holds another step."""
-        try:
-            checksum, content = self._file.read_bytes().split(b"\n", 1)
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            checksum, content = b"", b""
-        if hashlib.sha256(content).hexdigest().encode() != checksum:
-            log.error("%s is damaged; step %d is sampled again", self._file, step)
-            return None
-        fields = json.loads(content)
-        if fields["step"] != step:
-            return None
-        return RolloutBatch(
-            [_rollout(rollout) for rollout in fields["rollouts"]],
-            [self._prompts[i] for i in fields["prompts"]],
-            None if fields["rewards"] is None else RewardBatch(**fields["rewards"]),
-            fields["replaced"],
-            fields["scores_before"],
-            from_cache=True,
-        )
+    @overload
+    def __getitem__(self, index: int) -> RewardInput: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RewardInput]: ...
+    def __getitem__(self, index: int | slice) -> RewardInput | list[RewardInput]:
+        return self._all()[index]
 
+    def __iter__(self) -> Iterator[RewardInput]:
+        return iter(self._all())
 
-def _rollout(fields: dict[str, Any]) -> Rollout:
-    """Return a rollout from its JSON fields, where tuples have become lists."""
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    return Rollout(**values)
+    def _all(self) -> list[RewardInput]:
+        if self._inputs is None:
+            batch = self._batch
+            responses = read_responses(self._fleet, batch, range(len(batch)))
+            self._inputs = [
+                RewardInput(
+                    prompt_id=prompt.prompt_id,
+                    prompt=prompt.prompt,
+                    response=self._decode(response_ids),
+                    prompt_ids=prompt.input_ids,
+                    response_ids=tuple(response_ids),
+                    finished=bool(finished),
+                    meta=prompt.meta,
+                )
+                for prompt, (_, response_ids), finished in zip(
+                    batch.prompts, responses, batch.finished_B, strict=True
+                )
+            ]
+        return self._inputs

@@ -1,23 +1,29 @@
 """The update of one PPO step: from experience to the optimizer steps of each rank, and from the sums of the
-ranks to metrics.
+ranks to metrics. The controller distributes indices; the ranks exchange the rows (`ppo.rank_rows`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from rlhf_core.algo.losses import step_denominator
-from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
-from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Indices
+from rlhf_core.ppo.experience_calls import Experience
 from rlhf_core.ppo.fleet import Fleet, reindex
-from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample
+from rlhf_core.ppo.loss_step import OptimizerStep
+from rlhf_core.ppo.rank_rows import CriticInputs, Exchange
+from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.seeds import derive_seed, epoch_batches
-from rlhf_core.types import Rollout, SFTExample
+from rlhf_core.types import SFTExample
 
 Metrics = dict[str, float]
 _IdsAndMask = tuple[tuple[int, ...], tuple[int, ...]]
@@ -38,56 +44,61 @@ class Updater:
         self._seed = seed
         self._demonstrations = demonstrations
 
-    def update(
-        self, rollouts: Sequence[Rollout], experience: Experience, step: int, kl_coef: float
-    ) -> Metrics:
+    def update(self, batch: RolloutBatch, experience: Experience, step: int, kl_coef: float) -> Metrics:
         """Train on the experience of one step. Responses without a score are left out.
 
         Args:
-            rollouts: Of the step.
-            experience: In the order of `rollouts`.
+            batch: Of the step.
+            experience: In the order of `batch`.
             step: Number of the step, 1-based.
             kl_coef: Coefficient of the KL loss, used with `kl.place: loss`.
         """
-        samples = train_samples(rollouts, experience)
-        scored = experience.mask_BT.any(1).tolist()
+        scored = experience.scored_B.tolist()
         batches = []
         for epoch in range(self._ppo.epochs):
             seed = derive_seed(self._seed, "minibatches", step)
-            for indices in epoch_batches(len(samples), self._ppo.minibatch_size, seed, epoch):
-                batch = [i for i in indices if scored[i]]
+            for indices in epoch_batches(len(batch), self._ppo.minibatch_size, seed, epoch):
+                minibatch = [i for i in indices if scored[i]]
                 # An empty one makes no optimizer step: with zero gradients Adam's moments would still change
                 # the weights.
-                if batch:
-                    batches.append(batch)
+                if minibatch:
+                    batches.append(minibatch)
         trains_policy = step > self._ppo.warmup_steps
-        policy = self._start_policy(samples, batches, step, kl_coef) if trains_policy else []
+        plans: dict[int, list[RankUpdate]] = {}
+        """By the number of ranks."""
+        for role in ("policy", "critic") if self._ppo.uses_critic else ("policy",):
+            ranks = self._fleet.groups[role].ranks
+            if ranks not in plans:
+                plans[ranks] = plan_update(batch, batches, ranks, self._ppo)
+        policy = self._start_policy(plans, experience, step, kl_coef) if trains_policy else []
         # Without clipping during the warm-up, because the values must change a lot.
-        critic = self._start_critic(samples, batches, trains_policy) if self._ppo.uses_critic else []
+        critic = self._start_critic(plans, batch, experience, trains_policy) if self._ppo.uses_critic else []
 
         metrics: Metrics = {}
-        tokens = max(1, sum(len(samples[i].response_ids) for batch in batches for i in batch))
+        tokens = max(1, sum(int(batch.lengths_B[minibatch].sum()) for minibatch in batches))
         if policy:
-            ranks = self._fleet.wait(policy, f"the policy's update of step {step}")
-            metrics |= _metrics("policy", ranks, len(batches), tokens)
+            sums = self._fleet.wait(policy, f"the policy's update of step {step}")
+            metrics |= _metrics("policy", sums, len(batches), tokens)
         if critic:
-            ranks = self._fleet.wait(critic, f"the critic's update of step {step}")
-            metrics |= _metrics("value", ranks, len(batches), tokens)
+            sums = self._fleet.wait(critic, f"the critic's update of step {step}")
+            metrics |= _metrics("value", sums, len(batches), tokens)
         return metrics
 
     def _start_policy(
-        self, samples: list[TrainSample], batches: list[list[int]], step: int, kl_coef: float
+        self, plans: Mapping[int, list[RankUpdate]], experience: Experience, step: int, kl_coef: float
     ) -> list[Pending[Metrics]]:
         workers = self._fleet.groups["policy"].workers
-        rank_samples, rank_steps = self._split(len(workers), samples, batches)
+        plan = plans[len(workers)]
+        rank_steps = [rank.steps for rank in plan]
         demonstrations: list[list[_IdsAndMask]] = [[] for _ in workers]
         if self._ppo.ptx is not None:
             demonstrations, rank_steps = self._with_demonstrations(rank_steps, step)
         return [
             worker.call(
                 ModelWorker.update_policy,
-                rank_samples[rank],
+                plan[rank].exchange,
                 rank_steps[rank],
+                experience.whitening,
                 kl_coef=kl_coef,
                 demonstrations=demonstrations[rank],
             )
@@ -95,36 +106,35 @@ class Updater:
         ]
 
     def _start_critic(
-        self, samples: list[TrainSample], batches: list[list[int]], clip_values: bool
+        self,
+        plans: Mapping[int, list[RankUpdate]],
+        batch: RolloutBatch,
+        experience: Experience,
+        clip_values: bool,
     ) -> list[Pending[Metrics]]:
         workers = self._fleet.groups["critic"].workers
-        rank_samples, rank_steps = self._split(len(workers), samples, batches)
-        return [
-            worker.call(
-                ModelWorker.update_critic, rank_samples[rank], rank_steps[rank], clip_values=clip_values
+        assert experience.values is not None, "the critic has values"
+        shares = experience.values.shares
+        calls = []
+        for rank, (share, worker) in enumerate(zip(shares, workers, strict=True)):
+            objects = ObjectArguments(chunks_of(batch, share))
+            inputs = CriticInputs(
+                share.places,
+                experience.values.add_rows(objects, rank, shares),
+                experience.returns.add_rows(objects, rank, shares),
             )
-            for rank, worker in enumerate(workers)
-        ]
-
-    def _split(
-        self, ranks: int, samples: list[TrainSample], batches: list[list[int]]
-    ) -> tuple[list[list[TrainSample]], list[list[OptimizerStep]]]:
-        """Return the samples and the optimizer steps of each rank."""
-        ppo = self._ppo
-        rank_samples: list[list[TrainSample]] = [[] for _ in range(ranks)]
-        rank_steps: list[list[OptimizerStep]] = [[] for _ in range(ranks)]
-        for batch in batches:
-            chosen = [samples[i] for i in batch]
-            tokens = sum(len(s.response_ids) for s in chosen)
-            denominator = max(1.0, step_denominator(ppo.loss_sum, tokens, len(chosen))) * ppo.loss_divisor
-            lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
-            plan = plan_ranks(lengths, ranks, ppo.micro_batch_tokens, pack=ppo.packs)
-            for rank, micro_batches in enumerate(plan):
-                indices = reindex(micro_batches, start=len(rank_samples[rank]))
-                rank_steps[rank].append(OptimizerStep(indices, denominator))
-                for micro_batch in micro_batches:
-                    rank_samples[rank] += [chosen[i] for i in micro_batch]
-        return rank_samples, rank_steps
+            update = plans[len(workers)][rank]
+            calls.append(
+                worker.call(
+                    ModelWorker.update_critic,
+                    inputs,
+                    update.exchange,
+                    update.steps,
+                    clip_values,
+                    *(as_argument(pending) for pending in objects.pending),
+                )
+            )
+        return calls
 
     def _with_demonstrations(
         self, rank_steps: list[list[OptimizerStep]], step: int
@@ -188,22 +198,75 @@ def _metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) -> Metr
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def train_samples(rollouts: Sequence[Rollout], experience: Experience) -> list[TrainSample]:
-    """Return one sample per rollout, in order."""
+# -- which rank trains on which response --
 
-    def row(tensor: Any, i: int) -> Any:
-        return tensor[i, : len(rollouts[i].response_ids)].numpy()
 
+@dataclass(frozen=True)
+class RankUpdate:
+    """The part of one rank in an update."""
+
+    exchange: Exchange
+    """The responses that it trains on, each once."""
+    steps: list[OptimizerStep]
+    """With indices into these responses."""
+
+
+def plan_update(
+    batch: RolloutBatch, batches: Sequence[Sequence[int]], ranks: int, ppo: PPOConfig
+) -> list[RankUpdate]:
+    """Distribute the minibatches of an update over ranks.
+
+    Args:
+        batch: Of the step. Its distribution over this number of ranks is known.
+        batches: Indices of the responses of each optimizer step.
+        ranks: Of the group.
+        ppo: Section `ppo`.
+    """
+    lengths_B = (batch.prompt_lengths_B + batch.lengths_B).tolist()
+    rows: list[dict[int, int]] = [{} for _ in range(ranks)]
+    """Position of each response among those that a rank trains on, by its index in the batch."""
+    steps: list[list[OptimizerStep]] = [[] for _ in range(ranks)]
+    for minibatch in batches:
+        tokens = int(batch.lengths_B[minibatch].sum())
+        denominator = max(1.0, step_denominator(ppo.loss_sum, tokens, len(minibatch))) * ppo.loss_divisor
+        lengths = [lengths_B[i] for i in minibatch]
+        plan = plan_ranks(lengths, ranks, ppo.micro_batch_tokens, pack=ppo.packs)
+        for rank, micro_batches in enumerate(plan):
+            positions = rows[rank]
+            indices = []
+            for micro_batch in micro_batches:
+                chosen = [minibatch[k] for k in micro_batch]
+                indices.append([positions.setdefault(i, len(positions)) for i in chosen])
+            steps[rank].append(OptimizerStep(indices, denominator))
+    used = [np.fromiter(positions, np.int64, len(positions)) for positions in rows]
+    exchanges = plan_exchange(batch, used, ranks)
+    return [RankUpdate(exchange, steps[rank]) for rank, exchange in enumerate(exchanges)]
+
+
+def plan_exchange(batch: RolloutBatch, used: Sequence[Indices], ranks: int) -> list[Exchange]:
+    """Return what each rank sends and gets, if rank r needs the responses `used[r]` in this order."""
+    home_B = places_of(batch.routes[ranks])
+    prompt_lengths_B = batch.prompt_lengths_B
+    needed = np.concatenate(used)
+    target = np.repeat(np.arange(ranks), [len(indices) for indices in used])
+    home = home_B.objects[needed]
+    # Both sorts are stable, so the rows from one rank to another are in the same order at both ends.
+    sending, receiving = np.lexsort((target, home)), np.lexsort((home, target))
+    counts = np.bincount(home * ranks + target, minlength=ranks * ranks).reshape(ranks, ranks)
+    send_rows = np.split(home_B.rows[needed[sending]], np.cumsum(counts.sum(1))[:-1])
+    ends = np.cumsum(counts.sum(0))
+    arriving = np.split(needed[receiving], ends[:-1])
+    positions = np.empty_like(receiving)
+    positions[receiving] = np.arange(len(receiving))
+    orders = np.split(positions, ends[:-1])
     return [
-        TrainSample(
-            r.prompt_ids,
-            r.response_ids,
-            old_logprobs=row(experience.old_logprobs_BT, i),
-            advantages=row(experience.advantages_BT, i),
-            ref_logprobs=row(experience.ref_logprobs_BT, i),
-            returns=row(experience.returns_BT, i),
-            old_values=row(experience.values_BT, i),
-            weights=row(experience.weights_BT, i),
+        Exchange(
+            send_rows[rank],
+            counts[rank],
+            counts[:, rank].copy(),
+            prompt_lengths_B[arriving[rank]],
+            batch.lengths_B[arriving[rank]],
+            orders[rank] - (ends[rank] - len(orders[rank])),
         )
-        for i, r in enumerate(rollouts)
+        for rank in range(ranks)
     ]

@@ -1,7 +1,9 @@
 """One training rank as a Ray actor, with the models of all roles of its group.
 
-Consumes: lists of sequences or samples, already cut into micro-batches, as many on every rank.
-Produces: numbers per sequence, and sums of metrics, which the controller adds up over ranks.
+Consumes: chunks of rollouts, with the rows of this rank, already cut into micro-batches, as many on every
+rank.
+Produces: columns with numbers of each token, which other ranks get without the controller; sums of each
+response; and sums of metrics, which the controller adds up over ranks.
 Waits for: the other ranks of its group, in collectives with the timeout `run.timeouts.stall`. It does not
 call other groups. Policy ranks call the engines during a weight sync.
 
@@ -11,7 +13,8 @@ Axes: `T` response tokens of one sequence.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +27,22 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, Role
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.ppo import loss_step
+from rlhf_core.ppo.columns import Places, RolloutColumns, RowColumns, row_columns
 from rlhf_core.ppo.engine_actor import EngineActor, RayEngineClient
-from rlhf_core.ppo.loss_step import FloatArray, OptimizerStep, TrainSample
+from rlhf_core.ppo.experience import ResponseSums, Whitening
+from rlhf_core.ppo.loss_step import OptimizerStep
+from rlhf_core.ppo.rank_rows import (
+    CriticInputs,
+    Exchange,
+    ExperienceInputs,
+    RankExperience,
+    critic_samples,
+    experience_of_rank,
+    policy_samples,
+)
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptAndResponse
 from rlhf_core.weight_sync.sender import SyncReport
-
-
-@dataclass(frozen=True)
-class LogprobResult:
-    """Log-probabilities of the sequences of one rank."""
-
-    logprobs: list[FloatArray]
-    """(T,) each, in nats."""
-    entropy: list[FloatArray]
-    """(T,) each, in nats; empty if the entropy was not requested."""
 
 
 class ModelWorker(Actor):
@@ -59,6 +62,8 @@ class ModelWorker(Actor):
         self._folders = folders
         self._pad_id = pad_id
         self._models: dict[Role, Any] = {}
+        self._experience: RankExperience
+        """Of a policy rank in the present step."""
         self._listener: socket.socket | None = None
         """Listening socket of rank 0 of the group, or of a sender of weights."""
 
@@ -146,68 +151,90 @@ class ModelWorker(Actor):
     def logprobs(
         self,
         role: Role,
-        sequences: list[PromptAndResponse],
+        places: Places,
         micro_batches: list[list[int]],
-        *,
         with_entropy: bool,
-    ) -> LogprobResult:
-        """Return the log-probability of each response token at the sampling temperature, in float32.
+        *chunks: RolloutColumns,
+    ) -> tuple[None, RowColumns]:
+        """Return `logprobs` of each response token at the sampling temperature.
 
         Args:
             role: "policy" or "reference".
-            sequences: Of this rank.
-            micro_batches: Indices into `sequences`.
-            with_entropy: Also return the entropy at each token.
+            places: Responses of this rank in `chunks`.
+            micro_batches: Indices into `places`.
+            with_entropy: Also return `entropy` at each token, in nats.
+            chunks: Tokens.
         """
         from rlhf_core.models.scoring import sequence_logprobs
 
         fault = failpoint(f"{role}.logprobs", "nan")
         logprobs, entropy = sequence_logprobs(
             self._models[role],
-            self._batches(sequences, micro_batches),
+            self._batches(places, chunks, micro_batches),
             self._config.ppo.temperature,
             with_entropy,
         )
-        result = LogprobResult([row.numpy() for row in logprobs], [row.numpy() for row in entropy or []])
+        columns = {"logprobs": [row.numpy() for row in logprobs]}
+        if entropy is not None:
+            columns["entropy"] = [row.numpy() for row in entropy]
         if fault == "nan":
-            result.logprobs[0][-1] = np.nan
-        return result
+            columns["logprobs"][0][-1] = np.nan
+        return None, row_columns([len(row) for row in logprobs], **columns)
 
     @rpc()
-    def values(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> list[FloatArray]:
-        """Return the critic's value before each response token, (T,) for each sequence."""
+    def values(
+        self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns
+    ) -> tuple[None, RowColumns]:
+        """Return `values` of the critic before each response token."""
         from rlhf_core.models.scoring import sequence_values
 
         fault = failpoint("critic.values", "nan")
-        values = sequence_values(self._models["critic"], self._batches(sequences, micro_batches))
+        values = sequence_values(self._models["critic"], self._batches(places, chunks, micro_batches))
         if fault == "nan":
             values[0][-1] = np.nan
-        return [row.numpy() for row in values]
+        return None, row_columns([len(row) for row in values], values=[row.numpy() for row in values])
 
     @rpc()
-    def scores(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> list[float]:
+    def scores(self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns) -> list[float]:
         """Return the reward model's score of each response, normalized by its stored statistics."""
         from rlhf_core.models.scoring import sequence_scores
 
         fault = failpoint("reward.scores", "nan")
         model = self._models["reward"]
         statistics = getattr(model, "module", model).statistics
-        scores = sequence_scores(model, statistics, self._batches(sequences, micro_batches))
+        scores = sequence_scores(model, statistics, self._batches(places, chunks, micro_batches))
         return [np.nan] * len(scores) if fault == "nan" else scores
 
-    def _batches(self, sequences: list[PromptAndResponse], micro_batches: list[list[int]]) -> Any:
+    def _batches(
+        self, places: Places, chunks: Sequence[RolloutColumns], micro_batches: list[list[int]]
+    ) -> Any:
         from rlhf_core.models.scoring import Batches
 
+        sequences = [
+            (chunks[number].prompt(row).tolist(), chunks[number].response(row).tolist())
+            for number, row in places
+        ]
         device, pack = self._rank.torch_device, self._config.ppo.packs
         return Batches(sequences, micro_batches, pad_id=self._pad_id, device=device, pack=pack)
+
+    @rpc()
+    def make_experience(self, inputs: ExperienceInputs, *objects: Any) -> tuple[ResponseSums, RowColumns]:
+        """Make the experience of this policy rank's responses (see `ppo.experience`) and keep it.
+
+        Returns the sums of each response for the controller, and `returns` for the critic.
+        """
+        self._experience, sums = experience_of_rank(inputs, objects, self._config.ppo)
+        values = {"returns": self._experience.columns.values["returns"]}
+        return sums, RowColumns(self._experience.columns.offsets, values)
 
     # -- update --
 
     @rpc()
     def update_policy(
         self,
-        samples: list[TrainSample],
+        exchange: Exchange,
         steps: list[OptimizerStep],
+        whitening: Whitening | None,
         *,
         kl_coef: float,
         demonstrations: list[tuple[tuple[int, ...], tuple[int, ...]]],
@@ -215,8 +242,9 @@ class ModelWorker(Actor):
         """Make all optimizer steps of one PPO step, and return sums over this rank (see `ppo.loss_step`).
 
         Args:
-            samples: Of this rank.
-            steps: Optimizer steps, with indices into `samples` and `demonstrations`.
+            exchange: The responses that this rank trains on, and where their experience is.
+            steps: Optimizer steps, with indices into these responses and `demonstrations`.
+            whitening: Of the advantages.
             kl_coef: Coefficient of the KL to the reference, used with `kl.place: loss`.
             demonstrations: (input ids, target mask) each, for the pretraining loss.
         """
@@ -225,7 +253,7 @@ class ModelWorker(Actor):
         failpoint("policy.update")
         return loss_step.update_policy(
             self._models["policy"],
-            samples,
+            policy_samples(self._experience, whitening, exchange, self._rank),
             steps,
             self._config.ppo,
             self._pad_id,
@@ -235,10 +263,24 @@ class ModelWorker(Actor):
 
     @rpc()
     def update_critic(
-        self, samples: list[TrainSample], steps: list[OptimizerStep], *, clip_values: bool
+        self,
+        inputs: CriticInputs,
+        exchange: Exchange,
+        steps: list[OptimizerStep],
+        clip_values: bool,
+        *objects: Any,
     ) -> dict[str, float]:
-        """Update the critic in the same way. `clip_values` is False during its warm-up."""
+        """Update the critic in the same way.
+
+        Args:
+            inputs: Tokens, values and returns of this rank's responses.
+            exchange: The responses that this rank trains on, and where they are.
+            steps: Optimizer steps, with indices into these responses.
+            clip_values: False during the warm-up of the critic.
+            objects: What `inputs` has places of.
+        """
         failpoint("critic.update")
+        samples = critic_samples(inputs, objects, exchange, self._rank)
         return loss_step.update_critic(
             self._models["critic"], samples, steps, self._config.ppo, self._pad_id, clip_values=clip_values
         )

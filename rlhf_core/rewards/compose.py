@@ -249,16 +249,15 @@ def normalize(values: Sequence[float]) -> list[float]:
 
 def _masked(name: str, values: Sequence[float], batch: Sequence[RewardInput]) -> list[float]:
     """Return `values` with NaN in place of each that is not finite, such as an overflow in half precision."""
-    not_finite = [
-        sample.prompt_id for value, sample in zip(values, batch, strict=True) if not math.isfinite(value)
-    ]
+    # The samples are not read if all scores are finite: in training, this would fetch every response.
+    not_finite = [i for i, value in enumerate(values) if not math.isfinite(value)]
     if not_finite:
         log.warning(
             "reward %s: %d of %d scores are not finite and masked, first for prompt %s",
             name,
             len(not_finite),
             len(batch),
-            not_finite[0],
+            batch[not_finite[0]].prompt_id,
         )
     return [value if math.isfinite(value) else math.nan for value in values]
 

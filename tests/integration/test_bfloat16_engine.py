@@ -17,7 +17,14 @@ import torch
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
-from tests.support.small_ppo import VOCABULARY, small_config, small_ppo, small_prompts
+from tests.support.small_ppo import (
+    VOCABULARY,
+    sampled_rollouts,
+    small_config,
+    small_ppo,
+    small_prompts,
+    token_columns,
+)
 from tests.support.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow  # three starts of an engine
@@ -106,16 +113,17 @@ def test_importance_weights_correct_the_loss_for_an_engine_in_bfloat16(
     with small_ppo(config, model, tmp_path, small_prompts()) as controller:
         batch = controller.collect()
         experience = controller.score(batch)
+        rollouts = sampled_rollouts(controller, batch)
+        columns = token_columns(controller)
         update = controller._train(batch, experience, 1)
-    mask_BT = experience.mask_BT
-    sampled_N = torch.tensor([value for rollout in batch.rollouts for value in rollout.rollout_logprobs])
-    ratio_N = (experience.old_logprobs_BT[mask_BT] - sampled_N).exp()
+    sampled_N = torch.tensor([value for rollout in rollouts for value in rollout.rollout_logprobs])
+    ratio_N = (columns["old_logprobs"] - sampled_N).exp()
     weights_N = ratio_N.clamp(LOW, HIGH)
-    torch.testing.assert_close(experience.weights_BT[mask_BT], weights_N, rtol=0, atol=1e-6)
+    torch.testing.assert_close(columns["weights"], weights_N, rtol=0, atol=1e-6)
     inside = ((ratio_N > LOW) & (ratio_N < HIGH)).float().mean().item()
     assert 0.05 < inside < 0.95, "the bounds cut some weights and leave others"
 
-    advantages_N = experience.advantages_BT[mask_BT]
+    advantages_N = columns["advantages"]
     by_hand = -(weights_N * advantages_N).mean().item()
     uncorrected = -advantages_N.mean().item()
     # The update computes the log-probabilities again; its ratio is 1 but for float32's last bits.

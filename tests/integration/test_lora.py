@@ -23,7 +23,13 @@ from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.types import PromptExample, Rollout
 from tests.support.small_ppo import TENSORS as WHOLE
-from tests.support.small_ppo import save_small_model, small_config, small_ppo, small_prompts
+from tests.support.small_ppo import (
+    sampled_rollouts,
+    save_small_model,
+    small_config,
+    small_ppo,
+    small_prompts,
+)
 
 RANK = 4
 TENSORS = {"merged": WHOLE, "adapter": 2 * 7 * 2}
@@ -80,6 +86,7 @@ def test_engines_trainer_and_the_saved_adapter_agree(
         assert first["objective/kl"] == 0.0
         assert first["rollout/logprob_gap_max"] < 1e-4
         batch = controller.collect()
+        rollouts = sampled_rollouts(controller, batch)
         experience = controller.score(batch)
         assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
         assert abs(experience.metrics["objective/kl"]) > 1e-2
@@ -87,7 +94,6 @@ def test_engines_trainer_and_the_saved_adapter_agree(
         controller.save_adapter(tmp_path / "adapter", str(model))
         with pytest.raises(WeightSyncError, match=rf"1 of {TENSORS[sync]} tensors differ"):
             controller.iterate()
-    rollouts = batch.rollouts
     if sync == "adapter":
         rollouts += _served(model, tmp_path / "adapter", prompts)
     _check_saved(model, tmp_path, rollouts)

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from pathlib import Path
@@ -21,7 +20,14 @@ import pytest
 import torch
 
 from rlhf_core.types import PromptExample
-from tests.support.small_ppo import VOCABULARY, save_small_model, small_config, small_ppo
+from tests.support.small_ppo import (
+    VOCABULARY,
+    sampled_rollouts,
+    save_small_model,
+    small_config,
+    small_ppo,
+    token_columns,
+)
 from tests.support.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow  # a start of a fleet for each
@@ -62,13 +68,14 @@ def test_filtering_overlong_penalty_and_dual_clip_match_hand_computed_numbers(
     with small_ppo(small_config(model, options), model, tmp_path, prompts(100, 8)) as controller:
         batch = controller.collect()
         experience = controller.score(batch)
+        rollouts = sampled_rollouts(controller, batch)
         # As if every token had become exp(2) times as likely since it was sampled.
-        moved = dataclasses.replace(experience, old_logprobs_BT=experience.old_logprobs_BT - SHIFT)
-        update = controller._train(batch, moved, 1)
-    assert len(batch.rollouts) == len(batch.prompts) == 24
-    assert all(r.prompt_id == p.prompt_id for r, p in zip(batch.rollouts, batch.prompts, strict=True))
+        advantages_N = token_columns(controller, shift_old=-SHIFT)["advantages"]
+        update = controller._train(batch, experience, 1)
+    assert len(rollouts) == len(batch.prompts) == 24
+    assert all(r.prompt_ids == p.input_ids for r, p in zip(rollouts, batch.prompts, strict=True))
     scores = []
-    for rollout in batch.rollouts:
+    for rollout in rollouts:
         over = max(0, len(rollout.response_ids) - (LENGTH - BUFFER)) / BUFFER
         scores.append(float(rollout.response_ids[0] % 2 == 0) - FACTOR * over)
     assert experience.scores_B.tolist() == pytest.approx(scores, abs=1e-6)
@@ -78,7 +85,8 @@ def test_filtering_overlong_penalty_and_dual_clip_match_hand_computed_numbers(
     assert experience.metrics["rollout/zero_variance_groups"] == 0
     assert all(scores[i] != scores[i + 1] for i in range(0, 24, 2))
 
-    advantages_N = experience.advantages_BT[experience.mask_BT]
+    if experience.whitening is not None:
+        advantages_N = torch.from_numpy(experience.whitening.apply(advantages_N.numpy()))
     assert (advantages_N < 0).any() and (advantages_N > 0).any()
     ratio = math.exp(SHIFT)
     unbounded_N = torch.where(advantages_N < 0, -ratio * advantages_N, -(1 + CLIP) * advantages_N)
@@ -117,13 +125,14 @@ def test_rows_of_2048_tokens(
     with small_ppo(config, model, tmp_path, prompts(4, 1024)) as controller:
         batch = controller.collect()
         experience = controller.score(batch)
+        before_BT = token_columns(controller)["old_logprobs"].reshape(4, -1)
         update = controller._train(batch, experience, 1)
-        again = controller.score(batch)
-    rows = [len(r.prompt_ids) + len(r.response_ids) for r in batch.rollouts]
-    assert rows == [2048] * 4
+        controller.score(batch)
+        after_BT = token_columns(controller)["old_logprobs"].reshape(4, -1)
+    assert (batch.prompt_lengths_B + batch.lengths_B).tolist() == [2048] * 4
     assert experience.metrics["rollout/logprob_gap_max"] < 1e-4
     assert update["policy/grad_norm"] > 0 and update["value/grad_norm"] > 0
-    changed_BT = (again.old_logprobs_BT - experience.old_logprobs_BT).abs()
+    changed_BT = (after_BT - before_BT).abs()
     # The last positions too are trained on, not the first ones alone.
     assert changed_BT[:, -128:].mean() > 1e-4
     summary_lines.append(

@@ -11,14 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role, plan
+from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.types import PromptExample, StageContext
+from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.tiny_llama import save_tiny_llama
 
 VOCABULARY = 101
@@ -111,3 +115,41 @@ def small_ppo(
         controller = PPOController(config, fleet, prompts, str, composer, local_context(work))
         controller.sync()
         yield controller
+
+
+def sampled_rollouts(controller: PPOController, batch: RolloutBatch) -> list[Rollout]:
+    """Return the responses of a batch with their log-probabilities by the engine."""
+    chunks = controller._fleet.wait(batch.chunks, "rollouts")
+    rollouts = []
+    for index, ((number, row), prompt) in enumerate(zip(batch.places, batch.prompts, strict=True)):
+        chunk = chunks[number]
+        rollouts.append(
+            Rollout(
+                prompt.prompt_id,
+                row % chunk.samples,
+                tuple(chunk.prompt(row).tolist()),
+                tuple(chunk.response(row).tolist()),
+                tuple(chunk.rollout_logprobs(row).tolist()),
+                bool(batch.finished_B[index]),
+                controller.completed_steps,
+            )
+        )
+    return rollouts
+
+
+def token_columns(controller: PPOController, shift_old: float = 0.0) -> dict[str, torch.Tensor]:
+    """Return the columns of the experience of a single policy rank, (N,) each, as they were made.
+
+    Its policy is then trained as if the old log-probabilities were larger by `shift_old`.
+    """
+    import ray
+
+    def read(rank: Any) -> dict[str, np.ndarray[Any, Any]]:
+        values = rank._experience.columns.values
+        found = {name: column.copy() for name, column in values.items()}
+        values["old_logprobs"] += np.float32(shift_old)
+        return found
+
+    (worker,) = controller._fleet.groups["policy"].workers
+    found = ray.get(worker.handle.__ray_call__.remote(read), timeout=60)
+    return {name: torch.from_numpy(column.copy()) for name, column in found.items()}

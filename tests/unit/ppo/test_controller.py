@@ -11,24 +11,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Places, columns_of, header_of
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.types import Rollout, StageContext
+from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
 from tests.unit.ppo.test_step_checks import GOOD
 
 FLEET: Any = SimpleNamespace(packs=True)
+
+
+def batch_of(count: int) -> RolloutBatch:
+    """Return finished responses of two tokens."""
+    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(count)]
+    header, numbers = header_of(rollouts), np.arange(count)
+    return RolloutBatch(
+        [Pending(columns_of(rollouts, count))],
+        Places(0 * numbers, numbers),
+        header.lengths,
+        header.finished,
+        [PromptExample("p", "question", (1,))] * count,
+    )
+
+
+FORTY = batch_of(40)
 
 
 class _Experience:
@@ -65,7 +86,7 @@ def test_the_kl_coefficient_is_constant_during_the_warm_up(tmp_path: Path) -> No
         StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )
     controller._updater = SimpleNamespace(update=lambda *_args: {"loss/value": 1.0})
-    batch = SimpleNamespace(rollouts=[None] * 40)
+    batch = FORTY
     coefs = []
     for step in (1, 2, 3, 4):
         controller._train(batch, _Experience(), step)
@@ -81,7 +102,7 @@ def test_a_skipped_step_is_logged_and_the_run_continues(
     logged: list[dict[str, float]] = []
     kept: list[tuple[Any, ...]] = []
     bad = _Experience(objective__kl=float("nan"), objective__scores=float("nan"))
-    batch = SimpleNamespace(rollouts=[None] * 40, prompts=[None] * 40, sequences=[], from_cache=True)
+    batch = replace(FORTY, from_cache=True)
     monkeypatch.setattr(controller, "collect", lambda: batch)
     monkeypatch.setattr(controller, "score", lambda batch: bad)
     monkeypatch.setattr(controller, "sync", lambda: 1)
@@ -168,7 +189,7 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(
     of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
     known: dict[int, dict[int, float]] = {}
     controller._ppo = config_from_tree({"ppo": {"steps": 9, "checkpoint_every": 3}}, "test").ppo
-    batch = SimpleNamespace(rollouts=[None] * 4, prompts=[None] * 4, from_cache=True, sequences=[])
+    batch = replace(FORTY, from_cache=True)
     monkeypatch.setattr(controller, "_restore", lambda: None)
     monkeypatch.setattr(controller, "sync", lambda: controller.completed_steps)
     monkeypatch.setattr(controller, "_log", lambda metrics: None)
@@ -203,8 +224,7 @@ def test_the_checkpoint_score_always_includes_the_kl(tmp_path: Path, place: str,
         config_from_tree({"ppo": ppo}, "test"),
         fleet, [], lambda ids: "", nothing, StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )  # fmt: skip
-    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
-    batch = SimpleNamespace(rollouts=rollouts, replaced=0, scores_before=None)
+    batch = batch_of(2)
     metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"keywords": [1.0, 4.0]}), 90.0)
     assert metrics["objective/net_score"] == pytest.approx(2.0 * 2.5 - 0.1 * 90)
 
@@ -217,8 +237,7 @@ def test_filtering_and_clipping_are_logged(tmp_path: Path) -> None:
         config_from_tree({"ppo": ppo}, "test"),
         fleet, [], lambda ids: "", nothing, StageContext({}, tmp_path, tmp_path, nothing, nothing, nothing),
     )  # fmt: skip
-    rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(2)]
-    batch = SimpleNamespace(rollouts=rollouts, replaced=3, scores_before=0.165)
+    batch = replace(batch_of(2), replaced=3, scores_before=0.165)
     metrics = controller._reward_metrics(batch, RewardBatch([0.0, 0.0], {"model": [1.0, 9.0]}), 0.0)
     assert metrics["objective/scores_before_filtering"] == 0.165
     assert metrics["objective/score_clipfrac"] == 0.5

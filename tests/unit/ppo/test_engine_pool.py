@@ -29,10 +29,10 @@ LIMIT = 30.0
 
 
 class _Engine:
-    """Calls of `generate` and `load` return the index of the engine as their reference."""
+    """Calls of `sample` and `load` return the index of the engine as their reference."""
 
     def __init__(self, index: int) -> None:
-        self.generate = self.load = SimpleNamespace(remote=lambda: index)
+        self.sample = self.load = SimpleNamespace(remote=lambda: index)
 
 
 @dataclass
@@ -91,11 +91,11 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
     return script
 
 
-def generate(pool: EnginePool) -> dict[int, Any]:
-    """Call `generate` on all serving engines."""
+def sample(pool: EnginePool) -> dict[int, Any]:
+    """Call `sample` on all serving engines."""
     calls: dict[int, Pending[Any]] = {}
     for index in pool.serving:
-        calls[index] = pool.actor(index).call(EngineActor.generate)  # type: ignore[call-arg]
+        calls[index] = pool.actor(index).call(EngineActor.sample)  # type: ignore[call-arg]
     return pool.collect(calls, "the rollout")
 
 
@@ -112,7 +112,7 @@ def test_a_call_that_never_begins_marks_its_engine_dead(
     ray.answering, ray.busy_seconds = {0}, busy_seconds
     pool = ray.pool(2)
     pool.confirm_weights()
-    assert generate(pool) == {0: "answer of 0"}
+    assert sample(pool) == {0: "answer of 0"}
     assert pool.serving == [0]
     assert ray.clock == pytest.approx(max(1, busy_seconds) + LIMIT + 1, abs=2)
     assert len(ray.killed) == 1, "the other engine is not killed"
@@ -125,7 +125,7 @@ def test_only_a_sync_lets_a_restarted_engine_serve(ray: _Ray) -> None:
     assert pool.serving == []
     pool.confirm_weights()
     ray.lost = {1}
-    assert generate(pool) == {0: "answer of 0"}
+    assert sample(pool) == {0: "answer of 0"}
     assert pool.serving == [0]
     pool.restart()
     assert pool.serving == [0] and len(pool.actors) == 2
@@ -140,7 +140,7 @@ def test_the_stage_fails_when_an_engine_has_no_restarts_left(ray: _Ray, allowed:
     for _ in range(allowed):
         pool.confirm_weights()
         ray.lost = {0}
-        assert generate(pool) == {}
+        assert sample(pool) == {}
         pool.restart()
     pool.confirm_weights()
     ray.lost = {0}
@@ -148,7 +148,7 @@ def test_the_stage_fails_when_an_engine_has_no_restarts_left(ray: _Ray, allowed:
         rf"engine 0 is lost after {allowed} restarts: 0 of 1 remain, 1 are needed; at last: while waiting"
     )
     with pytest.raises(WorkerDied, match=message):
-        generate(pool)
+        sample(pool)
     assert ray.starts == [(0, starts) for starts in range(allowed + 1)]
 
 
@@ -159,13 +159,13 @@ def test_the_run_continues_without_a_lost_engine_down_to_the_minimum(
     pool = ray.pool(3, min_count=2, max_restarts=0)
     pool.confirm_weights()
     ray.lost = {1}
-    assert sorted(generate(pool)) == [0, 2]
+    assert sorted(sample(pool)) == [0, 2]
     serve_again(pool)
     assert pool.serving == [0, 2] and len(pool.actors) == 2
     assert "engine 1 has no restarts left; the run continues with ['engine 0', 'engine 2']" in caplog.text
     ray.lost = {2}
     with pytest.raises(WorkerDied, match="1 of 3 remain, 2 are needed"):
-        generate(pool)
+        sample(pool)
 
 
 def test_deaths_within_the_restarts_do_not_count_against_the_minimum(ray: _Ray) -> None:
@@ -195,13 +195,13 @@ def test_an_answer_resets_the_restarts_of_an_engine(ray: _Ray) -> None:
     pool = ray.pool(1, max_restarts=1)
     for _ in range(5):
         serve_again(pool)
-        assert generate(pool) == {0: "answer of 0"}
+        assert sample(pool) == {0: "answer of 0"}
         ray.lost = {0}
-        assert generate(pool) == {}
+        assert sample(pool) == {}
     serve_again(pool)
     ray.lost = {0}
     with pytest.raises(WorkerDied, match="after 1 restarts"):
-        generate(pool)
+        sample(pool)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -219,7 +219,7 @@ def test_random_histories_keep_all_bounds(ray: _Ray, seed: int) -> None:
         lost = {index for index in serving if chance.random() < 0.3}
         ray.lost = set(lost)
         try:
-            answers = generate(pool)
+            answers = sample(pool)
         except WorkerDied:
             exhausted = [index for index in in_a_row if in_a_row[index] + (index in lost) > allowed]
             assert count - len(exhausted) < needed

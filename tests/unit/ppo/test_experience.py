@@ -10,6 +10,8 @@
 - empty responses, the deviation of scores, and the explained variance are those of their definitions
 - one NaN among log-probabilities or values makes a checked metric NaN; repeating responses are counted
 - a response without a score is masked; uniform groups are found and counted
+- all numbers have the same bits for 1, 2 and 3 ranks and any distribution of the responses, and agree with
+  a calculation over the whole batch
 """
 
 from __future__ import annotations
@@ -18,15 +20,28 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rlhf_core.algo.masking import masked_whiten
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.experience import _periods, make_experience, repeats, uniform_groups
+from rlhf_core.ppo.batch import RankShare
+from rlhf_core.ppo.experience import (
+    ModelRows,
+    make_rows,
+    padded,
+    response_advantages,
+    shaped_scores,
+    summarize,
+    uniform_groups,
+)
+from rlhf_core.ppo.experience_calls import in_batch_order
+from rlhf_core.ppo.repetition import _periods, repeats
 from rlhf_core.ppo.step_checks import WATCHED
 from rlhf_core.types import Rollout
 
@@ -46,15 +61,67 @@ def _make(
     config = config_from_tree(
         {"ppo": {"whiten_advantages": False, "lam": 1.0, "missing_eos_penalty": 0.0, **ppo}}, "test"
     ).ppo
-    return make_experience(
-        rollouts,
-        old_logprobs=old,
-        ref_logprobs=ref,
-        values=values,
-        entropy=[[0.5] * len(o) for o in old],
-        scores=scores,
-        ppo=config,
-        kl_coef=0.1,
+    return made_by(1, rollouts, old, ref, values, scores, config)
+
+
+def made_by(
+    ranks: int,
+    rollouts: list[Rollout],
+    old: list[Any],
+    ref: list[Any],
+    values: list[Any] | None,
+    scores: list[float],
+    ppo: PPOConfig,
+    *,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """Return the experience that several ranks make, as padded tensors.
+
+    `order` is the order in which the responses are distributed.
+    """
+    unused: Any = None
+    count = len(rollouts)
+    lengths = np.array([len(r.response_ids) for r in rollouts], np.int32)
+    finished = np.array([r.finished for r in rollouts])
+    scores_B = shaped_scores(lengths, finished, scores, ppo)
+    advantages_B = response_advantages(scores_B, ppo)
+    shares = [
+        RankShare(np.array(list(order or range(count))[rank::ranks], np.int64), unused, unused, [])
+        for rank in range(ranks)
+    ]
+    names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "weights")
+    rows: dict[str, dict[int, Any]] = {name: {} for name in names}
+    sums = []
+    for share in shares:
+        chosen = share.indices.tolist()
+
+        def floats(numbers: Sequence[Any]) -> list[Any]:
+            return [np.array(numbers[i], np.float32) for i in chosen]  # noqa: B023
+
+        inputs = ModelRows(
+            [np.array(rollouts[i].response_ids, np.int32) for i in chosen],
+            floats([r.rollout_logprobs for r in rollouts]),
+            floats(old),
+            floats([[0.5] * len(o) for o in old]),
+            floats(ref),
+            None if values is None else floats(values),
+        )
+        of_group = None if advantages_B is None else advantages_B.numpy()[share.indices]
+        columns, of_rank = make_rows(inputs, scores_B.numpy()[share.indices], of_group, ppo, 0.1)
+        sums.append(of_rank)
+        for name in names:
+            rows[name] |= {index: columns.row(name, row) for row, index in enumerate(chosen)}
+    summary = summarize(in_batch_order(shares, sums), scores_B, lengths, finished, ppo)
+    if summary.whitening is not None:
+        rows["advantages"] = {i: summary.whitening.apply(row) for i, row in rows["advantages"].items()}
+    tensors = {f"{name}_BT": padded([of_name[i] for i in range(count)]) for name, of_name in rows.items()}
+    inside_BT = torch.arange(int(lengths.max())) < torch.from_numpy(lengths).unsqueeze(1)
+    return SimpleNamespace(
+        mask_BT=inside_BT & ~scores_B.isnan().unsqueeze(1),
+        scores_B=scores_B,
+        metrics=summary.metrics,
+        sums=sums,
+        **tensors,
     )
 
 
@@ -401,3 +468,64 @@ def test_uniform_groups_are_found_for_any_float() -> None:
     scores = torch.tensor([0.7, 0.7, 0.7, 0.1, 0.1, 0.2, float("nan"), 0.3, 0.3])
     by_three = PPOConfig.model_validate({"samples_per_prompt": 3, "score_clip": None})
     assert uniform_groups(scores, by_three) == [0, 2]
+
+
+# -- several ranks --
+
+SETTINGS: list[dict[str, Any]] = [
+    {"kl": {"estimator": "k3"}, "importance": "truncate", "gamma": 0.99, "lam": 0.95},
+    {"algorithm": "grpo", "samples_per_prompt": 4, "importance": "mask", "importance_bounds": (0.99, 1.01)},
+    {"algorithm": "reinforce_pp", "importance": "sequence-mask", "importance_bounds": (0.999, 1.001)},
+]
+
+
+def _random_batch(count: int = 150) -> tuple[Any, ...]:
+    """Rollouts, and numbers of policy, reference and critic; two responses have no score."""
+    noise = np.random.default_rng(0)
+    lengths = noise.integers(1, 90, count).tolist()
+    old = [noise.normal(-2, 1, length).astype(np.float32) for length in lengths]
+    ref = [row + noise.normal(0, 0.1, len(row)).astype(np.float32) for row in old]
+    engine = [row + noise.normal(0, 0.01, len(row)).astype(np.float32) for row in old]
+    values = [noise.normal(0, 1, length).astype(np.float32) for length in lengths]
+    scores = noise.normal(0, 2, count).tolist()
+    scores[3] = scores[40] = math.nan
+    rollouts = [_rollout(tuple(row.tolist()), bool(i % 5)) for i, row in enumerate(engine)]
+    return rollouts, old, ref, values, scores
+
+
+def _bits(made: Any) -> dict[str, Any]:
+    tensors = {name: value.numpy().tobytes() for name, value in vars(made).items() if name.endswith("_BT")}
+    return {**tensors, **{name: value.hex() for name, value in made.metrics.items()}}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: str(settings.get("algorithm", "ppo")))
+def test_any_number_of_ranks_and_any_distribution_give_the_same_bits(settings: dict[str, Any]) -> None:
+    rollouts, old, ref, values, scores = _random_batch(152)
+    ppo = config_from_tree({"ppo": {"whiten_advantages": True, "minibatches": 1, **settings}}, "test").ppo
+    used = values if ppo.uses_critic else None
+    whole = _bits(made_by(1, rollouts, old, ref, used, scores, ppo))
+    shuffled = random.Random(1).sample(range(152), 152)
+    by_length = sorted(range(152), key=lambda i: len(rollouts[i].response_ids))
+    for ranks in (1, 2, 3):
+        for order in (range(152), shuffled, by_length, by_length[::-1]):
+            assert _bits(made_by(ranks, rollouts, old, ref, used, scores, ppo, order=order)) == whole
+
+
+def test_whitening_and_sums_agree_with_the_whole_batch() -> None:
+    rollouts, old, ref, values, scores = _random_batch()
+    tree = {"ppo": {"whiten_advantages": True, "lam": 0.95, "missing_eos_penalty": 0.0}}
+    plain = config_from_tree({"ppo": {**tree["ppo"], "whiten_advantages": False}}, "test").ppo
+    made = made_by(3, rollouts, old, ref, values, scores, config_from_tree(tree, "test").ppo)
+    unwhitened = made_by(2, rollouts, old, ref, values, scores, plain)
+    mask = made.mask_BT
+    expected = masked_whiten(unwhitened.advantages_BT, mask)
+    torch.testing.assert_close(made.advantages_BT[mask], expected[mask], rtol=0, atol=1e-6)
+    gap_BT = (made.old_logprobs_BT - padded([r.rollout_logprobs for r in rollouts])).abs()
+    metrics = made.metrics
+    assert metrics["rollout/logprob_gap_mean"] == pytest.approx(gap_BT[mask].mean().item(), rel=1e-5)
+    assert metrics["value/mean"] == pytest.approx(made.values_BT[mask].mean().item(), rel=1e-5, abs=1e-7)
+    kl_BT = (made.old_logprobs_BT - made.ref_logprobs_BT)[mask]
+    assert metrics["objective/kl"] == pytest.approx(kl_BT.double().sum().item() / 148, rel=1e-5)
+    errors = (made.returns_BT - made.values_BT)[mask]
+    explained = 1 - errors.var().item() / made.returns_BT[mask].var().item()
+    assert metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-5)

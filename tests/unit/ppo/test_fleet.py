@@ -5,15 +5,18 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 - a group of frozen models is restarted and its call repeated, for a limited number of times
 - the loss of a group that trains fails the attempt; so does an error without an unhealthy process
 - an engine that no host has the GPUs for is refused
-- scatter and gather return one value per sequence in the original order
+- gathered values are in the order of the responses, for any number of ranks and size of chunks
+- routes divide the work evenly, by whole chunks, with the same number of micro-batches on every rank
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
@@ -21,8 +24,13 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo import fleet as module
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_columns
 from rlhf_core.ppo.fleet import FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
 from rlhf_core.ppo.placement import check_engine_size
+from rlhf_core.ppo.routes import places_of, route
+from rlhf_core.types import PromptExample, Rollout
+from tests.support.scripted_actors import results, scripted
 
 Made = tuple[Fleet, list[str], list[str]]
 
@@ -173,23 +181,76 @@ def test_all_groups_pad_if_one_model_does_not_support_packing(
     assert layouts == [("policy", packs), ("reward", packs)]
 
 
+def chunked(lengths: list[int], rows: int) -> RolloutBatch:
+    """Return a batch of prompts with one token and chunks of `rows` responses, whose tokens are their row in
+    the batch.
+    """
+    rollouts = [Rollout(f"p{i}", 0, (1,), (i,) * n, (-1.0,) * n, True, 0) for i, n in enumerate(lengths)]
+    numbers = np.arange(len(lengths))
+    return RolloutBatch(
+        [Pending(columns_of(rollouts[k : k + rows], 1)) for k in range(0, len(lengths), rows)],
+        Places(numbers // rows, numbers % rows),
+        np.array(lengths, np.int32),
+        np.ones(len(lengths), np.bool_),
+        [PromptExample(r.prompt_id, "", r.prompt_ids) for r in rollouts],
+    )
+
+
+class _CriticRank:
+    """Returns the response tokens as values."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def values(self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns) -> Any:
+        self.rows += len(places)
+        assert sorted(i for micro_batch in micro_batches for i in micro_batch) == list(range(len(places)))
+        responses = [chunks[number].response(row) for number, row in places]
+        return None, row_columns([len(r) for r in responses], values=responses)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_gather_restores_the_order_of_the_sequences(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_gather_restores_the_order_of_the_responses(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int
+) -> None:
     config = PipelineConfig.model_validate({"ppo": {"micro_batch_tokens": 12}})
     fleet = Fleet(config, plan(config.ppo), "cpu", {}, 0)
-    shares: list[int] = []
+    critic = [_CriticRank() for _ in range(ranks)]
+    workers = tuple(scripted(rank) for rank in critic)
+    fleet.groups["critic"] = WorkerGroup(Group(("critic",), ranks), workers)
+    monkeypatch.setattr(fleet, "wait", results)
+    batch = chunked([1 + i % 4 for i in range(10)], rows)
+    gathered = fleet.values(batch).gather("values")
+    assert [row.tolist() for row in gathered] == [[float(i)] * (1 + i % 4) for i in range(10)]
+    assert sum(rank.rows for rank in critic) == 10
 
-    def values(sequences: list[Any], micro_batches: list[list[int]]) -> list[list[int]]:
-        shares.append(len(sequences))
-        assert [i for micro_batch in micro_batches for i in micro_batch] == list(range(len(sequences)))
-        return [list(response) for _, response in sequences]
 
-    actor = SimpleNamespace(values=SimpleNamespace(remote=values))
-    fleet.groups["critic"] = WorkerGroup(Group(("critic",), ranks), (RemoteActor(actor),) * ranks)
-    monkeypatch.setattr(fleet, "wait", lambda pending, what: [call.reference for call in pending])
-    sequences = [((1,), (i,) * (1 + i % 4)) for i in range(10)]
-    assert fleet.values(sequences).gather(list) == [list(response) for _, response in sequences]
-    assert len(shares) == ranks and sum(shares) == 10
+@pytest.mark.parametrize("pack", [True, False])
+def test_routes_divide_the_work_by_whole_chunks(pack: bool) -> None:
+    noise = random.Random(0)
+    batch = chunked([noise.randint(1, 200) for _ in range(240)], 4)
+    for ranks in (1, 2, 3, 7):
+        shares = route(batch, ranks, 512, pack=pack)
+        assert sorted(i for share in shares for i in share.indices.tolist()) == list(range(240))
+        assert len({len(share.micro_batches) for share in shares}) == 1
+        tokens = [int(batch.lengths_B[share.indices].sum()) for share in shares]
+        assert max(tokens) < 1.1 * sum(tokens) / ranks
+        homes = [{int(c) for c in batch.places.objects[share.indices]} for share in shares]
+        assert sum(len(home) for home in homes) == len(batch.chunks), "no chunk is on two ranks"
+        places = places_of(shares)
+        for index, (rank, row) in enumerate(places):
+            assert shares[rank].indices[row] == index
+        for share in shares:
+            lengths = 1 + batch.lengths_B[share.indices]
+            assert all(lengths[m].sum() <= 512 for m in share.micro_batches if len(m) > 1)
+            assert sorted(i for m in share.micro_batches for i in m) == list(range(len(share.indices)))
+
+
+def test_more_ranks_than_chunks_leave_ranks_without_responses() -> None:
+    shares = route(chunked([3, 4], 1), 4, 16, pack=True)
+    assert [share.indices.tolist() for share in shares] == [[1], [0], [], []]
+    assert [share.micro_batches for share in shares] == [[[0]], [[0]], [[]], [[]]]
 
 
 def test_reindex_counts_through_all_micro_batches() -> None:

@@ -9,36 +9,44 @@
 - prompts and seeds of each round follow from seed, step and round; no two rounds, steps or positions share a
   seed
 - rewards get each rollout with its own prompt, and the reward model's scores are in the order of the rollouts
-- the cache returns exactly the batch that was written; another step or a damaged file gives nothing
+- no response is fetched for the reward model's scores alone
+- the cache returns exactly the batch that was written, without pickle; another step or a damaged file gives
+  nothing
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.errors import WeightSyncError
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
+from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import (
     Collector,
-    RolloutBatch,
-    RolloutCache,
     assign,
     prompts_of_step,
     reassign,
 )
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, normalize
 from rlhf_core.types import PromptExample, RewardInput, Rollout
+from tests.support.scripted_actors import results, scripted
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]
@@ -49,7 +57,7 @@ Asked = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class _Request:
-    """One call of `EngineActor.generate`."""
+    """One call of `EngineActor.sample`."""
 
     prompts: Sequence[PromptExample]
     n: int
@@ -75,22 +83,25 @@ class _Engines:
     def actor(self, index: int) -> RemoteActor[Any]:
         assert index in self.serving
 
-        def generate(prompts: Sequence[PromptExample], **options: Any) -> _Request:
-            return _Request(prompts, **options)
+        def sample(chunks: Sequence[Sequence[PromptExample]], **options: Any) -> list[Any]:
+            request = _Request([prompt for chunk in chunks for prompt in chunk], **options)
+            answer = self._answer(index, request)
+            sizes = [len(chunk) * request.n for chunk in chunks]
+            columns = [
+                columns_of(answer[end - size : end], request.n)
+                for size, end in zip(sizes, accumulate(sizes), strict=True)
+            ]
+            return [(request, header_of(answer)), *columns]
 
-        return RemoteActor(SimpleNamespace(generate=SimpleNamespace(remote=generate)))
+        return scripted(SimpleNamespace(sample=sample))
 
-    def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, list[Rollout]]:
+    def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, RolloutHeader]:
         lost, self.lost = self.lost, set()
-        self.calls.append({engine: call.reference for engine, call in pending.items()})
-        return {
-            engine: self._answer(engine, call.reference)
-            for engine, call in pending.items()
-            if engine not in lost
-        }
+        self.calls.append({engine: call.reference[0] for engine, call in pending.items()})
+        return {engine: call.reference[1] for engine, call in pending.items() if engine not in lost}
 
     def _answer(self, engine: int, request: _Request) -> list[Rollout]:
-        version = VERSION - (self.stale == (len(self.calls) - 1, engine))
+        version = VERSION - (self.stale == (len(self.calls), engine))
         return [
             Rollout(p.prompt_id, k, p.input_ids, (k, seed % 9973), (-1.0, -1.0), k not in self.cut, version)
             for p, seed in zip(request.prompts, request.seeds, strict=True)
@@ -104,6 +115,27 @@ class _Engines:
             [(p.prompt_id, s) for p, s in zip(call[0].prompts, call[0].seeds, strict=True)]
             for call in self.calls
         ]
+
+
+def rollouts(batch: RolloutBatch) -> list[Rollout]:
+    """Return the rows of a batch."""
+    made = []
+    for index, ((number, row), prompt) in enumerate(zip(batch.places, batch.prompts, strict=True)):
+        chunk: RolloutColumns = batch.chunks[number].reference
+        response = tuple(chunk.response(row).tolist())
+        assert len(response) == batch.lengths_B[index]
+        made.append(
+            Rollout(
+                prompt.prompt_id,
+                row % chunk.samples,
+                tuple(chunk.prompt(row).tolist()),
+                response,
+                tuple(chunk.rollout_logprobs(row).tolist()),
+                bool(batch.finished_B[index]),
+                VERSION,
+            )
+        )
+    return made
 
 
 def mark(response_ids: Sequence[int]) -> float:
@@ -156,6 +188,7 @@ def collector(
     config = config_from_tree({"ppo": tree}, "test")
     fleet: Any = Fleet(config, plan(config.ppo), "cpu", {}, 0)
     fleet.engines = engines
+    fleet.wait = results
     return Collector(config.ppo, fleet, prompts, lambda ids: f"text {ids}", composer, seed)
 
 
@@ -208,14 +241,14 @@ def test_rollouts_are_in_the_order_of_the_prompts(
     drawn = [PROMPTS[i] for i in prompts_of_step(len(PROMPTS), 8, SEED, 2)]
     dealt = [p.prompt_id for asked in engines.calls[0].values() for p in asked.prompts]
     assert (dealt == [p.prompt_id for p in drawn]) == (len(serving) == 1), "several engines change the order"
-    assert [(r.prompt_id, r.sample_index) for r in batch.rollouts] == [
+    assert [(r.prompt_id, r.sample_index) for r in rollouts(batch)] == [
         (p.prompt_id, k) for p in drawn for k in (0, 1)
     ]
     assert all(
         prompt is p
         for prompt, p in zip(batch.prompts, [p for p in drawn for _ in range(SAMPLES)], strict=True)
     )
-    assert batch.rollouts == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
+    assert rollouts(batch) == rollouts(collector(_Engines(), prompts_per_step=8).collect(2, VERSION))
     assert batch.rewards is None and batch.replaced == 0
 
 
@@ -224,10 +257,8 @@ def test_a_lost_engine_does_not_change_the_rollouts(monkeypatch: pytest.MonkeyPa
     engines.lost = {1}
     made = collector(engines, prompts_per_step=8)
     monkeypatch.setattr(made._fleet, "sync", lambda version: engines.serving.remove(1))
-    assert (
-        made.collect(2, VERSION).rollouts
-        == collector(_Engines(), prompts_per_step=8).collect(2, VERSION).rollouts
-    )
+    undisturbed = collector(_Engines(), prompts_per_step=8).collect(2, VERSION)
+    assert rollouts(made.collect(2, VERSION)) == rollouts(undisturbed)
     assert len(engines.calls) == 2 and engines.serving == [0, 2]
 
 
@@ -258,10 +289,10 @@ def test_uniform_groups_are_replaced_with_prompts_and_rewards() -> None:
     assert [len(first), len(second), len(third)] == [4, 2, 1]
     places = [first[0], third[0], first[2], second[1]]
     expected = [(prompt, k, (k, seed % 9973)) for prompt, seed in places for k in range(SAMPLES)]
-    assert [(r.prompt_id, r.sample_index, r.response_ids) for r in batch.rollouts] == expected
+    assert [(r.prompt_id, r.sample_index, r.response_ids) for r in rollouts(batch)] == expected
     assert [p.prompt_id for p in batch.prompts] == [prompt for prompt, *_ in expected]
-    assert [p.input_ids for p in batch.prompts] == [r.prompt_ids for r in batch.rollouts]
-    marks = [mark(r.response_ids) for r in batch.rollouts]
+    assert [p.input_ids for p in batch.prompts] == [r.prompt_ids for r in rollouts(batch)]
+    marks = [mark(r.response_ids) for r in rollouts(batch)]
     assert batch.rewards.total == marks
     assert batch.rewards.by_source == {"mark": marks, "double": [2 * m for m in marks], "value": marks}
     assert batch.replaced == 3
@@ -271,16 +302,16 @@ def test_filtering_does_not_change_other_groups() -> None:
     plain = collector(_Engines()).collect(3, VERSION)
     batch = collector(_Engines(), _Rewards(alike(1)), rounds=3).collect(3, VERSION)
     kept = [0, 1, 4, 5, 6, 7]
-    assert [batch.rollouts[i] for i in kept] == [plain.rollouts[i] for i in kept]
+    assert [rollouts(batch)[i] for i in kept] == [rollouts(plain)[i] for i in kept]
     assert [batch.prompts[i] for i in kept] == [plain.prompts[i] for i in kept]
-    assert all(batch.rollouts[i] != plain.rollouts[i] for i in (2, 3))
+    assert all(rollouts(batch)[i] != rollouts(plain)[i] for i in (2, 3))
 
 
 def test_nothing_is_resampled_if_all_groups_differ() -> None:
     engines, rewards = _Engines(), _Rewards()
     batch = collector(engines, rewards, rounds=3).collect(3, VERSION)
     assert (len(engines.calls), len(rewards.batches), batch.replaced) == (1, 1, 0)
-    assert batch.rollouts == collector(_Engines()).collect(3, VERSION).rollouts
+    assert rollouts(batch) == rollouts(collector(_Engines()).collect(3, VERSION))
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -289,7 +320,7 @@ def test_groups_that_stay_uniform_are_kept_after_the_last_round(rounds: int) -> 
     places = alike(*range(PLACES))
     batch = collector(engines, _Rewards(*[places] * 9), rounds=rounds).collect(3, VERSION)
     assert [len(asked) for asked in engines.rounds] == [PLACES] * (1 + rounds)
-    assert [r.prompt_id for r in batch.rollouts[::SAMPLES]] == [prompt for prompt, _ in engines.rounds[-1]]
+    assert [r.prompt_id for r in rollouts(batch)[::SAMPLES]] == [prompt for prompt, _ in engines.rounds[-1]]
     assert batch.rewards.total == [0.5] * PLACES * SAMPLES
     assert batch.replaced == rounds * PLACES
 
@@ -346,7 +377,7 @@ def test_groups_are_kept_if_no_unused_prompt_remains() -> None:
     script = _Rewards(*[alike(*range(PLACES))] * 3)
     batch = collector(engines, script, rounds=3, prompts=PROMPTS[: PLACES + 1]).collect(1, VERSION)
     assert [len(asked) for asked in engines.rounds] == [PLACES, 1]
-    assert batch.replaced == 1 and len(batch.rollouts) == PLACES * SAMPLES
+    assert batch.replaced == 1 and len(batch) == PLACES * SAMPLES
 
 
 def test_score_before_filtering_is_that_of_the_first_round() -> None:
@@ -377,7 +408,8 @@ def test_collecting_a_step_again_gives_the_same_batch() -> None:
     later = collector(_Engines((0, 2)), _Rewards({}, {}, *script), rounds=3)
     for step in (1, 2):
         later.collect(step, VERSION)
-    assert later.collect(3, VERSION) == once
+    again = later.collect(3, VERSION)
+    assert (rollouts(again), again.rewards, again.replaced) == (rollouts(once), once.rewards, once.replaced)
 
 
 # -- rewards --
@@ -403,32 +435,36 @@ def test_rewards_get_each_rollout_with_its_prompt() -> None:
 class _RewardRank:
     def __init__(self) -> None:
         self.calls = 0
-        self.scores = SimpleNamespace(remote=self._score)
 
-    def _score(self, sequences: list[Any], micro_batches: list[list[int]]) -> list[float]:
+    def scores(self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns) -> list[float]:
         self.calls += 1
-        assert [i for micro in micro_batches for i in micro] == list(range(len(sequences)))
-        return [mark(response) for _, response in sequences]
+        assert sorted(chain(*micro_batches)) == list(range(len(places)))
+        return [mark(chunks[number].response(row)) for number, row in places]
 
 
 def test_model_scores_keep_order_and_are_requested_again_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards, ranks = _Rewards(), (_RewardRank(), _RewardRank())
-    made = collector(_Engines(), rewards)
-    made._fleet.groups["reward"] = WorkerGroup(
-        Group(("reward",), 2), tuple(RemoteActor(rank) for rank in ranks)
-    )
-
-    monkeypatch.setattr(made._fleet, "wait", lambda pending, what: [call.reference for call in pending])
+    made = collector(_Engines((0, 1)), rewards)
+    made._fleet.groups["reward"] = WorkerGroup(Group(("reward",), 2), tuple(scripted(rank) for rank in ranks))
     monkeypatch.setattr(made._fleet, "retry_after_restart", lambda call, what: [call(), call()][1])
     batch = made.collect(3, VERSION)
     made.rewards(batch)
-    assert rewards.model_scores == [mark(r.response_ids) for r in batch.rollouts]
+    assert rewards.model_scores == [mark(r.response_ids) for r in rollouts(batch)]
     assert [rank.calls for rank in ranks] == [2, 2]
-    made.rewards(batch, [0.0] * len(batch.rollouts))
-    assert rewards.model_scores == [0.0] * len(batch.rollouts)
+    made.rewards(batch, [0.0] * len(batch))
+    assert rewards.model_scores == [0.0] * len(batch)
     assert [rank.calls for rank in ranks] == [2, 2], "scores that are given are not asked for"
+
+
+def test_no_response_is_fetched_if_only_the_reward_model_scores() -> None:
+    source = [{"type": "model"}]
+    composer: Any = RewardComposer(config_from_tree({"ppo": {"rewards": source}}, "test").ppo.rewards)
+    made = collector(_Engines(), composer)
+    batch = made.collect(3, VERSION)
+    made._fleet.wait = lambda *_: pytest.fail("a chunk was fetched")
+    assert made.rewards(batch, [0.25] * len(batch)).total == [0.25] * len(batch)
 
 
 def test_scores_are_normalized_again_after_a_replacement() -> None:
@@ -438,7 +474,7 @@ def test_scores_are_normalized_again_after_a_replacement() -> None:
 
     class Engines(_Engines):
         def _answer(self, engine: int, request: _Request) -> list[Rollout]:
-            wanted = shares[len(self.calls) - 1]
+            wanted = shares[len(self.calls)]
             return [
                 replace(r, response_ids=(10,) * round(100 * share) + (60,) * round(100 - 100 * share))
                 for r, share in zip(super()._answer(engine, request), wanted, strict=True)
@@ -459,42 +495,78 @@ REPEATED = [
 
 def cached_batch(rewards: RewardBatch | None = None) -> RolloutBatch:
     noise = random.Random(0)
-    rollouts = [
+    sampled = [
         Rollout(p.prompt_id, i, p.input_ids, (5, 6), (-noise.random(), -1e-17 * noise.random()), i == 0, 4)
         for p in REPEATED
         for i in range(2)
     ]
-    return RolloutBatch(rollouts, [p for p in REPEATED for _ in range(2)], rewards, 1, 0.25)
+    header = header_of(sampled)
+    return RolloutBatch(
+        [Pending(columns_of(sampled[:6], 2)), Pending(columns_of(sampled[6:], 2))],
+        Places(np.array([0] * 6 + [1] * 2), np.array([4, 5, 2, 3, 0, 1, 0, 1])),
+        header.lengths,
+        header.finished,
+        [p for p in REPEATED for _ in range(2)],
+        rewards,
+        1,
+        0.25,
+    )
+
+
+def cache_in(folder: Path) -> RolloutCache:
+    fleet: Any = SimpleNamespace(wait=results, put=Pending)
+    return RolloutCache(folder, REPEATED, fleet)
 
 
 @pytest.mark.parametrize("rewards", [None, RewardBatch([0.1, float("nan")], {"length": [0.1, 0.3]})])
 def test_the_cache_returns_what_was_written(tmp_path: Path, rewards: RewardBatch | None) -> None:
-    cache, written = RolloutCache(tmp_path / "new", REPEATED), cached_batch(rewards)
+    cache, written = cache_in(tmp_path / "new"), cached_batch(rewards)
     cache.write(3, cached_batch())
     cache.write(5, written)
-    read = RolloutCache(tmp_path / "new", REPEATED).read(5)
+    read = cache_in(tmp_path / "new").read(5)
     assert read is not None
-    assert (read.rollouts, read.prompts, read.replaced) == (written.rollouts, written.prompts, 1)
+    assert (rollouts(read), read.prompts, read.replaced) == (rollouts(written), written.prompts, 1)
     assert read.scores_before == 0.25
     assert read.from_cache and not written.from_cache
     assert repr(read.rewards) == repr(rewards)
     assert cache.read(3) is None and cache.read(6) is None
+    assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["rollouts"]
 
 
-def test_without_a_file_the_cache_is_empty(tmp_path: Path) -> None:
-    assert RolloutCache(tmp_path, REPEATED).read(1) is None
+def test_without_files_the_cache_is_empty(tmp_path: Path) -> None:
+    assert cache_in(tmp_path).read(1) is None
 
 
-def test_the_cache_detects_every_damaged_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = RolloutCache(tmp_path, REPEATED)
+@pytest.mark.parametrize("name", ["manifest.json", "chunk-00001.npz", "batch.npz"])
+def test_the_cache_detects_every_damaged_byte(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    cache = cache_in(tmp_path)
     cache.write(1, cached_batch())
-    file = tmp_path / "rollouts.json"
+    file = tmp_path / "rollouts" / name
     whole = file.read_bytes()
-    damaged = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(len(whole))]
-    damaged += [whole[:i] for i in range(0, len(whole), 7)]
+    damaged = [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(0, len(whole), 23)]
+    damaged += [whole[:i] for i in range(0, len(whole), 97)]
     with caplog.at_level(logging.ERROR):
         for content in damaged:
             file.write_bytes(content)
             assert cache.read(1) is None
-    assert len(caplog.records) == len(damaged)
+        file.unlink()
+        assert cache.read(1) is None
+    assert len(caplog.records) == len(damaged) + 1
     assert "is damaged; step 1 is sampled again" in caplog.text
+
+
+def test_nothing_in_the_cache_is_unpickled(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path)
+    cache.write(1, cached_batch())
+    folder = tmp_path / "rollouts"
+    np.savez(folder / "batch.npz", objects=np.array([{}], dtype=object))
+    checksum, content = (folder / "manifest.json").read_text().split("\n", 1)
+    manifest = json.loads(content)
+    manifest["files"]["batch.npz"] = hashlib.sha256((folder / "batch.npz").read_bytes()).hexdigest()
+    content = json.dumps(manifest)
+    checksum = hashlib.sha256(content.encode()).hexdigest()
+    (folder / "manifest.json").write_text(f"{checksum}\n{content}")
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        cache.read(1)

@@ -6,7 +6,7 @@
   not trained during the critic's warm-up
 - with a pretraining loss, every optimizer step has its own demonstrations, each used once per pass
 - metrics are means over the tokens and steps of all ranks
-- the rows of a sample have the length of its response
+- each rank sends what the others train on, once; rows arrive with their bits
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ import pytest
 import torch
 
 from rlhf_core.algo.losses import step_denominator
-from rlhf_core.cluster.rpc import RemoteActor
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.fleet import WorkerGroup
-from rlhf_core.ppo.loss_step import OptimizerStep, TrainSample
-from rlhf_core.ppo.update import Updater, train_samples
-from rlhf_core.types import Rollout, SFTExample
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Places
+from rlhf_core.ppo.experience import Whitening
+from rlhf_core.ppo.experience_calls import Experience
+from rlhf_core.ppo.fleet import Scattered, WorkerGroup
+from rlhf_core.ppo.loss_step import OptimizerStep
+from rlhf_core.ppo.rank_rows import CriticInputs, Exchange, _packed, _unpacked
+from rlhf_core.ppo.routes import route
+from rlhf_core.ppo.update import Updater
+from rlhf_core.types import PromptExample, SFTExample
+from tests.support.scripted_actors import results, scripted
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
 UNSCORED = (2, 5)  # 4 + 9 tokens
-# The first prompt token of each is its number.
-ROLLOUTS = [
-    Rollout(f"p{i}", 0, (i,) * (1 + i % 3), tuple(range(n)), (), True, 0) for i, n in enumerate(LENGTHS)
-]
+PROMPTS = [PromptExample(f"p{i}", "", (i,) * (1 + i % 3)) for i in range(len(LENGTHS))]
 DEMONSTRATIONS = [
     SFTExample((i,) * (3 + i % 5), (0,) * (i % 3) + (1,) * (3 + i % 5 - i % 3)) for i in range(14)
 ]
-FIELDS = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "weights")
-
 PACKED: dict[str, Any] = {"pack": True, "micro_batch_tokens": 11}
 PADDED: dict[str, Any] = {"pack": False, "micro_batch_tokens": 11}
 WAYS = pytest.mark.parametrize(
@@ -49,44 +50,65 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-def row(field: int, response: int, length: int) -> list[float]:
-    """Numbers that no other field, response or token has."""
-    return [1000.0 * field + 20 * response + t for t in range(length)]
-
-
-def experience(unscored: Sequence[int] = ()) -> Experience:
-    """NaN beyond each response."""
-    width = max(LENGTHS)
-    mask_BT = torch.tensor(
-        [[t < n and i not in unscored for t in range(width)] for i, n in enumerate(LENGTHS)]
+def batch_on(*groups: int) -> RolloutBatch:
+    """Return a batch of four chunks, distributed over groups with these numbers of ranks."""
+    none: Any = None
+    numbers = np.arange(len(LENGTHS))
+    batch = RolloutBatch(
+        [Pending(none)] * 4,
+        Places(numbers // 3, numbers % 3),
+        np.array(LENGTHS, np.int32),
+        np.ones(len(LENGTHS), np.bool_),
+        PROMPTS,
     )
-    rows = [
-        torch.tensor([row(field, i, n) + [float("nan")] * (width - n) for i, n in enumerate(LENGTHS)])
-        for field in range(len(FIELDS))
-    ]
-    none_B = torch.zeros(len(LENGTHS))
-    arguments: Any = (mask_BT, *rows, none_B, none_B, {})
-    return Experience(*arguments)
+    for ranks in groups:
+        batch.routes[ranks] = route(batch, ranks, 11, pack=True)
+    return batch
+
+
+def experience(batch: RolloutBatch, ranks: int, unscored: Sequence[int] = ()) -> Experience:
+    scores_B = torch.tensor([math.nan if i in unscored else 0.0 for i in range(len(LENGTHS))])
+    parts = [[Pending(None), Pending(f"rank {rank}")] for rank in range(ranks)]
+    fleet: Any = None
+    columns = Scattered(fleet, "values", batch.routes[ranks], parts)
+    return Experience(scores_B, np.zeros(len(LENGTHS)), Whitening(0.5, 2.0), {}, columns, columns)
 
 
 class _Rank:
     """A rank of policy or critic that stores the last call and returns `sums`."""
 
-    samples: list[TrainSample]
+    samples: list[int]
+    """Numbers of the responses that the rank trains on."""
     steps: list[OptimizerStep]
     options: dict[str, Any]
-    """Keyword arguments of the last call."""
+    """Other arguments of the last call."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.asked = 0
-        setattr(self, f"update_{role}", SimpleNamespace(remote=self._update))
+
+    def update_policy(
+        self, exchange: Exchange, steps: list[OptimizerStep], whitening: Whitening, **options: Any
+    ) -> dict[str, float]:
+        assert whitening == Whitening(0.5, 2.0)
+        self.rows: list[Any] = options.get("demonstrations", [])
+        return self._update(exchange, steps, options)
+
+    def update_critic(
+        self,
+        inputs: CriticInputs,
+        exchange: Exchange,
+        steps: list[OptimizerStep],
+        clip_values: bool,
+        *objects: Any,
+    ) -> dict[str, float]:
+        assert len(inputs.chunks) == len(inputs.values) == len(inputs.returns)
+        return self._update(exchange, steps, {"clip_values": clip_values})
 
     def _update(
-        self, samples: list[TrainSample], steps: list[OptimizerStep], **options: Any
+        self, exchange: Exchange, steps: list[OptimizerStep], options: dict[str, Any]
     ) -> dict[str, float]:
-        self.samples, self.steps, self.options = samples, steps, options
-        self.rows: list[Any] = options.get("demonstrations", [])
+        self.exchange, self.steps, self.options = exchange, steps, options
         self.asked += 1
         return self.sums
 
@@ -96,28 +118,45 @@ class _Made:
 
     def __init__(self, ranks: int = 2, *, seed: int = 7, **ppo: Any) -> None:
         tree = {"steps": 9, "prompts_per_step": 12, "minibatches": 3, "epochs": 2, **ppo}
-        self.policy, self.critic = ([_Rank(role) for _ in range(ranks)] for role in ("policy", "critic"))
+        self.policy, self.critic = ([_Rank() for _ in range(ranks)] for _ in range(2))
         group: Any = None
         groups = {
-            "policy": WorkerGroup(group, tuple(RemoteActor(rank) for rank in self.policy)),
-            "critic": WorkerGroup(group, tuple(RemoteActor(rank) for rank in self.critic)),
+            "policy": WorkerGroup(group, tuple(scripted(rank) for rank in self.policy)),
+            "critic": WorkerGroup(group, tuple(scripted(rank) for rank in self.critic)),
         }
-        fleet: Any = SimpleNamespace(
-            groups=groups, wait=lambda pending, what: [call.reference for call in pending]
-        )
+        fleet: Any = SimpleNamespace(groups=groups, wait=results)
         self._updater = Updater(config_from_tree({"ppo": tree}, "test").ppo, fleet, seed, DEMONSTRATIONS)
+        self._ranks = ranks
 
     def update(self, step: int = 1, unscored: Sequence[int] = ()) -> dict[str, float]:
-        return self._updater.update(ROLLOUTS, experience(unscored), step, 0.125)
+        batch = batch_on(self._ranks)
+        metrics = self._updater.update(batch, experience(batch, self._ranks, unscored), step, 0.125)
+        for group in (self.policy, self.critic):
+            if not any(rank.asked for rank in group):
+                continue
+            for number, rank in enumerate(group):
+                rank.samples = self._exchanged(batch, [other.exchange for other in group], number)
+        return metrics
+
+    def _exchanged(self, batch: RolloutBatch, exchanges: Sequence[Exchange], rank: int) -> list[int]:
+        """Return the responses that a rank has after all have sent what they were told to."""
+        arrived: list[int] = []
+        for home, share in enumerate(batch.routes[self._ranks]):
+            sent = exchanges[home]
+            start = int(sent.send_counts[:rank].sum())
+            rows = sent.send_rows[start : start + int(sent.send_counts[rank])]
+            assert len(rows) == exchanges[rank].receive_counts[home]
+            arrived += share.indices[rows].tolist()
+        assert exchanges[rank].lengths.tolist() == [LENGTHS[i] for i in arrived]
+        assert exchanges[rank].prompt_lengths.tolist() == [1 + i % 3 for i in arrived]
+        return [arrived[position] for position in exchanges[rank].order]
 
 
 def minibatches(ranks: Sequence[_Rank]) -> list[list[int]]:
     """Numbers of the responses of each optimizer step, over all ranks."""
     (count,) = {len(rank.steps) for rank in ranks}
     return [
-        sorted(
-            rank.samples[k].prompt_ids[0] for rank in ranks for k in chain(*rank.steps[step].micro_batches)
-        )
+        sorted(rank.samples[k] for rank in ranks for k in chain(*rank.steps[step].micro_batches))
         for step in range(count)
     ]
 
@@ -146,9 +185,8 @@ def test_all_ranks_have_the_same_number_of_micro_batches(ranks: int, cut: dict[s
             assert len({len(rank.steps[step].micro_batches) for rank in group}) == 1
         for rank in group:
             indices = [k for step in rank.steps for k in chain(*step.micro_batches)]
-            assert sorted(indices) == list(range(len(rank.samples)))
-            for sample in rank.samples:
-                assert sample.advantages.tolist() == row(3, sample.prompt_ids[0], len(sample.response_ids))
+            assert sorted(set(indices)) == list(range(len(rank.samples)))
+            assert len(set(rank.samples)) == len(rank.samples), "each response is sent once"
 
 
 # 52 tokens of 12 responses, without those that have no score 39 of 10.
@@ -335,15 +373,23 @@ def test_nonfinite_steps_are_counted_per_model() -> None:
         assert f"{calm}/non_finite_steps" not in metrics
 
 
-def test_sample_rows_have_the_length_of_the_response() -> None:
-    samples = train_samples(ROLLOUTS, experience(UNSCORED))
-    assert [(s.prompt_ids, s.response_ids) for s in samples] == [
-        (r.prompt_ids, r.response_ids) for r in ROLLOUTS
+def test_rows_arrive_with_the_bits_that_were_sent() -> None:
+    sent = [
+        (
+            np.arange(i, dtype=np.int32) + 7,
+            np.arange(length, dtype=np.int32),
+            [np.linspace(-1e30, 1e-40, length).astype(np.float32), np.full(length, math.nan, np.float32)],
+        )
+        for i, length in enumerate((3, 1, 5))
     ]
-    for i, sample in enumerate(samples):
-        for number, name in enumerate(FIELDS):
-            assert getattr(sample, name).dtype == np.float32
-            assert getattr(sample, name).tolist() == row(number, i, LENGTHS[i]), name
+    buffer = _packed(sent)
+    prompts, lengths = np.array([0, 1, 2], np.int32), np.array([3, 1, 5], np.int32)
+    arrived = _unpacked(buffer, prompts, lengths, 2)
+    assert [[a.tobytes() for a in (p, r, *c)] for p, r, c in arrived] == [
+        [a.tobytes() for a in (p, r, *c)] for p, r, c in sent
+    ]
+    assert len(buffer) == 3 + 9 * 3
+    assert _packed([]).tolist() == [] and _unpacked(_packed([]), prompts[:0], lengths[:0], 2) == []
 
 
 def test_a_skipped_step_has_no_loss() -> None:

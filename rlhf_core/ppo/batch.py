@@ -1,0 +1,78 @@
+"""The responses of a PPO step as the controller knows them: lengths, rewards, and references to the tokens.
+
+Axis: `B` responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.cluster.rpc import Pending
+from rlhf_core.ppo.columns import Indices, IntArray, Places, RolloutColumns
+from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.types import PromptExample
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The responses that one rank computes."""
+
+    indices: Indices
+    """Into the batch, ascending."""
+    chunks: Indices
+    """Chunks that have these responses, ascending."""
+    places: Places
+    """Of these responses, in a list of only these chunks."""
+    micro_batches: list[list[int]]
+    """Indices into `indices`."""
+
+
+@dataclass
+class RolloutBatch:
+    """The samples of a prompt are consecutive."""
+
+    chunks: list[Pending[RolloutColumns]]
+    """The tokens. A chunk may have rows that are not used, of groups that were replaced."""
+    places: Places
+    """(B,) chunk and row of each response."""
+    lengths_B: IntArray
+    """Tokens of each response."""
+    finished_B: NDArray[np.bool_]
+    """Whether the policy ended the response with EOS. Otherwise the length limit cut it."""
+    prompts: list[PromptExample]
+    """One per response."""
+    rewards: RewardBatch | None = None
+    """Already known if filtering needed them."""
+    replaced: int = 0
+    """Number of prompts that were replaced because all their samples had equal scores."""
+    scores_before: float | None = None
+    """Mean score with penalties of the first round, before any prompt was replaced.
+
+    None without filtering.
+    """
+    from_cache: bool = False
+    """Whether an earlier attempt sampled the batch."""
+    routes: dict[int, list[RankShare]] = field(default_factory=dict)
+    """Distribution over ranks by their number, once it is computed (`ppo.routes`)."""
+
+    def __len__(self) -> int:
+        return len(self.lengths_B)
+
+    @property
+    def prompt_lengths_B(self) -> IntArray:
+        """Tokens of each prompt."""
+        return np.fromiter((len(prompt.input_ids) for prompt in self.prompts), np.int32, len(self.prompts))
+
+    def first(self, count: int) -> RolloutBatch:
+        """Return the batch of the first `count` responses."""
+        rows = np.arange(min(count, len(self)))
+        return RolloutBatch(
+            self.chunks,
+            self.places.take(rows),
+            self.lengths_B[rows],
+            self.finished_B[rows],
+            self.prompts[:count],
+        )
