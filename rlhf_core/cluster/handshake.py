@@ -32,7 +32,7 @@ from rlhf_core.system.home import home_problem
 log = logging.getLogger(__name__)
 
 MAX_CLOCK_SECONDS = 60.0
-"""Difference of clocks that is refused: leases and signed requests to a bucket compare times of hosts."""
+"""Difference of clocks that is refused, because a bucket refuses signed requests of another time."""
 MIN_FREE_BYTES = 200_000_000
 """Of models, checkpoints and logs, the least that is of any use."""
 _STORE_SECONDS = 5.0

@@ -56,9 +56,9 @@ class Engine:
         """Start an engine.
 
         `model` is a Hugging Face folder, whose `eos_token_id` ends a response. `device` is "cpu" or "cuda".
-        `weight_transfer` is "gloo", "nccl" or "ipc" if the weights will be updated. `adapter_rank` is set if
-        the updated weights are those of an adapter of this rank on `model`. `head_dtype="float32"` returns
-        logits that are not rounded.
+        `weight_transfer` is the backend of weight sync ("gloo", "nccl", "ipc", "nccl_m2n") if the weights
+        will be updated. `adapter_rank` is set if the updated weights are those of an adapter of this rank on
+        `model`. `head_dtype="float32"` returns logits that are not rounded.
         """
         _set_environment(engine, device)
         from vllm import LLM
