@@ -1,8 +1,8 @@
 """The rollouts of the current step in local files, for an attempt that is interrupted during this step.
 
-    rollouts/chunk-00000.npz ...    tokens and log-probabilities as columns
-    rollouts/batch.npz              lengths, places and prompts of the responses
-    rollouts/manifest.json          sha256 of itself, of these files, and the rewards if they are known
+    rollouts/chunk-00000.safetensors ...  tokens and log-probabilities as columns
+    rollouts/batch.safetensors            lengths, places and prompts of the responses
+    rollouts/manifest.json                sha256 of itself and these files, and the rewards if they are known
 
 The next attempt continues from the checkpoint with the weights that sampled the rollouts, and uses them
 instead of sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint can
@@ -12,7 +12,6 @@ be repeated in this way, so the folder has one step. It is renamed when it is co
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, RolloutColumns
@@ -59,7 +59,7 @@ class RolloutCache:
         for number, pending in enumerate(batch.chunks):
             (columns,) = self._fleet.wait([pending], "rollouts")
             arrays = {field.name: getattr(columns, field.name) for field in fields(RolloutColumns)}
-            name = f"chunk-{number:05d}.npz"
+            name = f"chunk-{number:05d}.safetensors"
             digests[name] = _save(part / name, arrays)
         arrays = {
             "objects": batch.places.objects,
@@ -68,7 +68,7 @@ class RolloutCache:
             "finished": batch.finished_B,
             "prompts": np.array([self._index[id(prompt)] for prompt in batch.prompts], np.int64),
         }
-        digests["batch.npz"] = _save(part / "batch.npz", arrays)
+        digests["batch.safetensors"] = _save(part / "batch.safetensors", arrays)
         content = json.dumps(
             {
                 "step": step,
@@ -130,9 +130,7 @@ def _columns(arrays: Mapping[str, Any]) -> RolloutColumns:
 
 def _save(file: Path, arrays: Mapping[str, Any]) -> str:
     """Write arrays to a file and return its sha256."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    content = buffer.getbuffer()
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
     file.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
@@ -145,5 +143,5 @@ def _load(file: Path, digest: str) -> dict[str, Any] | None:
         return None
     if hashlib.sha256(content).hexdigest() != digest:
         return None
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return dict(arrays)
+    arrays: dict[str, Any] = load(content)
+    return arrays

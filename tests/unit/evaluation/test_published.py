@@ -29,6 +29,7 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
 from rlhf_core.stages.gates import check_gate
 from tests.support.tiny_llama import save_tiny_llama
+from tests.support.weight_streams import stream_of
 
 LORA = LoraConfig(r=16, alpha=32)
 SMALL = 3e-4
@@ -59,7 +60,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tra
     named = dict(policy.lm.named_parameters())
     tensors = {new: tensor.detach() for name, tensor in named.items() if (new := adapter_name(name))}
     save_adapter(ppo / "adapter", policy.lm, policy.lora, tensors, "base")
-    policy.save(ppo / "policy", dict(merged(named, policy.lora, torch.float32)))
+    policy.save(ppo / "policy", stream_of(dict(merged(named, policy.lora, torch.float32))))
     return ppo, sft, Trained(sequences, [values.numpy() for values in logprobs])
 
 

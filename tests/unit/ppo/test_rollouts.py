@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import pickle
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.load import config_from_tree
@@ -537,7 +539,7 @@ def test_without_files_the_cache_is_empty(tmp_path: Path) -> None:
     assert cache_in(tmp_path).read(1) is None
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "chunk-00001.npz", "batch.npz"])
+@pytest.mark.parametrize("name", ["manifest.json", "chunk-00001.safetensors", "batch.safetensors"])
 def test_the_cache_detects_every_damaged_byte(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -561,12 +563,14 @@ def test_nothing_in_the_cache_is_unpickled(tmp_path: Path) -> None:
     cache = cache_in(tmp_path)
     cache.write(1, cached_batch())
     folder = tmp_path / "rollouts"
-    np.savez(folder / "batch.npz", objects=np.array([{}], dtype=object))
+    (folder / "batch.safetensors").write_bytes(pickle.dumps({"objects": np.arange(3)}))
     checksum, content = (folder / "manifest.json").read_text().split("\n", 1)
     manifest = json.loads(content)
-    manifest["files"]["batch.npz"] = hashlib.sha256((folder / "batch.npz").read_bytes()).hexdigest()
+    manifest["files"]["batch.safetensors"] = hashlib.sha256(
+        (folder / "batch.safetensors").read_bytes()
+    ).hexdigest()
     content = json.dumps(manifest)
     checksum = hashlib.sha256(content.encode()).hexdigest()
     (folder / "manifest.json").write_text(f"{checksum}\n{content}")
-    with pytest.raises(ValueError, match="allow_pickle=False"):
+    with pytest.raises(SafetensorError):
         cache.read(1)

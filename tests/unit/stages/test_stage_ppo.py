@@ -66,7 +66,7 @@ class Controller(PPOController):
     """Trains nothing."""
 
     def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
-        self._fleet, self._out = fleet, given[3].output
+        self._fleet, self._context, self._out = fleet, given[3], given[3].output
 
     def run(self) -> None:
         (self._out / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
@@ -90,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     def run(**section: Any) -> Path:
         config = PipelineConfig.model_validate({"run": {"device": "cpu"}, "ppo": section})
         context: Any = SimpleNamespace(
-            inputs=inputs, output=out, monitor=None, sources={}, progress=lambda *report: None,
+            inputs=inputs, output=out, monitor=None, nodes=None, sources={}, progress=lambda *report: None,
             metrics=SimpleNamespace(flush=lambda: None),
         )  # fmt: skip
         assert ppo.run(config, context).metrics == {"kl": 2.5, "steps": float(config.ppo.steps)}

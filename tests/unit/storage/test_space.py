@@ -64,7 +64,7 @@ def test_copies_to_another_disk_are_checked_and_links_are_not(
     saver.save(1, state(tmp_path / "one", "1"))
     monkeypatch.setattr("rlhf_core.storage.bundles.on_one_disk", lambda one, other: False)
     # "optimizer 2" and '"2"': 11 + 3 bytes.
-    with pytest.raises(StoreError, match=r"step-00000002 needs 0\.00 MB, but"):
+    with pytest.raises(StoreError, match=r"step-00000002\S* needs 0\.00 MB, but"):
         saver.save(2, state(tmp_path / "two", "2"))
     assert store.list("checkpoints/k/step-00000002") == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 14))
@@ -133,5 +133,6 @@ def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None
             assert found[0] == 2
             break
     # Six folders, and of two files, the manifest and the name of the newest: the content, its name, and an
-    # fsync of each.
-    assert refused == nth - 1 == 6 + 4 * 4
+    # fsync of each. The files are written in parallel, so two threads may try to create the same folder.
+    assert refused == nth - 1
+    assert refused >= 6 + 4 * 4
