@@ -47,7 +47,7 @@ test: test-unit $(CLUSTER)
 	$(BIN)/pytest -m "not slow and not gpu" tests/integration
 
 test-unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit
 
 test-slow: setup
 	$(BIN)/pytest -m slow

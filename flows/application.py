@@ -34,7 +34,8 @@ def create_network_app() -> Any:
 
     Raises RuntimeError if there is none.
     """
-    if ":" not in os.environ.get("PREFECT_SERVER_API_AUTH_STRING", ""):
+    user, _, password = os.environ.get("PREFECT_SERVER_API_AUTH_STRING", "").partition(":")
+    if not user or not password:
         raise RuntimeError("PREFECT_SERVER_API_AUTH_STRING must be user:password; set it")
     return _prefect()
 

@@ -24,6 +24,7 @@ from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import gpu_names, uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
+from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.devices import check_gpu_counts
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
@@ -67,7 +68,9 @@ def check_nodes(config: PipelineConfig) -> None:
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if uses_gpu(config.run.device):
+    # A cluster that is created for one stage has only the GPUs of that stage.
+    own_clusters = any(config.run.executor_of(stage) in ("kuberay", "slurm") for stage in STAGES)
+    if uses_gpu(config.run.device) and not own_clusters:
         _check_gpus(nodes, config)
     probe = _store_probe(config)
     store = probe.store()

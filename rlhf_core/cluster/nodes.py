@@ -29,7 +29,7 @@ from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied
+from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.storage.bundles import FileEntry, Manifest, hash_file
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
@@ -163,7 +163,7 @@ class ClusterNodes:
         added = []
         for host in [_Host(node_id, self._start(node_id)) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
-            host.name, host.files_of = self._wait([host.call(NodeAgent.start, host.node_id)])[0]
+            host.name, host.files_of = self._started(host)
             self._files_of[host.node_id] = host.files_of
             if (host.name, host.files_of) == (socket.gethostname(), self._own_id):
                 ray.kill(host.actor.handle)  # another node on this host, whose processes are seen from here
@@ -178,6 +178,16 @@ class ClusterNodes:
             fetching += [host.call(NodeAgent.fetch_base_model, self._base_model) for host in added]
         self._wait(fetching)
         log.info("hosts of the stage: this one, %s", ", ".join(host.name for host in self._hosts))
+
+    def _started(self, host: _Host) -> tuple[str, str]:
+        """Return what the agent returns when it has started."""
+        limit = self._config.run.timeouts.start
+        try:
+            return fetch([host.call(NodeAgent.start, host.node_id)], limit)[0]
+        except TimeoutError:
+            raise WorkerStuck(
+                f"the agent on node {host.node_id[:12]} did not start within {limit:g} s (run.timeouts.start)"
+            ) from None
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
         import ray

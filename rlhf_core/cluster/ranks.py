@@ -305,11 +305,13 @@ def ray_session(
         monitor.kill()
         raise
     finally:
-        if nodes is not None:
-            nodes.leave()
-        ray.shutdown()
-        monitor.kill()
-        idle()
+        try:
+            if nodes is not None:
+                nodes.leave()
+        finally:
+            ray.shutdown()
+            monitor.kill()
+            idle()
 
 
 class _RankGroup:

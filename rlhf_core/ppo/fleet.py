@@ -43,6 +43,7 @@ from rlhf_core.ppo.engine_pool import EnginePool
 from rlhf_core.ppo.placement import reserve_bundles
 from rlhf_core.ppo.routes import ObjectArguments, chunks_of, places_of, route
 from rlhf_core.ppo.worker import ModelWorker
+from rlhf_core.system.environment import THREAD_VARIABLES
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import Nodes
 from rlhf_core.weight_sync.sender import SyncReport
@@ -216,12 +217,14 @@ class Fleet:
         if error is not None:
             # First, because a suspended actor does not react to Ray's daemons, which would wait for it.
             self._monitor.kill()
-        if self._nodes is not None:
-            self._nodes.leave()
-        ray.shutdown()
-        self._monitor.kill()
-        unregister()
-        self._resources.close()
+        try:
+            if self._nodes is not None:
+                self._nodes.leave()
+        finally:
+            ray.shutdown()
+            self._monitor.kill()
+            unregister()
+            self._resources.close()
 
     # -- start --
 
@@ -527,4 +530,4 @@ def _trains(group: Group) -> bool:
 
 
 def _threads(count: int) -> dict[str, str]:
-    return {name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return dict.fromkeys(THREAD_VARIABLES, str(count))

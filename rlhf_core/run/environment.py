@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, WITHOUT_GPU
+from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITHOUT_GPU
 from rlhf_core.system.launch import SAFE_PATH
 
 
@@ -39,7 +39,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     child |= {name: value for name, value in NO_TELEMETRY.items() if not name.startswith("PREFECT_")}
     child |= SAFE_PATH
     child |= past_proxies(environ)
-    child |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    child |= dict.fromkeys(THREAD_VARIABLES, threads)
     child |= STAGE_SETTINGS
     if not runs_on_gpu(config):
         child |= WITHOUT_GPU

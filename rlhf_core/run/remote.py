@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,8 @@ log = logging.getLogger("rlhf_core.run.remote")
 SEND_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 _LOG_SECONDS = 20.0
+_LAST_SECONDS = 100.0
+"""For the final event, if the store does not answer."""
 
 
 def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int:
@@ -97,7 +100,7 @@ class _Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._done.set()
-        self._thread.join(timeout=120.0)
+        self._thread.join(timeout=_LAST_SECONDS + 20.0)
 
     def send(self, event: dict[str, Any]) -> None:
         """Write `event` with the next object. Progress that nobody has read yet is replaced by later one."""
@@ -132,12 +135,22 @@ class _Reporter:
             except StoreError as error:
                 log.warning("%s; trying again", error.message)
         self._echo()
+        deadline = time.monotonic() + _LAST_SECONDS
         # The log first: a flow that reads the final event reads the log next.
         for write in (self._write_log, self._write_events):
+            self._write_until(deadline, write)
+
+    def _write_until(self, deadline: float, write: Callable[[], None]) -> None:
+        """Call `write` until it succeeds: without the final event, the flow does not know the error."""
+        while True:
             try:
                 write()
+                return
             except StoreError as error:
                 log.error("%s", error.message)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(SEND_SECONDS)
 
     def _write_events(self) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
@@ -171,9 +171,9 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
         models = {"sft": PolicyFiles(folder)}
         try:
             found = responses_of(config, models, decode, prompts, device=device, context=context)
-        except RLHFError as error:
+        except Exception as error:
             # The table is only for reading. It must not fail the stage after all training.
-            log.warning("sft: no responses are sampled: %s", error.message)
+            log.warning("sft: no responses are sampled: %s", classified(error).message)
             return []
         return [
             {"prompt": prompt.prompt, "response": sample.response}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import socket
@@ -34,6 +35,8 @@ from typing import IO, Any, Literal, Protocol, Self
 
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.system.processes import ProcessId, kill
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -151,8 +154,10 @@ class Participant:
     def stalled(self) -> bool:
         """Whether it has been stuck beyond its limit.
 
-        An idle one needs no progress, but must not be suspended.
+        An idle one needs no progress, but must not be suspended. One whose host is lost is always stalled.
         """
+        if self.state == "lost":
+            return True
         if self.seconds <= self.stall_after:
             return False
         return self.state == "suspended" or (self.state == "running" and self.activity != "")
@@ -334,7 +339,12 @@ class Monitor:
         while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
             # This process may have been suspended, too: that time says nothing about the participants.
-            self._poll(min(now - last, 4 * POLL_SECONDS))
+            try:
+                self._poll(min(now - last, 4 * POLL_SECONDS))
+            except Exception:
+                # Such as an error of Ray in a report of another host. This thread must go on: without it, no
+                # stall is detected.
+                log.exception("the processes of the stage could not be polled")
             last = now
             stalled = self.stalled()
             # At once: a collective with a stalled rank fails soon after, and the stacks of the others change.

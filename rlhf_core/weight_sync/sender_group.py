@@ -88,7 +88,10 @@ class SenderGroup:
                     f" {self._timeout:g} s"
                 )
             time.sleep(0.0005)
-        return add_checksums([own, *(json.loads(self._store.get(key)) for key in keys)])
+        others = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)  # the store would keep those of every sync
+        return add_checksums([own, *others])
 
     def _key(self, name: str) -> str:
         return f"senders/{self._round}/{name}"

@@ -51,7 +51,7 @@ def test_mlflow_server_accepts_only_its_own_pages(headers: dict[str, str], statu
     assert asyncio.run(get_status()) == status
 
 
-@pytest.mark.parametrize("password", [None, "", "secret"])
+@pytest.mark.parametrize("password", [None, "", "secret", "rlhf:", ":secret"])
 def test_a_server_in_a_network_needs_a_password(
     monkeypatch: pytest.MonkeyPatch, password: str | None
 ) -> None:
