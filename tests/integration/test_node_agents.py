@@ -113,7 +113,7 @@ with Monitor(home.stacks("ppo", "k", 1)) as monitor:
     nodes.gather(work / "out")
     facts["gathered"] = (work / "out" / "policy" / "weights").read_text() == "w" * 1000
     champion = home.cache / "champion"
-    champion.mkdir()
+    champion.mkdir(parents=True)
     (champion / "weights").write_text("champion")
     (champion / "empty").write_text("")
     nodes.share(champion)
