@@ -506,6 +506,7 @@ class TrainingEngine:
             dist.barrier()
             if converts:
                 shutil.rmtree(scratch)
+            dist.barrier()  # the next conversion may use the same path
         path, client = loaded
         return path, client
 
