@@ -36,11 +36,6 @@ log = logging.getLogger(__name__)
 REDUCE_BUCKET = 500_000_000
 """Largest number of gradients that ZeRO reduces at a time."""
 
-LIVE_PARAMETERS = 1_000_000_000
-"""Largest number of parameters that ZeRO-3 keeps gathered because it needs them soon. It is a quarter of the
-parameters of a smaller model, which would be gathered as a whole otherwise.
-"""
-
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
 percent.
@@ -118,7 +113,6 @@ class TrainingEngine:
             optimizer=torch_optimizer,
             config=deepspeed_config(
                 config,
-                parameters=sum(math.prod(shape(p)) for p in module.parameters()),
                 trained=sum(math.prod(shape(p)) for p in module.parameters() if p.requires_grad),
                 clip=None if optimizer is None else optimizer.max_grad_norm,
             ),
@@ -522,14 +516,11 @@ class TrainingEngine:
         }
 
 
-def deepspeed_config(
-    config: DeepSpeedConfig, *, parameters: int, trained: int, clip: float | None
-) -> dict[str, Any]:
+def deepspeed_config(config: DeepSpeedConfig, *, trained: int, clip: float | None) -> dict[str, Any]:
     """Return DeepSpeed's own configuration.
 
     Args:
         config: Precision and sharding.
-        parameters: Number of all parameters.
         trained: Number of trained parameters.
         clip: Maximum norm of a gradient; None for a frozen model.
     """
@@ -551,10 +542,6 @@ def deepspeed_config(
         },
         "zero_force_ds_cpu_optimizer": False,
     }
-    if stage == 3:
-        live = min(LIVE_PARAMETERS, parameters // 4)
-        ds["zero_optimization"]["stage3_max_live_parameters"] = live
-        ds["zero_optimization"]["stage3_max_reuse_distance"] = live
     if config.offload != "none" and stage > 0:
         ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if config.offload == "all" and stage == 3:

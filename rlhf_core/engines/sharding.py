@@ -37,7 +37,7 @@ class Zero3Shards:
 
         # The group of an earlier model. DeepSpeed refuses to create it again.
         group = groups._get_zero_param_intra_parallel_group() if config.hpz > 1 else None
-        settings = deepspeed_config(config, parameters=1, trained=1, clip=None)
+        settings = deepspeed_config(config, trained=1, clip=None)
         self._init: Any = LocalInit(config_dict_or_path=settings, zero_param_parallel_group=group)
         self._gathered: list[Any] = []
         if self._init.local_device.type == "cpu":

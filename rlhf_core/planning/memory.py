@@ -28,9 +28,7 @@ from rlhf_core.planning.hardware import GIB, Device
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO 1-3 reduce at a time, at most (`engines.deepspeed`); the buffer is allocated whole."""
 LIVE_PARAMETERS = 1_000_000_000
-"""Parameters that ZeRO-3 keeps gathered for later use, at most (`engines.deepspeed`). Of a smaller model, it
-is a quarter.
-"""
+"""Parameters that ZeRO-3 holds gathered at a time, at most (stage3_max_live_parameters)."""
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time (sub_group_size)."""
 ENGINE_CONTEXT = 0.5 * GIB
@@ -293,8 +291,7 @@ class Model:
         """Bytes of gathered weights that ZeRO-3 keeps because it needs them now or soon."""
         if self.stage < 3 or self.deepspeed.ranks == 1:
             return 0.0
-        small = min(self.parameters, self.parameters // 4 + self._largest_tensor)
-        return self.size * min(LIVE_PARAMETERS, small)
+        return self.size * min(self.parameters, LIVE_PARAMETERS)
 
     @property
     def _largest_tensor(self) -> int:
