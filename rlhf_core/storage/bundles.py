@@ -18,8 +18,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,9 +111,12 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
 
 
 def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return the results in order. Raises the error of the first item that fails."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="files") as pool:
-        return list(pool.map(call, items))
+    """Return the results in order. Raises the error of the first item that fails.
+
+    A stop does not wait for a transfer: the threads are daemons, unlike those of `ThreadPoolExecutor`.
+    """
+    with ThreadPool(_THREADS) as pool:
+        return list(pool.imap(call, items))
 
 
 def weights_sha256(folder: Path) -> str:

@@ -296,7 +296,7 @@ def test_expired_credentials_exit_with_3_and_lose_nothing(
     assert ref.metrics == {"rows": 2.0}
     eyes = ArtifactStore(direct, tmp_path / "eyes")
     assert eyes.find("data", "k") == ref and (eyes.fetch(ref) / "rows.json").read_text() == "[1, 2]"
-    assert [key.split("/")[2] for key in direct.list("checkpoints/k")] == ["attempts", "attempts"]
+    assert {key.split("/")[2] for key in direct.list("checkpoints/k")} == {"attempts"}
     assert not [path for path in (tmp_path / "home" / "outbox").rglob("*") if path.is_file()]
     assert made == [None], "the second attempt had nothing to make"
 
