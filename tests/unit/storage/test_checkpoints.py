@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,7 +72,8 @@ def test_seconds_exclude_work_after_the_checkpoint(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("rlhf_core.storage.checkpoints.time.monotonic", lambda: clock[0])
+    # Only this module's clock stops: a thread pool waits for ever on a process-wide one.
+    monkeypatch.setattr("rlhf_core.storage.checkpoints.time", SimpleNamespace(monotonic=lambda: clock[0]))
     first = checkpoints(store, tmp_path)
     clock[0] += 30
     first.save(1, state(tmp_path, "1"))
