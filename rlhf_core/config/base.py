@@ -71,8 +71,9 @@ def result(default: Any, description: str, **constraints: Any) -> Any:
     Args:
         default: The default value; `...` for a field that must be given.
         description: What docs/configuration.md says about the field.
-        constraints: `within`: a `Range`; `form`: the meaning of `pattern` in words; others as for pydantic's
-            `Field`.
+        constraints: `within`: a `Range`; `form`: the meaning of `pattern` in words; `later`: the field was
+            added after stage keys were in use, so with its default it is not part of a key and existing keys
+            stay the same; others as for pydantic's `Field`.
     """
     return _declare("result", default, description, **constraints)
 
@@ -98,6 +99,7 @@ def _declare(
     description: str,
     within: Range | None = None,
     form: str | None = None,
+    later: bool = False,
     **constraints: Any,
 ) -> Any:
     # The schema carries these for the messages (`messages.py`) and for docs/configuration.md.
@@ -106,6 +108,8 @@ def _declare(
         extra["within"] = list(within)
     if form is not None:
         extra["form"] = form
+    if later:
+        extra["later"] = True
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
@@ -114,3 +118,9 @@ def effect_of(field: FieldInfo) -> Effect:
     extra = field.json_schema_extra
     effect: Any = extra.get("affects", "result") if isinstance(extra, dict) else "result"
     return effect  # type: ignore[no-any-return]
+
+
+def is_later(field: FieldInfo) -> bool:
+    """Return whether the field is left out of keys while it has its default."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("later"))

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import Section, effect_of
+from rlhf_core.config.base import Section, effect_of, is_later
 from rlhf_core.config.devices import runs_on_gpu
 from rlhf_core.config.flat import leaves
 from rlhf_core.config.pipeline import PipelineConfig
@@ -145,7 +145,8 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 def result_settings(section: Section) -> dict[str, Any]:
     """Return the settings of a section, as JSON, that affect the result by their value.
 
-    A section that is declared as `execution`, such as `ppo.guards`, is left out as a whole.
+    A section that is declared as `execution`, such as `ppo.guards`, is left out as a whole, and so is a field
+    declared with `later` while it has its default.
     """
     dump = section.model_dump(mode="json", by_alias=True)
     settings: dict[str, Any] = {}
@@ -154,6 +155,8 @@ def result_settings(section: Section) -> dict[str, Any]:
             continue
         key = field.alias or name
         value = getattr(section, name)
+        if is_later(field) and value == field.default:
+            continue
         if isinstance(value, Section):
             settings[key] = result_settings(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):

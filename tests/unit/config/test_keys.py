@@ -6,6 +6,7 @@
 - keys that users choose, such as those of `rename`, are part of the stage key under any name
 - a registration belongs to one registry
 - settings that affect rounding only are recorded for a checkpoint
+- a field that was added later is in a key only where it has another value than its default
 - `device: auto` has the key of the device that it resolves to
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import keys
-from rlhf_core.config.base import Section
+from rlhf_core.config.base import Section, result
 from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.keys import pipeline_key, roundings, stage_key
 from rlhf_core.config.load import config_from_tree
@@ -236,3 +237,14 @@ def test_device_auto_has_the_key_of_the_resolved_device(monkeypatch: pytest.Monk
 def test_every_section_that_a_stage_names_is_in_the_pipeline_key() -> None:
     named = {section for stage in STAGES.values() for section in stage.sections}
     assert set(keys._PIPELINE_SECTIONS) == named
+
+
+def test_later_field_is_in_the_key_only_with_another_value() -> None:
+    class Old(Section):
+        rate: float = result(0.5, "A rate")
+
+    class New(Old):
+        patience: int = result(3, "A field that was added", later=True)
+
+    assert keys.result_settings(New()) == keys.result_settings(Old()) == {"rate": 0.5}
+    assert keys.result_settings(New(patience=4)) == {"rate": 0.5, "patience": 4}
