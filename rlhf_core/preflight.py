@@ -89,7 +89,7 @@ def check_addresses(config: PipelineConfig) -> Iterator[Finding]:
 
 def check_environment(config: PipelineConfig) -> Iterator[Finding]:
     """Check environment variables that cannot be used, or that disable a protection."""
-    yield from check_tracking_environment(config)
+    yield from check_tracking_environment()
     yield from check_store_environment()
     for name in ("TMPDIR", "RAY_TMPDIR"):
         folder = os.environ.get(name)

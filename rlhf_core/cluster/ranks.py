@@ -230,9 +230,14 @@ class RankActor(Actor):
         *,
         process_group: bool,
     ) -> Outcome:
-        """Run the target, by default as a rank of a process group.
+        """Run the target and return its value or its error.
 
-        `context` is that of rank 0, from `mailbox.portable`.
+        Args:
+            rank: The rank that this actor is.
+            target: What to run.
+            args: The target's arguments between the rank and the context.
+            context: The stage's context for rank 0 (`mailbox.portable`), None for the others.
+            process_group: Whether the rank joins a process group first.
         """
         heartbeat("start", rank.start)
         if rank.rank == 0:

@@ -94,10 +94,14 @@ def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:
     return settings
 
 
+def given_tracking_uri(config: PipelineConfig) -> str | None:
+    """Return `tracking.uri`, else MLFLOW_TRACKING_URI, else None."""
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+
+
 def tracking_uri(config: PipelineConfig) -> str:
-    """Return `tracking.uri`, else MLFLOW_TRACKING_URI, else an SQLite file in `run.home`."""
-    own = f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
-    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+    """Return the given tracking URI, else that of an SQLite file in `run.home`."""
+    return given_tracking_uri(config) or f"sqlite:///{Path(config.run.home).absolute()}/mlflow.db"
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:

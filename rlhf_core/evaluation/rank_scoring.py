@@ -61,7 +61,16 @@ def scores_of_rank(
     pad_id: int,
     _context: StageContext | None,
 ) -> list[float]:
-    """Return the normalised score of each sequence, on every rank. A collective operation."""
+    """Return the normalised score of each sequence, on every rank. A collective operation.
+
+    Args:
+        rank: This rank.
+        config: The configuration; `reward.deepspeed` says how the model is cut and in which type it is.
+        folder: The reward model.
+        pairs: Token ids of prompts and responses.
+        pad_id: The token that fills rows.
+        _context: Not used; every target of a rank gets it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -100,6 +109,16 @@ def logprobs_of_rank(
 ) -> list[Tensor]:
     """Return the log-probabilities of each response's tokens, (T,) each, on every rank. A collective
     operation.
+
+    Args:
+        rank: This rank.
+        config: The configuration; `ppo.policy_deepspeed` says how the model is cut.
+        files: The model and, if there is one, its adapter.
+        pairs: Token ids of prompts and responses.
+        temperature: Logits are divided by it.
+        pad_id: The token that fills rows.
+        dtype: Data type of the model.
+        _context: Not used; every target of a rank gets it.
     """
     import torch
     import torch.distributed as dist

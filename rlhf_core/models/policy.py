@@ -132,11 +132,20 @@ def load_policy(
     """Load a pretrained causal LM, or create random weights if the folder only contains a `config.json` (seed
     torch first).
 
-    `quantize` stores its linear layers in 4 bits (see `models.quantized`). `pack` requests packed rows (see
-    `models.selftest`). `head_dtype="float32"` returns logits that are not rounded to `dtype`. `shards` cuts
-    the parameters while they are read (see `models.sharded`), which makes loading a collective operation.
-    Random and quantized weights are not cut. Raises ModelError if the weights do not match the model or if
-    the self-test fails.
+    Args:
+        folder: A model folder, or a hub id.
+        dtype: Data type of the weights, a name of `types.DTYPES`.
+        attention: transformers' name of the implementation.
+        device: Where a quantized model is loaded.
+        revision: Commit or branch of a hub id.
+        quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
+        pack: Whether rows hold several sequences (`models.selftest`).
+        head_dtype: With `float32`, logits are not rounded to `dtype`.
+        shards: Cuts the parameters while they are read (`models.sharded`); loading is then a collective
+            operation. Random and quantized weights are not cut.
+
+    Raises:
+        ModelError: If the weights do not match the model, or if the self-test fails.
     """
     from transformers import AutoModelForCausalLM
 

@@ -132,7 +132,18 @@ def load_score_model(
     """Load a score model from a causal LM (new head, N(0, 1/(h+1))) or from a saved score model. Seed torch
     first.
 
-    `quantize`, `pack`, `shards` and the errors are the same as for a policy.
+    Args:
+        folder: A folder with a causal LM or a score model, or a hub id.
+        dtype: Data type of the weights, a name of `types.DTYPES`.
+        attention: transformers' name of the implementation.
+        device: Where a quantized model is loaded.
+        quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
+        pack: Whether rows hold several sequences (`models.selftest`).
+        shards: Cuts the parameters while they are read (`models.sharded`); loading is then a collective
+            operation. Quantized weights are not cut.
+
+    Raises:
+        ModelError: If the weights do not match the model, or if the self-test fails.
     """
     from transformers import AutoModelForSequenceClassification
 

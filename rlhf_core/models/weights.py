@@ -72,13 +72,21 @@ def load_pretrained(
     shards: Shards | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model with `auto`, a class with `from_pretrained`, and check the names, shapes and data types of
-    its weights.
+    """Load a model, and check the names, shapes and data types of its weights.
 
-    `folder` is a path or hub id, and `config` is the result of `model_config`. `new` lists tensors that may
-    be missing in the files because the caller creates them; in this case a language-model head in the files
-    is ignored. `shards` cuts matrices while they are read (`models.sharded`); whether values are finite is
-    then checked here. Raises ModelError for all problems of the model.
+    Args:
+        auto: A class with `from_pretrained`.
+        folder: A model folder, or a hub id.
+        config: The result of `model_config`.
+        revision: Commit or branch of a hub id.
+        new: Tensors that may be missing in the files because the caller creates them. A language-model head
+            in the files is then ignored.
+        shards: Cuts matrices while they are read (`models.sharded`). Whether values are finite is then
+            checked here, because no rank sees all of them later.
+        **options: Other arguments of `from_pretrained`.
+
+    Raises:
+        ModelError: For all problems of the model.
     """
     attention = config._attn_implementation
     with model_errors(folder):

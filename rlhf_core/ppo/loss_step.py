@@ -166,10 +166,18 @@ def update_critic(
     *,
     clip_values: bool = True,
 ) -> dict[str, float]:
-    """Train the critic with the squared error, clipped by `ppo.value_clip` if `clip_values` is True.
+    """Train the critic with the squared error.
 
-    The other arguments are those of `update_policy`. Returns the sums `loss`, `clipped`, `grad_norm`,
-    `skipped` and `grad_nonfinite`.
+    Args:
+        engine: The critic.
+        samples: Experience of this rank.
+        steps: Optimizer steps, each with micro-batches of indices into `samples`.
+        ppo: Settings of the loss.
+        pad_id: The token that fills rows.
+        clip_values: Whether a change of the value is clipped by `ppo.value_clip`.
+
+    Returns:
+        The sums `loss`, `clipped`, `grad_norm`, `skipped` and `grad_nonfinite`.
     """
     sums: defaultdict[str, float] = defaultdict(float)
 

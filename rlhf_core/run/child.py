@@ -45,8 +45,16 @@ def run_child(
 ) -> ArtifactRef:
     """Run the stage of `spec` and return its artifact.
 
-    Raises the error that the child sent, with its class, `StageFailed` if it died, or `StageTimedOut` if it
-    took over `timeout` seconds.
+    Args:
+        spec: The stage, its configuration and its inputs.
+        log_file: Where the child writes its output. The spec is written next to it.
+        environment: All environment variables of the child.
+        timeout: Seconds after which the stage is ended.
+        on_event: Called with each event that the child sends.
+
+    Raises:
+        RLHFError: The error that the child sent, with its class; `StageFailed` if the child died, and
+            `StageTimedOut` if it took more than `timeout` seconds.
     """
     spec_file = log_file.with_suffix(".json")
     spec.write(spec_file)

@@ -230,10 +230,22 @@ def train_reward(
     work: Path,
     context: StageContext | None,
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one; returns `tokens_per_s`.
+    """Train to the end, from the last checkpoint if there is one.
 
-    With `early_stop`, for which the engine must keep its best weights, it has them at the end; then also
-    `best_step`.
+    With `early_stop` the engine, which must keep its best weights, has these at the end.
+
+    Args:
+        engine: The model with its optimizer.
+        train: The training set.
+        held_out: The set that is evaluated on.
+        config: Settings of the stage.
+        seed: Determines the order of the rows.
+        pad_id: The token that fills rows.
+        work: A folder for plots and tables.
+        context: The stage's context on rank 0, otherwise None.
+
+    Returns:
+        `tokens_per_s`, and `best_step` with `early_stop`.
     """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
@@ -302,9 +314,14 @@ def train_step(
 ) -> dict[str, float]:
     """Run one optimizer step and return its metrics. Each rank computes its share of `batch`.
 
-    A tie counts half in `train/accuracy`.
+    A tie counts half in `train/accuracy`. A step whose gradient is not finite is skipped and counted.
 
-    A step whose gradient is not finite is skipped and counted.
+    Args:
+        engine: The reward model with its optimizer.
+        batch: The pairs of the step, the same on every rank.
+        config: Settings of the stage.
+        total: Number of steps of the whole training, for the schedule of the learning rate.
+        pad_id: The token that fills rows.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=engine.rank.torch_device)  # loss, right pairs, margin
 
@@ -381,6 +398,13 @@ def evaluate_saved(
     """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_reward`.
 
     Quantized weights cannot take an adapter (`TrainingEngine.merge_adapter`), so they are evaluated here.
+
+    Args:
+        config: The configuration.
+        folder: The saved reward model.
+        held_out: The pairs to score.
+        pad_id: The token that fills rows.
+        device: Where the model is loaded.
     """
     reward = config.reward
     heartbeat("load the reward model", config.run.timeouts.start)

@@ -215,8 +215,20 @@ def train_sft(
     work: Path,
     context: StageContext | None,
 ) -> dict[str, float]:
-    """Train to the end, from the last checkpoint if there is one; returns `eval_loss`, `perplexity`,
-    `tokens_per_s`.
+    """Train to the end, from the last checkpoint if there is one.
+
+    Args:
+        engine: The model with its optimizer.
+        train: The training set.
+        held_out: The set that is evaluated on.
+        config: Settings of the stage.
+        seed: Determines the order of the rows.
+        pad_id: The token that fills rows.
+        work: A folder for plots and tables.
+        context: The stage's context on rank 0, otherwise None.
+
+    Returns:
+        `eval_loss`, `perplexity`, `tokens_per_s`.
     """
     per_epoch = math.ceil(len(train) / config.batch_size)
     total = per_epoch * config.epochs
@@ -266,6 +278,13 @@ def train_step(
     """Run one optimizer step and return its metrics. Each rank computes its share of `batch`.
 
     A step whose gradient is not finite is skipped and counted, and its loss is not reported.
+
+    Args:
+        engine: The model with its optimizer.
+        batch: The sequences of the step, the same on every rank.
+        config: Settings of the stage.
+        total: Number of steps of the whole training, for the schedule of the learning rate.
+        pad_id: The token that fills rows.
     """
     targets = sum(sequence.targets for sequence in batch)
     loss_sum = torch.zeros((), device=engine.rank.torch_device)
@@ -309,6 +328,13 @@ def evaluate_saved(
     """Evaluate the model in `folder` as later stages load it, on one device. See `evaluate_sft`.
 
     Quantized weights cannot take an adapter (`TrainingEngine.merge_adapter`), so they are evaluated here.
+
+    Args:
+        config: The configuration.
+        folder: The saved model.
+        held_out: The sequences to evaluate on.
+        pad_id: The token that fills rows.
+        device: Where the model is loaded.
     """
     sft = config.sft
     heartbeat("load the model", config.run.timeouts.start)

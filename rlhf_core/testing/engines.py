@@ -83,6 +83,20 @@ class ScriptedEngine(Engine):
         policy_version: int,
         adapter: int | None = None,
     ) -> list[Rollout]:
+        """Return `n` rollouts for each prompt, in order, as the real engine does.
+
+        Args:
+            prompts: The prompts.
+            n: Responses for each prompt.
+            max_new_tokens: Longer replies are cut.
+            temperature: Passed on to `respond` in the request.
+            seeds: One for each prompt.
+            policy_version: Recorded in each rollout.
+            adapter: Number of the adapter to sample with; it must have been loaded.
+
+        Raises:
+            ValueError: If `adapter` is not loaded.
+        """
         if adapter is not None and adapter not in self.adapters:
             raise ValueError(f"adapter {adapter} is not loaded")
         rollouts = []

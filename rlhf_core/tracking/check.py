@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, shown
 from rlhf_core.errors import ConfigError, Finding
@@ -40,22 +41,17 @@ def tracker_problem(uri: str) -> str | None:
 
 def check_tracking(config: PipelineConfig) -> Iterator[Finding]:
     """Check the tracking URI. With none, the database is in `run.home`, which is checked by itself."""
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    problem = tracker_problem(uri) if uri else None
+    uri = given_tracking_uri(config)
+    problem = None if uri is None else tracker_problem(uri)
     if problem is not None:
         yield ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
 
 
-def check_tracking_environment(config: PipelineConfig) -> Iterator[Finding]:
+def check_tracking_environment() -> Iterator[Finding]:
     """Check variables of MLflow's client that would make every call fail.
 
     Otherwise only the stage `register` would fail, at the end of the run.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if uri and config.tracking.uri is None:
-        problem = tracker_problem(uri)
-        if problem is not None:
-            yield ConfigError(f"MLFLOW_TRACKING_URI: {problem}")
     token = os.environ.get("MLFLOW_TRACKING_TOKEN", "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
         yield ConfigError(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.config.redact import shown
 from rlhf_core.config.resources import Executor
 from rlhf_core.errors import ConfigError, Finding
@@ -30,8 +31,8 @@ def check_executors(config: PipelineConfig) -> Iterator[Finding]:
             f"store.url: with {where} must be s3://bucket/prefix, or an absolute path that every host mounts;"
             f" got {shown(config.store.url, limit=200)}; set it"
         )
-    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
+    uri = given_tracking_uri(config)
+    if uri is None:
         yield ConfigError(
             f"tracking.uri (or MLFLOW_TRACKING_URI): with {where} must be a server that every host reaches;"
             " got none; start one (`mlflow server`)"
