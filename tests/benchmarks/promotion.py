@@ -1,0 +1,137 @@
+"""How often promotion crowns a policy that is no better, and how soon one that is.
+
+52 weekly promotions by the rules before decision 37 and by the present one.
+
+    python -m tests.benchmarks.promotion
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.stats import binom
+
+from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, next_level
+
+HISTORIES, WEEKS, ALPHA = 2000, 52, 0.05
+LEAST_PROMPTS = 1536
+"""Prompts of a match that finds a win rate of 55 % within three weeks."""
+
+
+def weekly_levels(weeks: int) -> list[float]:
+    """Return the levels of weekly tests by the present rule."""
+    spent: list[Spent] = []
+    for week in range(weeks):
+        now = week * YEAR / 52
+        spent.append(Spent(now, next_level(spent, now, ALPHA)))
+    return [test.level for test in spent]
+
+
+def matches(chance: np.random.Generator, count: int, prompts: int, rate: float, ties: float) -> np.ndarray:
+    """Return outcomes (count, prompts) of matches: 1, 0 or -1. A tie is half a win in `rate`."""
+    draws = chance.random((count, prompts), dtype=np.float32)
+    wins = rate - ties / 2
+    outcomes = np.full((count, prompts), -1, dtype=np.int8)
+    outcomes[draws < wins + ties] = 0
+    outcomes[draws < wins] = 1
+    return outcomes
+
+
+def largest_log_evidence(outcomes: np.ndarray) -> np.ndarray:
+    """Return `evidence.log_evidence` of each row (count,)."""
+    wins = (outcomes > 0).cumsum(1, dtype=np.int32)
+    losses = (outcomes < 0).cumsum(1, dtype=np.int32)
+    total = np.full(outcomes.shape, -np.inf)
+    for bet in BETS:
+        np.logaddexp(total, wins * math.log1p(bet) + losses * math.log1p(-bet), out=total)
+    return total.max(1) - math.log(len(BETS))
+
+
+def first_crowned(evidence: np.ndarray, levels: list[float]) -> np.ndarray:
+    """Return the week (0, 1, ...) of the first crowning in each row, or the number of weeks if there is none.
+
+    `evidence` (histories, weeks).
+    """
+    crowned = evidence >= -np.log(levels)
+    return np.where(crowned.any(1), crowned.argmax(1), crowned.shape[1])
+
+
+def earlier_rules(outcomes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return p-values of the sign test, and whether the 95 % interval is above one half, of each row."""
+    wins, losses = (outcomes > 0).sum(1), (outcomes < 0).sum(1)
+    p_values = binom.sf(wins - 1, wins + losses, 0.5)
+    mean, error = outcomes.mean(1), outcomes.std(1) / math.sqrt(outcomes.shape[1])
+    return p_values, mean - 1.96 * error > 0
+
+
+def equal_policies(
+    chance: np.random.Generator, prompts: int, ties: float, histories: int = HISTORIES
+) -> dict[str, float]:
+    """Return the share of histories with a false crowning in 52 weeks, by rule.
+
+    In "changing champion", a better policy has become champion before each week, so that the levels of the
+    rule of decision 18 begin again. For the present rule this makes no difference.
+    """
+    evidence = np.zeros((histories, WEEKS))
+    p_values = np.zeros((histories, WEEKS))
+    above = np.zeros((histories, WEEKS), dtype=bool)
+    for week in range(WEEKS):
+        outcomes = matches(chance, histories, prompts, 0.5, ties)
+        evidence[:, week] = largest_log_evidence(outcomes)
+        p_values[:, week], above[:, week] = earlier_rules(outcomes)
+    number = np.arange(1, WEEKS + 1)
+    return {
+        "interval": float(above.any(1).mean()),
+        "changing champion": float((p_values <= ALPHA / 2).any(1).mean()),
+        "same champion": float((p_values <= ALPHA / (number * (number + 1))).any(1).mean()),
+        "present": float((first_crowned(evidence, weekly_levels(WEEKS)) < WEEKS).mean()),
+    }
+
+
+def better_policy(
+    chance: np.random.Generator,
+    prompts: int,
+    rate: float,
+    ties: float,
+    after: int,
+    histories: int = HISTORIES,
+) -> float:
+    """Return the share of histories in which a better policy is crowned within three weeks.
+
+    Args:
+        chance: Random generator.
+        prompts: Prompts of a match.
+        rate: Win rate of the policy against the champion.
+        ties: Share of ties.
+        after: Weekly tests that were made before.
+        histories: Number of histories.
+    """
+    evidence = np.zeros((histories, 3))
+    for week in range(3):
+        evidence[:, week] = largest_log_evidence(matches(chance, histories, prompts, rate, ties))
+    return float((first_crowned(evidence, weekly_levels(after + 3)[after:]) < 3).mean())
+
+
+def main() -> None:
+    chance = np.random.default_rng(0)
+    print(f"Equal policies: share of {HISTORIES} histories of {WEEKS} weeks with a false crowning")
+    print("| prompts | ties | 95 % interval | decision 18, changing champion | decision 18, same champion |"
+          " present rule |")  # fmt: skip
+    print("|---|---|---|---|---|---|")
+    for prompts, ties in ((128, 0.0), (128, 0.1), (512, 0.0), (LEAST_PROMPTS, 0.0), (LEAST_PROMPTS, 0.1)):
+        share = equal_policies(chance, prompts, ties)
+        print(f"| {prompts} | {ties:.0%} | " + " | ".join(f"{value:.3f}" for value in share.values()) + " |")
+    print(f"\nA better policy: share of {HISTORIES} histories in which it is crowned within three weeks")
+    print("| win rate | prompts | first weeks | after 52 weekly tests |")
+    print("|---|---|---|---|")
+    for rate, prompts in (
+        (0.55, 512), (0.55, 1024), (0.55, LEAST_PROMPTS), (0.55, 2048), (0.6, 128), (0.6, 384),
+        (0.65, 128), (0.65, 256), (0.7, 128),
+    ):  # fmt: skip
+        shares = [better_policy(chance, prompts, rate, 0.0, after) for after in (0, 52)]
+        print(f"| {rate:.2f} | {prompts} | {shares[0]:.3f} | {shares[1]:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
