@@ -30,9 +30,10 @@ def plan_ranks(
         raise ValueError(
             f"ranks, budget and lengths must be at least 1; got {ranks}, {budget}, {min(lengths, default=1)}"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups = (_packed if pack else _padded)([lengths[i] for i in order], ranks, budget)
-    groups.sort(key=lambda group: -sum(estimated_cost(lengths[order[place]]) for place in group))
+    costs = [estimated_cost(lengths[i]) for i in order]
+    groups.sort(key=lambda group: sum([costs[place] for place in group]), reverse=True)
     # Dealt to and fro: what runs at the same time is alike, and the rank that was first is last in the next
     # round.
     rounds = [groups[start : start + ranks] for start in range(0, len(groups), ranks)]
@@ -52,15 +53,18 @@ def estimated_cost(length: int) -> int:
 
 def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
     """Return groups of nearly equal cost, as few as possible, in a multiple of `ranks`."""
-    crowded = sum(2 * length > budget for length in lengths)  # no two of these fit together
-    least = max(1, crowded, math.ceil(sum(min(length, budget) for length in lengths) / budget))
+    crowded = sum([2 * length > budget for length in lengths])  # no two of these fit together
+    least = max(1, crowded, math.ceil(sum([min(length, budget) for length in lengths]) / budget))
     count = math.ceil(least / ranks)
-    while (groups := _filled(lengths, count * ranks, budget)) is None:
+    costs = [estimated_cost(length) for length in lengths]
+    while (groups := _filled(lengths, costs, count * ranks, budget)) is None:
         count += 1 + count // 100
     return groups
 
 
-def _filled(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+def _filled(
+    lengths: Sequence[int], costs: Sequence[int], count: int, budget: int
+) -> list[list[int]] | None:
     """Each sequence, longest first, into the cheapest of `count` groups that has room; None if one finds no
     room.
     """
@@ -74,7 +78,7 @@ def _filled(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] 
             return None
         cost, tokens, index = heap[0]
         groups[index].append(place)
-        heapq.heapreplace(heap, (cost + estimated_cost(length), tokens + length, index))
+        heapq.heapreplace(heap, (cost + costs[place], tokens + length, index))
         for entry in full:
             heapq.heappush(heap, entry)
     return groups
