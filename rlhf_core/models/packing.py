@@ -62,9 +62,7 @@ def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
     return groups
 
 
-def _filled(
-    lengths: Sequence[int], costs: Sequence[int], count: int, budget: int
-) -> list[list[int]] | None:
+def _filled(lengths: Sequence[int], costs: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
     """Each sequence, longest first, into the cheapest of `count` groups that has room; None if one finds no
     room.
     """
