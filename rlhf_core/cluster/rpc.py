@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
@@ -55,6 +56,8 @@ class Usage:
     cpu_seconds: float
     peak_bytes: int
     """Largest resident set size."""
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Of an actor, see `Actor.counters`."""
 
 
 def process_usage() -> Usage:
@@ -77,11 +80,13 @@ def rpc(timeout: Literal["start", "stall", "sync"] = "stall") -> Callable[[Calla
             actor: Any = args[0]
             participant: ParticipantSpec = actor.participant
             heartbeat(method.__name__, getattr(participant.timeouts, timeout))
+            started = time.monotonic()
             try:
                 return method(*args, **kwargs)
             except Exception as error:
                 raise classified(error, f"{participant.name}, {method.__name__}") from error
             finally:
+                actor.counters[f"seconds/{method.__name__}"] += time.monotonic() - started
                 idle()
 
         return run
@@ -94,6 +99,8 @@ class Actor:
 
     def __init__(self, participant: ParticipantSpec) -> None:
         self.participant = participant
+        self.counters: Counter[str] = Counter()
+        """Sums since the start: `seconds/<method>`, and what the methods count themselves."""
         register(participant.folder, participant.name, participant.timeouts.stall)
         heartbeat("start", participant.timeouts.start)
 
@@ -106,8 +113,8 @@ class Actor:
 
     @rpc()
     def usage(self) -> Usage:
-        """Return CPU seconds and peak memory of the actor's process."""
-        return process_usage()
+        """Return CPU seconds, peak memory and counters of the actor's process."""
+        return replace(process_usage(), counters=dict(self.counters))
 
 
 # -- in the caller --

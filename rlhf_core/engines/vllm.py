@@ -106,7 +106,9 @@ class Engine:
                 raise
             raise memory_error from error
 
-        self.llm.llm_engine.step = _with_heartbeats(self.llm.llm_engine.step)
+        self.steps = 0
+        """Scheduler steps so far; each decodes one token of every running sequence."""
+        self.llm.llm_engine.step = self._counted(self.llm.llm_engine.step)
 
     def generate(
         self,
@@ -174,6 +176,18 @@ class Engine:
                 )
         return rollouts
 
+    def _counted(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Return vLLM's `step` with a counter, and with a heartbeat, so that an engine with a long batch does
+        not count as stalled.
+        """
+
+        def run() -> Any:
+            heartbeat("decode")
+            self.steps += 1
+            return step()
+
+        return run
+
     def load_adapter(self, number: int, folder: Path) -> None:
         """Load the adapter in `folder` (PEFT's layout) under this number."""
         from vllm.lora.request import LoRARequest
@@ -227,18 +241,6 @@ def _memory_error(error: Exception) -> RLHFError | None:
             " sequences"
         )
     return None
-
-
-def _with_heartbeats(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return vLLM's `step` with a heartbeat, so that an engine with a long batch does not count as
-    stalled.
-    """
-
-    def run() -> Any:
-        heartbeat("decode")
-        return step()
-
-    return run
 
 
 def _set_environment(engine: EngineConfig, device: str) -> None:

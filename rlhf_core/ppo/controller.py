@@ -29,6 +29,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.ppo.advice import Advice
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import FloatArray
 from rlhf_core.ppo.experience import shaped_scores
@@ -38,6 +39,7 @@ from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, read_responses
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import Updater
+from rlhf_core.ppo.utilisation import Utilisation
 from rlhf_core.ppo.worker import ModelWorker
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, weighted_sum
 from rlhf_core.seeds import derive_seed
@@ -99,6 +101,10 @@ class PPOController:
         the rollouts of the next step.
         """
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
+        self._utilisation = Utilisation(config, fleet)
+        self._advice = Advice(config.ppo, fleet.device)
+        self._checkpoint_seconds = 0.0
+        """Of the last checkpoint."""
         self._last_batch: RolloutBatch | None = None
         """Of the last step."""
         self.completed_steps = 0
@@ -152,14 +158,26 @@ class PPOController:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
-        self._timings["sync/share"] = self._timings["timing/sync"] / self._timings["timing/step"]
-        return {
+        self._timings |= self._measure(batch)
+        metrics = {
             **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
             **update,
             "sync/version": float(version),
             "ppo/skipped_steps": float(not update),
             "objective/kl_coef": self._kl.coef,
             **self._timings,
+        }
+        self._advice.check(metrics, step)
+        return metrics
+
+    def _measure(self, batch: RolloutBatch) -> Metrics:
+        """Return the shares of a step that `ppo.advice` looks at."""
+        seconds = self._timings["timing/step"]
+        every = self._ppo.checkpoint_every * seconds
+        return {
+            "sync/share": self._timings["timing/sync"] / seconds,
+            "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
+            **self._utilisation.measure(seconds, self._timings, batch, None if batch.from_cache else batch),
         }
 
     # -- steps of the loop --
@@ -191,7 +209,8 @@ class PPOController:
         values = fleet.values(batch) if ppo.uses_critic else None
         if batch.rewards is None:
             scores = fleet.scores(batch).gather() if "reward" in fleet.groups else None
-            batch.rewards = self._collector.rewards(batch, scores)
+            with self._timed("rewards"):
+                batch.rewards = self._collector.rewards(batch, scores)
         for call in (old, ref, values):
             if call is not None:
                 call.complete()
@@ -310,6 +329,7 @@ class PPOController:
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
+        started = time.monotonic()
         fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
         sizes = [
             fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
@@ -329,6 +349,7 @@ class PPOController:
             }
             (folder / "controller.json").write_text(json.dumps(state))
         self._last_checkpoint_step = step
+        self._checkpoint_seconds = time.monotonic() - started
         failpoint("ppo.after_checkpoint")
 
     def _restore(self) -> None:

@@ -106,6 +106,7 @@ class EngineActor(Actor):
             policy_version=self._version,
             adapter=None if self._adapter_config is None else self._version + 1,
         )
+        self.counters["decode_steps"] = self._engine.steps
         parts: list[Any] = [header_of(rollouts)]
         start = 0
         for chunk in chunks:

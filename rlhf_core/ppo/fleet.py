@@ -31,6 +31,8 @@ from rlhf_core.cluster.rpc import (
     Usage,
     as_argument,
     dead_actors,
+    fetch,
+    ready,
 )
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role
@@ -59,6 +61,10 @@ FROZEN_RESTARTS = 3
 """Maximum number of restarts of frozen models for one call."""
 MAX_AUTO_SENDERS = 16
 """An engine has connections to all others for each sender."""
+ENGINES = "engines"
+"""Name of the engines beside the names of groups."""
+_USAGE_SECONDS = 1.0
+"""Time in which an idle process reports its usage."""
 
 
 # -- calls of all ranks of a group --
@@ -329,6 +335,11 @@ class Fleet:
     # -- calls --
 
     @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._device
+
+    @property
     def distinct_groups(self) -> list[WorkerGroup]:
         """Each group once, although it serves several roles."""
         return list({group.group.name: group for group in self.groups.values()}.values())
@@ -348,6 +359,23 @@ class Fleet:
         workers = [worker for group in self.distinct_groups for worker in group.workers]
         actors: list[RemoteActor[Actor]] = [*workers, *self.engines.actors]
         return self.wait([actor.call(Actor.usage) for actor in actors], "usage")
+
+    def usage_by_group(self) -> dict[str, list[Usage]] | None:
+        """Return the resources used by each process, by the name of its group or `ENGINES`.
+
+        None if a process does not answer at once, because it is dead or suspended. The next call that needs
+        the process finds out.
+        """
+        actors: dict[str, list[RemoteActor[Actor]]] = {ENGINES: [*self.engines.actors]}
+        for group in self.distinct_groups:
+            actors[group.group.name] = [*group.workers]
+        calls = {name: [actor.call(Actor.usage) for actor in group] for name, group in actors.items()}
+        if not all(ready([call for group in calls.values() for call in group], _USAGE_SECONDS)):
+            return None
+        try:
+            return {name: fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
+        except (InfrastructureError, TimeoutError):
+            return None
 
     @property
     def most_ranks(self) -> int:

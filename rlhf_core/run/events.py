@@ -7,7 +7,8 @@
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
     {"event": "warning", "message": "...", "guard": "loops"}
                                               a warning or error of the log that is also shown to the user;
-                                              `guard` if it comes from one of PPO's guards
+                                              `guard` if it comes from one of PPO's guards, `advice` if it is
+                                              advice on settings of PPO
     {"event": "result", "artifact": {...}}    the last line of a successful child
     {"event": "error", "type": "...", "message": "..."}
                                               the last line of a child that reported a failure
@@ -109,15 +110,15 @@ class Warnings(logging.Handler):
         except Exception:  # a wrong format string: logging reports it
             self.handleError(record)
             return
-        kind = re.sub(r"\d+", "#", message)
-        guard = getattr(record, "guard", None)
-        counts = record.levelno < logging.ERROR and guard is None
-        if kind in self._sent_kinds or (counts and not self._left):
+        text = re.sub(r"\d+", "#", message)
+        names = {kind: getattr(record, kind) for kind in ("guard", "advice") if hasattr(record, kind)}
+        counts = record.levelno < logging.ERROR and not names
+        if text in self._sent_kinds or (counts and not self._left):
             return
-        self._sent_kinds.add(kind)
+        self._sent_kinds.add(text)
         self._left -= counts
         last = "; further warnings are in the log" if counts and not self._left else ""
-        self._events.send("warning", message=message + last, **({} if guard is None else {"guard": guard}))
+        self._events.send("warning", message=message + last, **names)
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

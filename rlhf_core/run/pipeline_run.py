@@ -176,6 +176,7 @@ class PipelineRun:
         # A retry within this run keeps the tags of earlier attempts.
         if stage == "ppo" and self.making.get("stage") != "ppo":
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
+            self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
         self.making = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
 
@@ -185,9 +186,9 @@ class PipelineRun:
         self.making = {}
         self.save_state("running")
 
-    def note_guard(self, guard: str, message: str) -> None:
-        """Store the message of a PPO guard as a tag of the MLflow run."""
-        self.tracking.set_tags(self.parent_run_id, {f"rlhf.guard.{guard}": message})
+    def note(self, name: str, message: str) -> None:
+        """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
+        self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
 
     def save_state(self, state: str, error: str = "") -> None:
         """Write `run.json`, unless another live process has written it and goes on with this run."""

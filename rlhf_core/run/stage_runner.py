@@ -88,8 +88,9 @@ def find_or_make(
             nonlocal reused, continued
             reused = reused or event["event"] == "reused"
             continued = continued or event["event"] == "resumed"
-            if event["event"] == "warning" and "guard" in event:
-                run.note_guard(event["guard"], event["message"])
+            for kind in ("guard", "advice"):
+                if event["event"] == "warning" and kind in event:
+                    run.note(f"{kind}.{event[kind]}", event["message"])
             policy.on_event(event)
             display.event(stage, event)
             if on_event is not None:

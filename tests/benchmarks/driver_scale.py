@@ -173,6 +173,7 @@ def measure(ranks: int, responses: int, tokens: int) -> dict[str, float]:
     engines = [_Engine(tokens, index) for index in range(config.ppo.engine.count)]
     fleet.engines = _Engines([RemoteActor(_Handle(meter, engine)) for engine in engines])
     fleet.wait = lambda pending, _what: [call.reference for call in pending]
+    fleet.usage_by_group = lambda: None
 
     def sync(version: int) -> SyncReport:
         for engine in engines:

@@ -33,7 +33,7 @@ from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
 from tests.unit.ppo.test_step_checks import GOOD
 
-FLEET: Any = SimpleNamespace(packs=True)
+FLEET: Any = SimpleNamespace(packs=True, device="cpu", usage_by_group=lambda: None)
 
 
 def batch_of(count: int) -> RolloutBatch:
@@ -154,7 +154,10 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
         rank = SimpleNamespace(call=lambda *_: 0)
         group = SimpleNamespace(call=lambda *_: [0], workers=[rank])
         fleet: Any = SimpleNamespace(
-            packs=True, groups={"policy": group, "critic": group}, wait=lambda calls, _what: calls
+            packs=True,
+            device="cpu",
+            groups={"policy": group, "critic": group},
+            wait=lambda calls, _what: calls,
         )
         tracker: Any = SimpleNamespace(flush=lambda: None, log_metrics=lambda *_: None)
         nothing: Any = None
@@ -215,7 +218,7 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(
 @pytest.mark.parametrize("normalize", ["none", "batch"])
 def test_the_checkpoint_score_always_includes_the_kl(tmp_path: Path, place: str, normalize: str) -> None:
     nothing: Any = None
-    fleet: Any = SimpleNamespace(packs=True)
+    fleet: Any = SimpleNamespace(packs=True, device="cpu", usage_by_group=lambda: None)
     ppo = {
         "kl": {"coef": 0.1, "place": place},
         "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],
@@ -231,7 +234,7 @@ def test_the_checkpoint_score_always_includes_the_kl(tmp_path: Path, place: str,
 
 def test_filtering_and_clipping_are_logged(tmp_path: Path) -> None:
     nothing: Any = None
-    fleet: Any = SimpleNamespace(packs=True)
+    fleet: Any = SimpleNamespace(packs=True, device="cpu", usage_by_group=lambda: None)
     ppo = {"algorithm": "grpo", "samples_per_prompt": 2, "dynamic_filtering": {}, "score_clip": 5.0}
     controller: Any = PPOController(
         config_from_tree({"ppo": ppo}, "test"),

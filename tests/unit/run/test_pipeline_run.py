@@ -400,7 +400,7 @@ def test_warnings_are_logged_and_tagged(
     file = tmp_path / "c.yaml"
     file.write_text(f"run: {{home: {tmp_path}, device: cpu}}\nppo: {{kl: {{estimator: k3}}}}\n")
     with pytest.raises(RuntimeError), open_run(check_config(str(file), []), "data", "data") as run:
-        run.note_guard("loops", "step 4: guard loops: 30 %")
+        run.note("guard.loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
     assert "ppo.kl.estimator: k3 in the reward" in caplog.text
@@ -428,10 +428,10 @@ def test_rerun_removes_outdated_warning_tags(tmp_path: Path) -> None:
     assert removed == ["rlhf.warnings"]
     for _ in range(2):  # the second try of the same run
         run.begin("ppo", tmp_path / "log")
-    assert removed == ["rlhf.warnings", "rlhf.guard."]
+    assert removed == ["rlhf.warnings", "rlhf.guard.", "rlhf.advice."]
     run.parent_run_id, run.tags = None, {"rlhf.warnings": "ppo.kl.estimator: k3"}
     run.ensure_parent()
-    assert removed == ["rlhf.warnings", "rlhf.guard."]
+    assert removed == ["rlhf.warnings", "rlhf.guard.", "rlhf.advice."]
 
 
 def test_stages_with_rewards_get_digests_of_their_code(tmp_path: Path) -> None:

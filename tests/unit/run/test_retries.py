@@ -128,12 +128,13 @@ def test_failed_attempts_are_repeated_after_a_growing_delay(monkeypatch: pytest.
         stage_runner.make_with_retries(run, "data", {})
 
 
-def test_warning_of_a_guard_becomes_a_tag_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_and_advice_become_tags_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[str, str]] = []
 
     def child(spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any) -> Any:
         on_event({"event": "warning", "message": "the disk is nearly full"})
         on_event({"event": "warning", "message": "step 4: guard loops: 30 %", "guard": "loops"})
+        on_event({"event": "warning", "message": "advice, step 4: 30 %", "advice": "sync"})
         raise KILLED
 
     monkeypatch.setattr(stage_runner, "run_child", child)
@@ -146,9 +147,9 @@ def test_warning_of_a_guard_becomes_a_tag_of_the_run(tmp_path: Path, monkeypatch
         find=lambda spec: None,
         log_file=lambda stage: tmp_path / "data.log",
         begin=lambda stage, log_file: None,
-        note_guard=lambda *given: noted.append(given),
+        note=lambda *given: noted.append(given),
         tracking=SimpleNamespace(finish_stage=lambda *given: None),
     )
     with pytest.raises(StageFailed):
         stage_runner.find_or_make(run, "ppo", {}, RetryPolicy(0))
-    assert noted == [("loops", "step 4: guard loops: 30 %")]
+    assert noted == [("guard.loops", "step 4: guard loops: 30 %"), ("advice.sync", "advice, step 4: 30 %")]

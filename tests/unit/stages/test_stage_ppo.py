@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class Group:
     def __init__(self) -> None:
         self.worker = ModelWorker.__new__(ModelWorker)
         self.worker.participant = SimpleNamespace(name="policy", timeouts=PipelineConfig().run.timeouts)  # type: ignore[assignment]
+        self.worker.counters = Counter()
         self.worker._models = {"policy": Model()}
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

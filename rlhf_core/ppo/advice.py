@@ -1,0 +1,209 @@
+"""Advice on settings that would make the steps of PPO faster.
+
+    metrics of a step -> rules -> several steps in a row -> one sentence with field and value: a warning in
+                                                            the log, and a tag of the MLflow run
+
+A rule has a metric, a limit, and a function that returns the sentence, or None if no setting would help with
+this configuration. docs/tuning.md lists the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.rewards import ExternalReward, RemoteReward
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 3
+"""Consecutive steps for which a condition must hold."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a rule knows."""
+
+    ppo: PPOConfig
+    device: str
+    """ "cpu" or "cuda"."""
+    metrics: Mapping[str, float]
+    """Of the step."""
+
+    @property
+    def separate_engines(self) -> bool:
+        """Whether the engines have devices of their own. On CPUs all processes share the cores."""
+        return self.device == "cuda" and self.ppo.colocate != "all"
+
+    def share(self, phase: str) -> float:
+        """Return the share of a phase in the step."""
+        return self.metrics.get(f"timing/{phase}", 0.0) / self.metrics["timing/step"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule `name`: its sentence is given if `metric` is at least `limit`."""
+
+    name: str
+    metric: str
+    limit: float
+    sentence: Callable[[Situation], str | None]
+
+
+class Advice:
+    """Gives each sentence once in an attempt."""
+
+    def __init__(self, ppo: PPOConfig, device: str) -> None:
+        self._ppo = ppo
+        self._device = device
+        self._in_a_row: dict[str, int] = {}
+        self._given: set[str] = set()
+
+    def check(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the advice that follows from the metrics of a step and of those before it."""
+        situation = Situation(self._ppo, self._device, metrics)
+        for rule in RULES:
+            sentence = None
+            if metrics.get(rule.metric, 0.0) >= rule.limit:
+                sentence = rule.sentence(situation)
+            count = self._in_a_row.get(rule.name, 0) + 1 if sentence else 0
+            self._in_a_row[rule.name] = count
+            if count == PATIENCE and rule.name not in self._given:
+                self._given.add(rule.name)
+                log.warning("advice, step %d: %s", step, sentence, extra={"advice": rule.name})
+
+
+# -- sentences --
+
+
+def _few_engines(situation: Situation) -> str | None:
+    count, share = situation.ppo.engine.count, situation.share("rollout")
+    if not situation.separate_engines or share < 0.5 or _eager(situation) or _few_sequences(situation):
+        return None
+    idle = situation.metrics["idle/policy"]
+    return (
+        f"the policy idles {idle:.0%} of a step, and the rollout takes {share:.0%}:"
+        f" ppo.engine.count={2 * count} would halve the rollout"
+    )
+
+
+def _slow_critic(situation: Situation) -> str | None:
+    return _slow_group(situation, "critic", "policy")
+
+
+def _slow_policy(situation: Situation) -> str | None:
+    return _slow_group(situation, "policy", "critic") if situation.ppo.uses_critic else None
+
+
+def _slow_group(situation: Situation, slow: str, fast: str) -> str | None:
+    """Both are trained at the same time, so the faster one waits."""
+    ppo, metrics = situation.ppo, situation.metrics
+    if not situation.separate_engines:
+        return None
+    rates = metrics.get(f"tokens_per_s/{slow}", 0.0), metrics.get(f"tokens_per_s/{fast}", 0.0)
+    if not 0 < 1.5 * rates[0] <= rates[1] or situation.share("training") < 0.3:
+        return None
+    ranks = (ppo.critic_deepspeed if slow == "critic" else ppo.policy_deepspeed).ranks
+    wanted = min(ppo.minibatch_size, math.floor(ranks * rates[1] / rates[0] + 0.5))
+    if wanted <= ranks:
+        return None
+    return (
+        f"the {fast} idles {metrics[f'idle/{fast}']:.0%} of a step and waits for the {slow}, which trains"
+        f" {rates[0]:.0f} tokens/s and the {fast} {rates[1]:.0f}: ppo.{slow}_deepspeed.ranks={wanted} would"
+        " balance them"
+    )
+
+
+def _padding(situation: Situation) -> str | None:
+    share = situation.metrics["padding/share"]
+    tokens = situation.ppo.micro_batch_tokens
+    if situation.ppo.pack is False:
+        return f"{share:.0%} of the tokens of scoring and training are padding: ppo.pack=auto would avoid it"
+    # The model does not support packed rows.
+    return (
+        f"{share:.0%} of the tokens of scoring and training are padding: ppo.micro_batch_tokens={tokens // 2}"
+        " (half) would put rows of more similar lengths together"
+    )
+
+
+def _sync(situation: Situation) -> str | None:
+    ppo, metrics = situation.ppo, situation.metrics
+    found = (
+        f"the weight sync takes {metrics['sync/share']:.0%} of a step, {metrics['sync/gb_per_s']:.2g} GB/s"
+    )
+    if ppo.lora is not None and not ppo.syncs_adapter and ppo.served_dtype != "float32":
+        return f"{found}: ppo.weight_sync.lora=adapter would send the adapter alone"
+    backend, ranks = ppo.weight_sync.backend, ppo.policy_deepspeed.ranks
+    if situation.device == "cuda" and backend == "gloo":
+        return f"{found}: ppo.weight_sync.backend=auto would send from GPU to GPU"
+    if ppo.engine.dtype == "float32" and ppo.policy_deepspeed.dtype != "float32":
+        return f"{found}: ppo.engine.dtype={ppo.policy_deepspeed.dtype} would send half as many bytes"
+    if backend == "gloo" and ppo.weight_sync.senders == 1 and ranks > 1:
+        return f"{found}: ppo.weight_sync.senders={ranks} would send from all policy ranks"
+    return None
+
+
+def _rewards(situation: Situation) -> str | None:
+    """A reward that is computed while the models score costs nothing."""
+    ppo, metrics = situation.ppo, situation.metrics
+    share = min(situation.share("rewards"), metrics["data_wait/share"])
+    if share < 0.2:
+        return None
+    found = f"all models wait {share:.0%} of a step for the rewards"
+    for index, source in enumerate(ppo.rewards):
+        if isinstance(source, RemoteReward):
+            wanted = 2 * source.concurrency
+            return f"{found}: ppo.rewards.{index}.concurrency={wanted} would send more requests at a time"
+    for index, source in enumerate(ppo.rewards):
+        if isinstance(source, ExternalReward):
+            return f"{found}: ppo.rewards.{index}.type=remote would compute them in several processes"
+    return None
+
+
+def _few_sequences(situation: Situation) -> str | None:
+    ppo = situation.ppo
+    sequences = math.ceil(ppo.rollout_batch_size / ppo.engine.count)
+    limit = ppo.engine.max_num_seqs
+    if sequences <= limit or situation.share("rollout") < 0.4:
+        return None
+    return (
+        f"the rollout takes {situation.share('rollout'):.0%} of a step, and an engine decodes {limit} of its"
+        f" {sequences} sequences at a time: ppo.engine.max_num_seqs={sequences} would decode all together"
+    )
+
+
+def _eager(situation: Situation) -> str | None:
+    metrics = situation.metrics
+    launching = situation.device == "cuda" and situation.ppo.engine.enforce_eager
+    if not launching or situation.share("rollout") < 0.4:
+        return None
+    return (
+        f"the rollout takes {situation.share('rollout'):.0%} of a step, a token"
+        f" {1000 * metrics['rollout/token_latency']:.1f} ms: ppo.engine.enforce_eager=false would use CUDA"
+        " graphs"
+    )
+
+
+def _checkpoints(situation: Situation) -> str | None:
+    metrics = situation.metrics
+    every = math.ceil(metrics["checkpoint/share"] / 0.05 * situation.ppo.checkpoint_every)
+    return (
+        f"checkpoints take {metrics['checkpoint/share']:.0%} of the time: ppo.checkpoint_every={every} would"
+        " make it 5 %"
+    )
+
+
+RULES = (
+    Rule("few_engines", "idle/policy", 0.5, _few_engines),
+    Rule("slow_critic", "idle/policy", 0.2, _slow_critic),
+    Rule("slow_policy", "idle/critic", 0.2, _slow_policy),
+    Rule("padding", "padding/share", 0.2, _padding),
+    Rule("sync", "sync/share", 0.15, _sync),
+    Rule("rewards", "data_wait/share", 0.2, _rewards),
+    Rule("few_sequences", "rollout/decode_steps", 1.0, _few_sequences),
+    Rule("eager", "rollout/token_latency", 0.005, _eager),
+    Rule("checkpoints", "checkpoint/share", 0.1, _checkpoints),
+)

@@ -1,0 +1,240 @@
+"""How busy the processes of PPO are in each step.
+
+    counters of ranks and engines (`cluster.rpc`) --+
+    timings of the controller ----------------------+--> metrics of the step --> MLflow, `ppo.advice`
+    lengths and micro-batches of the rollouts ------+
+
+The counters are read at the end of a step, when no process works. The first step of an attempt has no
+metrics: it is the base of the next one, and is slower than the others.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import psutil
+
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.rpc import Usage, process_usage
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import Group
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.fleet import ENGINES, Fleet
+
+Metrics = dict[str, float]
+Counters = Mapping[str, float]
+
+_SAMPLING = ("sample",)
+_SCORING = ("logprobs", "values", "scores", "make_experience")
+_TRAINING = ("update_policy", "update_critic")
+_SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")
+_WORK = (*_SAMPLING, *_SCORING, *_TRAINING, *_SYNC)
+"""Calls of one step. Checkpoints are saved between steps."""
+
+
+class Utilisation:
+    """Measures each step.
+
+    Args:
+        config: The whole configuration.
+        fleet: The processes.
+    """
+
+    def __init__(self, config: PipelineConfig, fleet: Fleet) -> None:
+        self._epochs = config.ppo.epochs
+        self._fleet = fleet
+        self._cores: list[int] = []
+        """Cores that all processes share; empty on GPUs and on a cluster."""
+        if fleet.device == "cpu" and not on_cluster():
+            self._cores = sorted(os.sched_getaffinity(0))
+        self._threads = config.run.threads or len(self._cores)
+        self._last: dict[str, list[Usage]] | None = None
+        self._last_idle = 0.0
+        self._last_own = 0.0
+        self._last_time = 0.0
+
+    def measure(
+        self, seconds: float, timings: Mapping[str, float], batch: RolloutBatch, sampled: RolloutBatch | None
+    ) -> Metrics:
+        """Return the metrics of the step that ends now; {} if the counters are not known.
+
+        Args:
+            seconds: Duration of the step.
+            timings: `timing/<phase>` of the step.
+            batch: That was scored and trained on.
+            sampled: That was sampled in this step; None if it was read from files.
+        """
+        usage = self._fleet.usage_by_group()
+        before, self._last = self._last, usage
+        idle = self._idle_cores(usage, before)
+        if usage is None or before is None:
+            return {}
+        work = {name: _differences(before[name], usage[name]) for name in usage}
+        groups = [workers.group for workers in self._fleet.distinct_groups]
+        return {
+            **idle,
+            **idle_shares(work, groups, seconds),
+            **token_rates(work, groups, batch, sampled, self._epochs),
+            **engine_metrics(work[ENGINES]),
+            "padding/share": 0.0 if self._fleet.packs else padding_share(batch),
+            "data_wait/share": data_wait(work, timings, overlapped=False) / seconds,
+        }
+
+    def _idle_cores(
+        self, usage: dict[str, list[Usage]] | None, before: dict[str, list[Usage]] | None
+    ) -> Metrics:
+        """Return the share of the cores that neither the processes of PPO nor others have used since the last
+        call.
+        """
+        if not self._cores:
+            return {}
+        times = psutil.cpu_times(percpu=True)
+        idle = sum(times[core].idle for core in self._cores if core < len(times))
+        own = process_usage().cpu_seconds
+        now = time.monotonic()
+        seconds, self._last_time = now - self._last_time, now
+        machine, self._last_idle = idle - self._last_idle, idle
+        controller, self._last_own = own - self._last_own, own
+        if usage is None or before is None:
+            return {}
+        used = controller
+        for name in usage:
+            for old, new in zip(before[name], usage[name], strict=False):
+                used += max(0.0, new.cpu_seconds - old.cpu_seconds)
+        unused = 1 - used / (self._threads * seconds)
+        # A busy machine leaves this run less than its cores; then they are not idle.
+        return {"idle/cores": max(0.0, min(unused, machine / (len(self._cores) * seconds)))}
+
+
+# -- from counters to metrics --
+
+
+def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group], seconds: float) -> Metrics:
+    """Return `idle/<role>` and `idle/engines`: the share of a step in which its processes have no call.
+
+    Args:
+        work: Counters of the step, of each process by group.
+        groups: All groups of ranks. Roles that share ranks have the same value.
+        seconds: Duration of the step.
+    """
+    metrics = {f"idle/{ENGINES}": _idle(work[ENGINES], seconds)}
+    for group in groups:
+        metrics |= dict.fromkeys([f"idle/{role}" for role in group.roles], _idle(work[group.name], seconds))
+    return metrics
+
+
+def _idle(processes: Sequence[Counters], seconds: float) -> float:
+    busy = fmean(seconds_of(process, _WORK) for process in processes)
+    return max(0.0, 1 - busy / seconds)
+
+
+def token_rates(
+    work: Mapping[str, Sequence[Counters]],
+    groups: Sequence[Group],
+    batch: RolloutBatch,
+    sampled: RolloutBatch | None,
+    epochs: int,
+) -> Metrics:
+    """Return `tokens_per_s/<role>` while the role computes: of the engines in sampling, of policy and critic
+    in training, of reference and reward model in scoring. Only the engines' leaves out the prompts.
+
+    Args:
+        work: Counters of the step, of each process by group.
+        groups: All groups of ranks.
+        batch: That was scored and trained on.
+        sampled: That was sampled in this step.
+        epochs: Passes over `batch`.
+    """
+    tokens = int(batch.prompt_lengths_B.sum() + batch.lengths_B.sum())
+    metrics: Metrics = {}
+    if sampled is not None:
+        metrics |= _rate(ENGINES, int(sampled.lengths_B.sum()), work[ENGINES], "sample")
+    for group in groups:
+        ranks = work[group.name]
+        for role in group.roles:
+            if role in ("policy", "critic"):
+                metrics |= _rate(role, tokens * epochs, ranks, f"update_{role}")
+            elif role == "reward":
+                metrics |= _rate(role, tokens, ranks, "scores")
+            else:
+                # The policy's log-probabilities are the same call.
+                passes = 2 if "policy" in group.roles else 1
+                metrics |= _rate(role, tokens * passes, ranks, "logprobs")
+    return metrics
+
+
+def _rate(role: str, tokens: int, processes: Sequence[Counters], method: str) -> Metrics:
+    longest = max(seconds_of(process, (method,)) for process in processes)
+    return {f"tokens_per_s/{role}": tokens / longest} if longest > 0 else {}
+
+
+def engine_metrics(engines: Sequence[Counters]) -> Metrics:
+    """Return `rollout/token_latency` (seconds of a decoding step, the time between two tokens of a response)
+    and `rollout/engine_balance` (mean sampling time of the engines divided by the longest).
+    """
+    seconds = [seconds_of(engine, _SAMPLING) for engine in engines]
+    steps = sum(engine.get("decode_steps", 0.0) for engine in engines)
+    if not steps:
+        return {}
+    return {
+        "rollout/token_latency": sum(seconds) / steps,
+        "rollout/decode_steps": max(engine.get("decode_steps", 0.0) for engine in engines),
+        "rollout/engine_balance": fmean(seconds) / max(seconds),
+    }
+
+
+def padding_share(batch: RolloutBatch) -> float:
+    """Return the share of padding in the micro-batches of scoring, if their rows are padded."""
+    lengths_B = (batch.prompt_lengths_B + batch.lengths_B).tolist()
+    computed = 0
+    for shares in batch.routes.values():
+        for share in shares:
+            indices = share.indices.tolist()
+            for micro_batch in share.micro_batches:
+                longest = max((lengths_B[indices[i]] for i in micro_batch), default=0)
+                computed += longest * len(micro_batch)
+    needed = sum(lengths_B) * len(batch.routes)
+    return 1 - needed / computed if computed else 0.0
+
+
+def data_wait(
+    work: Mapping[str, Sequence[Counters]], timings: Mapping[str, float], *, overlapped: bool
+) -> float:
+    """Return the seconds of a step in which no process has a call: the controller plans, rewards are
+    computed, and data is transferred.
+
+    Args:
+        work: Counters of the step, of each process by group.
+        timings: `timing/<phase>` of the step.
+        overlapped: Whether the engines sample during scoring and training, so that `timing/rollout` is only
+            the rest of it.
+    """
+    processes = [process for group in work.values() for process in group]
+    phases = {"scoring": _SCORING, "training": _TRAINING, "sync": _SYNC}
+    if not overlapped:
+        phases["rollout"] = _SAMPLING
+    waited = 0.0
+    for phase, methods in phases.items():
+        longest = max(seconds_of(process, methods) for process in processes)
+        waited += max(0.0, timings.get(f"timing/{phase}", 0.0) - longest)
+    return waited
+
+
+def seconds_of(process: Counters, methods: Sequence[str]) -> float:
+    """Return the time that a process spent in these methods."""
+    return sum(process.get(f"seconds/{method}", 0.0) for method in methods)
+
+
+def _differences(before: Sequence[Usage], after: Sequence[Usage]) -> list[Counters]:
+    """Return what the counters of each process have grown by."""
+    differences: list[Counters] = []
+    for index, usage in enumerate(after):
+        old = before[index].counters if index < len(before) else {}
+        grown = {name: value - old.get(name, 0.0) for name, value in usage.counters.items()}
+        # A process that was replaced counts from 0 again.
+        replaced = min(grown.values(), default=0.0) < 0
+        differences.append(usage.counters if replaced else grown)
+    return differences

@@ -1,0 +1,195 @@
+"""Advice on settings of PPO: a planted bottleneck each, and steps without one.
+
+- three slow steps in a row give one sentence with the field and the value to set, once in an attempt
+- two slow steps in a row, a balanced step, and a setting that would not help give none
+- docs/tuning.md has a row for each rule
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import plan
+from rlhf_core.ppo.advice import PATIENCE, RULES, Advice
+from rlhf_core.ppo.fleet import ENGINES
+from rlhf_core.ppo.utilisation import data_wait, engine_metrics, idle_shares, token_rates
+from tests.unit.ppo.test_utilisation import batch_of
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "tuning.md"
+
+
+def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
+    """Return the metrics of a step of scripted processes.
+
+    Args:
+        ppo: Section `ppo`.
+        changed: Seconds of the phases: `rollout`, `scoring`, `policy` and `critic` (their updates), `sync`,
+            `rewards` (after all models have scored); or `padding`, `checkpoints` (shares of the time),
+            `gb_per_s`.
+    """
+    config = config_from_tree({"ppo": ppo}, "test").ppo
+    numbers = {
+        "rollout": 3.0, "scoring": 1.5, "policy": 3.0, "critic": 2.9, "sync": 0.1, "rewards": 0.0,
+        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, **changed,
+    }  # fmt: skip
+    training = max(numbers["policy"], numbers["critic"])
+    phases = {"rollout": numbers["rollout"], "scoring": numbers["scoring"] + numbers["rewards"]}
+    phases |= {"training": training, "sync": numbers["sync"]}
+    seconds = sum(phases.values())
+    timings = {f"timing/{phase}": value for phase, value in phases.items()}
+    timings |= {"timing/step": seconds, "timing/rewards": numbers["rewards"]}
+    batch = batch_of([60] * config.rollout_batch_size, prompt=40)
+    engine = {"seconds/sample": phases["rollout"], "decode_steps": 60.0}
+    processes = {ENGINES: [engine] * config.engine.count}
+    groups = plan(config).groups
+    for group in groups:
+        counters = {"seconds/scores": numbers["scoring"]}
+        for role in set(group.roles) & {"policy", "critic"}:
+            counters[f"seconds/update_{role}"] = numbers[role]
+        if "policy" in group.roles:
+            counters["seconds/send_weights"] = numbers["sync"]
+        processes[group.name] = [counters] * group.ranks
+    return {
+        **timings,
+        **idle_shares(processes, groups, seconds),
+        **token_rates(processes, groups, batch, batch, config.epochs),
+        **engine_metrics(processes[ENGINES]),
+        "data_wait/share": data_wait(processes, timings, overlapped=False) / seconds,
+        "padding/share": numbers["padding"],
+        "sync/share": numbers["sync"] / seconds,
+        "sync/gb_per_s": numbers["gb_per_s"],
+        "checkpoint/share": numbers["checkpoints"],
+    }
+
+
+GPU = {"engine": {"enforce_eager": False}}
+REMOTE = {"type": "remote", "urls": ["http://rewards.test/"], "allowed_hosts": ["rewards.test"]}
+# Rule, section `ppo`, the bottleneck that was planted, and what the sentence must contain.
+PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
+    ("few_engines", GPU, {"rollout": 20.0}, ["idles 81% of a step", "ppo.engine.count=2"]),
+    ("slow_critic", GPU, {"critic": 9.0}, ["the policy idles", "ppo.critic_deepspeed.ranks=3"]),
+    ("slow_policy", GPU, {"policy": 6.0}, ["the critic idles", "ppo.policy_deepspeed.ranks=2"]),
+    ("padding", GPU | {"pack": False}, {"padding": 0.4}, ["40% of the tokens", "ppo.pack=auto"]),
+    ("padding", GPU, {"padding": 0.4}, ["40% of the tokens", "ppo.micro_batch_tokens=8192"]),
+    (
+        "sync",
+        GPU | {"weight_sync": {"backend": "gloo", "senders": 1}, "policy_deepspeed": {"ranks": 4}},
+        {"sync": 3.0, "gb_per_s": 0.4},
+        ["takes 29% of a step, 0.4 GB/s", "ppo.weight_sync.backend=auto"],
+    ),
+    (
+        "rewards",
+        GPU | {"rewards": [REMOTE]},
+        {"rewards": 6.0},
+        ["wait 44% of", "ppo.rewards.0.concurrency=8"],
+    ),
+    (
+        "few_sequences",
+        {"engine": {"enforce_eager": False, "max_num_seqs": 16}},
+        {"rollout": 20.0},
+        ["decodes 16 of its 64 sequences", "ppo.engine.max_num_seqs=64"],
+    ),
+    ("eager", {}, {"rollout": 5.0}, ["a token 83.3 ms", "ppo.engine.enforce_eager=false"]),
+    (
+        "checkpoints",
+        GPU,
+        {"checkpoints": 0.25},
+        ["checkpoints take 25% of the time", "ppo.checkpoint_every=50"],
+    ),
+]
+
+
+def given(
+    caplog: pytest.LogCaptureFixture, ppo: dict[str, Any], steps: list[dict[str, float]], device: str = "cuda"
+) -> list[tuple[str, str]]:
+    """Return (rule, sentence) of the advice for these steps."""
+    caplog.clear()
+    advice = Advice(config_from_tree({"ppo": ppo}, "test").ppo, device)
+    with caplog.at_level(logging.WARNING):
+        for number, metrics in enumerate(steps, start=1):
+            advice.check(metrics, number)
+    return [(record.advice, record.getMessage()) for record in caplog.records if hasattr(record, "advice")]
+
+
+@pytest.mark.parametrize(("name", "ppo", "planted", "parts"), PLANTED, ids=[f[0] for f in PLANTED])
+def test_a_planted_bottleneck_is_named_once_with_its_field(
+    name: str,
+    ppo: dict[str, Any],
+    planted: dict[str, float],
+    parts: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    balanced, slow = step(ppo), step(ppo, **planted)
+    ((rule, sentence),) = given(caplog, ppo, [slow, slow, balanced, *[slow] * 5, balanced, *[slow] * 5])
+    assert rule == name and sentence.startswith(f"advice, step {3 + PATIENCE}: ")
+    assert all(part in sentence for part in parts), sentence
+    field = sentence.split(": ")[-1].split("=")[0]
+    assert field.startswith("ppo."), sentence
+
+
+def test_every_rule_is_planted() -> None:
+    assert {name for name, *_ in PLANTED} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_balanced_step_gives_no_advice(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert given(caplog, GPU, [step(GPU)] * 5, device) == []
+    assert given(caplog, GPU, [{"timing/step": 1.0, "timing/rollout": 1.0}] * 5, device) == []
+
+
+def test_processes_that_share_cores_or_gpus_are_not_idle(caplog: pytest.LogCaptureFixture) -> None:
+    slow = step(GPU, rollout=20.0, critic=9.0)
+    assert given(caplog, GPU, [slow] * 5, "cpu") == []
+    together = GPU | {"colocate": "all"}
+    assert given(caplog, together, [step(together, rollout=20.0)] * 5) == []
+
+
+def test_rewards_that_are_computed_during_the_scoring_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ppo = GPU | {"rewards": [REMOTE]}
+    hidden = step(ppo, scoring=6.0) | {"timing/rewards": 5.0}
+    assert given(caplog, ppo, [hidden] * 5) == []
+
+
+@pytest.mark.parametrize(
+    ("ppo", "field"),
+    [
+        (
+            {
+                "engine": {"enforce_eager": False, "dtype": "float32"},
+                "policy_deepspeed": {"dtype": "bfloat16"},
+            },
+            "ppo.engine.dtype=bf",
+        ),
+        (
+            {
+                "engine": {"dtype": "bfloat16", "enforce_eager": False},
+                "policy_deepspeed": {"dtype": "bfloat16"},
+                "lora": {"r": 8},
+                "weight_sync": {"lora": "merged"},
+            },
+            "ppo.weight_sync.lora=adapter",
+        ),
+    ],
+)
+def test_fewer_bytes_make_a_sync_shorter(
+    ppo: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((rule, sentence),) = given(caplog, ppo, [step(ppo, sync=3.0)] * 5)
+    assert rule == "sync" and field in sentence
+
+
+def test_all_policy_ranks_of_a_cpu_can_send(caplog: pytest.LogCaptureFixture) -> None:
+    ppo = {"weight_sync": {"backend": "gloo", "senders": 1}, "policy_deepspeed": {"ranks": 4}}
+    ((_, sentence),) = given(caplog, ppo, [step(ppo, sync=3.0)] * 5, "cpu")
+    assert "ppo.weight_sync.senders=4" in sentence
+
+
+def test_the_page_lists_every_rule() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("## Rules")[1].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [rule.name for rule in RULES]

@@ -1,0 +1,154 @@
+"""How busy the processes of PPO are, computed from scripted counters.
+
+- shares of idle time, tokens per second, the latency of a token and the time without any call, by hand
+- a process that was replaced counts from 0; without all counters there are no metrics
+- padded rows cost what their longest row costs; packed rows cost nothing
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.cluster.rpc import Usage
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import Group
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.columns import Places
+from rlhf_core.ppo.fleet import ENGINES, WorkerGroup
+from rlhf_core.ppo.routes import route
+from rlhf_core.ppo.utilisation import Utilisation, padding_share
+from rlhf_core.types import PromptExample
+
+
+def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:
+    """Return responses of these lengths to prompts of one length, in one chunk."""
+    numbers = np.arange(len(lengths))
+    return RolloutBatch(
+        [SimpleNamespace()],  # type: ignore[list-item]
+        Places(0 * numbers, numbers),
+        np.array(lengths, np.int32),
+        np.ones(len(lengths), np.bool_),
+        [PromptExample("p", "", (1,) * prompt)] * len(lengths),
+    )
+
+
+BATCH = batch_of([60, 40], prompt=50)  # 100 tokens of responses, 200 in all
+ENGINE = {"seconds/sample": 2.0, "decode_steps": 100.0, "seconds/update_weights": 1.0}
+POLICY = {"seconds/logprobs": 2.0, "seconds/make_experience": 0.5, "seconds/update_policy": 2.0}
+CRITIC = {"seconds/values": 0.5, "seconds/scores": 0.5, "seconds/update_critic": 4.0}
+TIMINGS = {"timing/rollout": 2.5, "timing/scoring": 3.0, "timing/training": 4.0, "timing/sync": 1.0}
+
+
+def times(counters: dict[str, float], factor: float) -> dict[str, float]:
+    return {name: value * factor for name, value in counters.items()}
+
+
+class Fleet:
+    """Two engines, the second of which samples for half the time, and two pairs of roles."""
+
+    device, packs = "cuda", True
+
+    def __init__(self) -> None:
+        groups = [Group(("policy", "reference"), 1), Group(("critic", "reward"), 1)]
+        self.distinct_groups = [WorkerGroup(group, ()) for group in groups]
+        self.steps = 0
+        self.lost = False
+        self.engine_starts = 0
+
+    def usage_by_group(self) -> dict[str, list[Usage]] | None:
+        """Return the usage after each step."""
+        self.steps += 1
+        if self.lost:
+            return None
+        second = ENGINE | {"seconds/sample": 1.0}
+        of_engines = [times(ENGINE, self.steps), times(second, self.steps - self.engine_starts)]
+        counters = {
+            ENGINES: of_engines,
+            "policy+reference": [times(POLICY, self.steps) | {"seconds/load": 30.0}],
+            "critic+reward": [times(CRITIC, self.steps) | {"seconds/save_checkpoint": 9.0 * self.steps}],
+        }
+        return {name: [Usage(0.0, 0, each) for each in group] for name, group in counters.items()}
+
+
+@pytest.fixture
+def fleet() -> Any:
+    return Fleet()
+
+
+def measured(utilisation: Utilisation) -> dict[str, float]:
+    return utilisation.measure(10.0, TIMINGS, BATCH, BATCH)
+
+
+def test_a_step_by_hand(fleet: Any) -> None:
+    utilisation = Utilisation(config_from_tree({"ppo": {"epochs": 2}}, "test"), fleet)
+    assert measured(utilisation) == {}, "the first step is the base"
+    assert measured(utilisation) == pytest.approx(
+        {
+            "idle/engines": 1 - (3.0 + 2.0) / 2 / 10,
+            "idle/policy": 0.55,
+            "idle/reference": 0.55,
+            "idle/critic": 0.5,  # without the checkpoint
+            "idle/reward": 0.5,
+            "tokens_per_s/engines": 100 / 2.0,
+            "tokens_per_s/policy": 2 * 200 / 2.0,
+            "tokens_per_s/reference": 2 * 200 / 2.0,  # 200 by each of two models
+            "tokens_per_s/critic": 2 * 200 / 4.0,
+            "tokens_per_s/reward": 200 / 0.5,
+            "rollout/token_latency": 3.0 / 200,
+            "rollout/decode_steps": 100.0,
+            "rollout/engine_balance": 0.75,
+            "padding/share": 0.0,
+            # Rollout 2.5 - 2, scoring 3 - 2.5, training 4 - 4, sync 1 - 1.
+            "data_wait/share": 0.1,
+        }
+    )
+
+
+def test_a_replaced_engine_counts_from_zero(fleet: Any) -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    measured(utilisation)
+    fleet.engine_starts = 2
+    assert measured(utilisation)["idle/engines"] == pytest.approx(1 - (3.0 + 2.0) / 2 / 10)
+
+
+def test_without_all_counters_there_are_no_metrics(fleet: Any) -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    fleet.lost = True
+    assert measured(utilisation) == {}
+    fleet.lost = False
+    assert measured(utilisation) == {}, "the counters before are not known"
+    assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+
+
+def test_cores_that_others_use_are_not_idle(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.device = "cpu"
+    clock = {"now": 0.0, "idle": 0.0}
+    module = "rlhf_core.ppo.utilisation"
+    monkeypatch.setattr(f"{module}.os", SimpleNamespace(sched_getaffinity=lambda _pid: {0, 1}))
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    monkeypatch.setattr(f"{module}.on_cluster", lambda: False)
+    monkeypatch.setattr(f"{module}.process_usage", lambda: Usage(0.0, 0))
+    cpu_times = SimpleNamespace(cpu_times=lambda percpu: [SimpleNamespace(idle=clock["idle"])] * 2)
+    monkeypatch.setattr(f"{module}.psutil", cpu_times)
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    measured(utilisation)
+    clock.update(now=10.0, idle=7.0)
+    assert measured(utilisation)["idle/cores"] == pytest.approx(0.7)
+    clock.update(now=20.0, idle=7.0)
+    assert measured(utilisation)["idle/cores"] == 0.0
+
+
+def test_padding_by_hand() -> None:
+    batch = batch_of([10, 2, 6, 6], prompt=4)
+    batch.routes[1] = route(batch, 1, 28, pack=False)
+    # Rows of 14 and 10 tokens, then 10 and 6: 2 x 14 + 2 x 10 computed, 40 needed.
+    assert padding_share(batch) == pytest.approx(1 - 40 / 48)
+    batch.routes[1] = route(batch, 1, 14, pack=False)
+    assert padding_share(batch) == pytest.approx(0.0)
+    assert padding_share(batch_of([3], prompt=1)) == 0.0
