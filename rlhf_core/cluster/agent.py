@@ -8,7 +8,7 @@
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
     fetch                                 ->  what the ranks of this host need of a checkpoint
     listing, read                         ->  files that processes have written here, for the driver
-    missing, write                        ->  files of the driver that processes here read
+    digests, write                        ->  files of the driver that processes here read
 
 An agent is a Ray actor without CPUs. It trains nothing and imports neither torch nor vLLM. It ends with its
 driver.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -30,7 +30,7 @@ from rlhf_core.errors import DataError, InputError, classified
 from rlhf_core.models.folder import is_hub_model
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.bundles import FileEntry, Manifest
+from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
@@ -81,6 +81,7 @@ class NodeAgent:
         """Parts of checkpoints without an outbox, by prefix: their folder and files."""
         self._work = work
         self._shares_folders = False
+        self._digests = FileDigests()
         self._monitor = Monitor(monitored)
 
     @_served
@@ -227,13 +228,9 @@ class NodeAgent:
             return opened.read(CHUNK_BYTES)
 
     @_served
-    def missing(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
-        """Return the files that `folder` does not have in this size."""
-        return [
-            name
-            for name, size in sizes.items()
-            if not (folder / name).is_file() or (folder / name).stat().st_size != size
-        ]
+    def digests(self, folder: Path) -> dict[str, str]:
+        """Return the sha256 of each file below `folder`, by its relative path."""
+        return self._digests.of(folder)
 
     @_served
     def write(self, file: Path, offset: int, data: bytes) -> None:

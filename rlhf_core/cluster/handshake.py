@@ -140,17 +140,23 @@ def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig)
     answered = ready(calls, seconds)
     silent = [_name(node) for node, answer in zip(nodes, answered, strict=True) if not answer]
     if silent:
-        raise InfrastructureError(
-            f"{', '.join(silent)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or"
-            " wait until they have started"
-        )
+        raise _no_answer(silent, seconds)
     reports: dict[str, Any] = {}
     for node, call in zip(nodes, calls, strict=True):
         try:
             (reports[node["NodeID"]],) = fetch([call], seconds)
         except RLHFError as error:
             reports[node["NodeID"]] = f"cannot run this code: {error.message.splitlines()[0][:300]}"
+        except TimeoutError as error:
+            raise _no_answer([_name(node)], seconds) from error
     return reports
+
+
+def _no_answer(nodes: list[str], seconds: float) -> InfrastructureError:
+    return InfrastructureError(
+        f"{', '.join(nodes)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or wait"
+        " until they have started"
+    )
 
 
 def report_node(probe: StoreProbe, node: str, address: str, home: str) -> dict[str, Any]:

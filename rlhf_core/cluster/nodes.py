@@ -27,10 +27,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from rlhf_core.cluster.agent import CHUNK_BYTES, MARK, NodeAgent
 from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.placement import node_names
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
-from rlhf_core.storage.bundles import FileEntry, Manifest, hash_file
+from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
@@ -134,6 +135,7 @@ class ClusterNodes:
         self._files_of: dict[str, str] = {}
         """Of each other node, the id of the node whose files it has."""
         self._own_id = ""
+        self._digests = FileDigests()
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
         """Called while the agents still answer."""
@@ -186,7 +188,8 @@ class ClusterNodes:
             return fetch([host.call(NodeAgent.start, host.node_id)], limit)[0]
         except TimeoutError:
             raise WorkerStuck(
-                f"the agent on node {host.node_id[:12]} did not start within {limit:g} s (run.timeouts.start)"
+                f"the agent on host {node_names()[host.node_id]} did not start within {limit:g} s"
+                " (run.timeouts.start)"
             ) from None
 
     def _start(self, node_id: str) -> RemoteActor[NodeAgent]:
@@ -236,23 +239,25 @@ class ClusterNodes:
 
     def share(self, folder: Path) -> None:
         hosts = self._with_files()
-        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        sizes = {name: path.stat().st_size for name, path in files.items()}
-        missing = self._wait([host.call(NodeAgent.missing, folder, sizes) for host in hosts])
-        for name, path in sorted(files.items()):
-            lacking = [host for host, names in zip(hosts, missing, strict=True) if name in names]
+        if not hosts:
+            return
+        heartbeat("copy files to other hosts", math.inf)
+        asked = [host.call(NodeAgent.digests, folder) for host in hosts]
+        own = self._digests.of(folder)
+        there = self._wait(asked)
+        for name, digest in own.items():
+            lacking = [host for host, files in zip(hosts, there, strict=True) if files.get(name) != digest]
             if lacking:
-                heartbeat("copy files to other hosts", math.inf)
-                self._send(path, sizes[name], lacking)
+                self._send(folder / name, digest, lacking)
 
-    def _send(self, file: Path, size: int, hosts: Sequence[_Host]) -> None:
+    def _send(self, file: Path, expected: str, hosts: Sequence[_Host]) -> None:
         import ray
 
+        size = file.stat().st_size
         with file.open("rb") as opened:
             for offset in range(0, max(size, 1), CHUNK_BYTES):
                 chunk = ray.put(opened.read(CHUNK_BYTES))  # one object for all hosts
                 self._wait([host.call(NodeAgent.write, file, offset, chunk) for host in hosts])
-        expected = hash_file(file)
         for host, digest in zip(
             hosts, self._wait([host.call(NodeAgent.sha256, file) for host in hosts]), strict=True
         ):
@@ -324,13 +329,15 @@ class ClusterNodes:
         self, method: Callable[Concatenate[NodeAgent, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """Return the answers of the agents that answer in time."""
-        calls = [host.call(method, *args, **kwargs) for host in self._hosts if not host.lost]
+        hosts = [host for host in self._hosts if not host.lost]
+        calls = [host.call(method, *args, **kwargs) for host in hosts]
         answers = []
-        for call, has_ended in zip(calls, _await(calls, _LAST_SECONDS), strict=True):
+        _await(calls, _LAST_SECONDS)
+        for host, call in zip(hosts, calls, strict=True):
             try:
-                answers += fetch([call], _POLL_SECONDS) if has_ended else []
-            except InfrastructureError as error:
-                log.warning("%s: %s", method.__name__, error)
+                answers += fetch([call], _POLL_SECONDS)
+            except (InfrastructureError, TimeoutError) as error:
+                log.warning("host %s, %s: %s", host.name, method.__name__, error)
         return answers
 
     # -- checkpoints: `checkpoints.HostParts` --

@@ -31,6 +31,13 @@ class RankPlacement:
             nodes.setdefault(node_id, {}).setdefault("", set()).add(rank)
         return nodes
 
+    def node_names(self) -> list[str]:
+        """Return the name of each rank's node, by rank."""
+        node_of_bundle = node_ids(self.placement_group)
+        names = node_names()
+        bundles = [self.bundles[rank // self.neighbours] for rank in range(self.ranks)]
+        return [names[node_of_bundle[bundle]] for bundle in bundles]
+
     def options(self, rank: int) -> dict[str, Any]:
         """Return Ray's options for the actor of a rank."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -94,6 +101,16 @@ def node_ids(placement_group: Any) -> dict[int, str]:
 
     nodes: dict[int, str] = placement_group_table(placement_group)["bundles_to_node_id"]
     return nodes
+
+
+def node_names() -> dict[str, str]:
+    """Return hostname and address of each node of the cluster, by id."""
+    import ray
+
+    names = {}
+    for node in ray.nodes():
+        names[node["NodeID"]] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+    return names
 
 
 def node_address(local: bool) -> str:

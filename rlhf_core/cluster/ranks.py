@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -304,6 +304,7 @@ def ray_session(
     heartbeat("start Ray", _limits(config).start)
     try:
         connect(processes, device, config)
+        idle()  # the body may do anything
         yield
     except BaseException:
         # First, because a suspended rank does not react to Ray's daemons, which would wait for it.
@@ -334,6 +335,11 @@ class _RankGroup:
             neighbours=layout.neighbours,
             wait=self._client.wait,
         )
+        self._names = [layout.name(rank) for rank in range(layout.ranks)]
+        """Of the ranks in messages."""
+        if on_cluster():
+            where = self._placement.node_names()
+            self._names = [f"{name} on {node}" for name, node in zip(self._names, where, strict=True)]
         self._actors = [self._start(rank) for rank in range(layout.ranks)]
 
     def _start(self, rank: int) -> RemoteActor[RankActor]:
@@ -365,8 +371,9 @@ class _RankGroup:
             calls.append(
                 actor.call(RankActor.run, rank, target, args, own, process_group=layout.process_group)
             )
-        outcomes = _Outcomes(layout, calls)
-        _Follower(outcomes, self._actors[0], ContextServer(context), self._monitor, limits).follow()
+        outcomes = _Outcomes(self._names, calls)
+        server = ContextServer(context)
+        _Follower(outcomes, layout.label, self._actors[0], server, self._monitor, limits).follow()
         if outcomes.ended[0].stopped:
             raise SystemExit(EXIT_STOPPED)
         if context is not None and nodes is not None:
@@ -386,7 +393,7 @@ class _RankGroup:
 
     def _await_start(self) -> None:
         """Wait until all ranks have started. Raises the error of the first that did not."""
-        outcomes = _Outcomes(self._layout, [actor.call(RankActor.prepare) for actor in self._actors])
+        outcomes = _Outcomes(self._names, [actor.call(RankActor.prepare) for actor in self._actors])
         deadline = time.monotonic() + self._limits.start
         while outcomes.pending:
             heartbeat("wait for the ranks to start", self._limits.start)
@@ -395,7 +402,7 @@ class _RankGroup:
                 raise outcome.error or AssertionError
             if outcomes.pending and time.monotonic() >= deadline:
                 raise WorkerStuck(
-                    f"{self._layout.name(min(outcomes.pending))} was not up after {self._limits.start:g} s"
+                    f"{self._names[min(outcomes.pending)]} was not up after {self._limits.start:g} s"
                     " (run.timeouts.start)"
                 )
 
@@ -412,8 +419,8 @@ def _folders(args: Sequence[Any]) -> list[Path]:
 class _Outcomes:
     """The results of one call of each rank."""
 
-    def __init__(self, layout: _Layout, calls: Sequence[Pending[Any]]) -> None:
-        self.layout = layout
+    def __init__(self, names: Sequence[str], calls: Sequence[Pending[Any]]) -> None:
+        self.names = names
         self.pending = dict(enumerate(calls))
         self.ended: dict[int, Outcome] = {}
         """By rank, in the order in which they ended."""
@@ -423,7 +430,9 @@ class _Outcomes:
         wait_for_first([*self.pending.values(), *also], POLL_SECONDS)
         has_ended = ready(list(self.pending.values()), 0)
         for rank in [rank for rank, ended in zip(self.pending, has_ended, strict=True) if ended]:
-            self.ended[rank] = self._outcome(rank, self.pending.pop(rank))
+            with suppress(TimeoutError):  # fetched the next time
+                self.ended[rank] = self._outcome(rank, self.pending[rank])
+                del self.pending[rank]
 
     @property
     def failed(self) -> list[Outcome]:
@@ -431,7 +440,7 @@ class _Outcomes:
         return [outcome for outcome in self.ended.values() if outcome.error is not None]
 
     def _outcome(self, rank: int, call: Pending[Any]) -> Outcome:
-        name = self.layout.name(rank)
+        name = self.names[rank]
         try:
             result = fetch([call], POLL_SECONDS)[0]
             outcome = result if isinstance(result, Outcome) else Outcome(result)
@@ -451,12 +460,14 @@ class _Follower:
     def __init__(
         self,
         outcomes: _Outcomes,
+        label: str,
         rank_zero: RemoteActor[RankActor],
         server: ContextServer,
         monitor: Monitor,
         limits: TimeoutsConfig,
     ) -> None:
         self._outcomes = outcomes
+        self._label = label
         self._rank_zero = rank_zero
         self._server = server
         self._monitor = monitor
@@ -515,6 +526,8 @@ class _Follower:
             return False
         try:
             request, self._activity = fetch([self._request], POLL_SECONDS)[0]
+        except TimeoutError:
+            return False
         except InfrastructureError:
             # It died. Its outcome is the error.
             self._request, self._activity = None, ""
@@ -529,7 +542,7 @@ class _Follower:
         """Raise WorkerStuck if the others do not end within the limit after rank 0."""
         self._ended_at = self._ended_at or time.monotonic()
         if self._outcomes.pending and time.monotonic() - self._ended_at > self._limits.stall:
-            name = self._outcomes.layout.name(min(self._outcomes.pending))
+            name = self._outcomes.names[min(self._outcomes.pending)]
             raise WorkerStuck(f"{name} did not end within {self._limits.stall:g} s (run.timeouts.stall)")
 
     def _error(self) -> RLHFError:
@@ -544,4 +557,4 @@ class _Follower:
 
     def _stuck(self) -> InfrastructureError:
         limit = f"run.timeouts.stall={self._limits.stall:g}"
-        return self._monitor.diagnose(f"the {self._outcomes.layout.label}s", limit)
+        return self._monitor.diagnose(f"the {self._label}s", limit)

@@ -185,12 +185,14 @@ def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
 def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
     """Add the results that arrive within `seconds` to `received`, by their index in `pending`.
 
-    Returns as soon as all are there, and raises the first error that arrives, as `fetch` does.
+    Returns as soon as all are there, and raises the first error that arrives, as `fetch` does. Loading an
+    object that is on this host can take longer.
     """
     import ray
 
     deadline = time.monotonic() + seconds
-    while len(received) < len(pending):
+    in_time = True
+    while in_time and len(received) < len(pending):
         missing = {call.reference: index for index, call in enumerate(pending) if index not in received}
         # `ray.get` with a timeout cancels the transfer from another host at the timeout, so the next call
         # begins it again. `ray.wait` lets it continue. All objects that it returns are on this host.
@@ -202,7 +204,10 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
         for reference in ended:
             # Under memory pressure Ray may have evicted the copy; then it arrives in a later call.
             with suppress(TimeoutError):
-                received[missing[reference]] = _get(reference, seconds)
+                received[missing[reference]] = _get(reference, min(seconds, POLL_SECONDS))
+            in_time = time.monotonic() < deadline
+            if not in_time:
+                break
 
 
 def _get(reference: Any, seconds: float) -> Any:
@@ -256,6 +261,8 @@ def dead_actors(actors: Sequence[RemoteActor[Actor]], seconds: float = 2.0) -> l
             fetch([call], seconds)
         except (WorkerDied, OutOfMemory):
             dead.append(actor)
+        except TimeoutError:
+            continue
     return dead
 
 

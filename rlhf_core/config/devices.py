@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf_core.config.pipeline import PipelineConfig
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+"""AMD's driver lists the GPUs and CPUs here, also inside a container."""
 
 
 def cpu_cores() -> int:
@@ -19,11 +23,20 @@ def cpu_cores() -> int:
 
 
 def visible_gpus() -> int:
-    """Return the number of CUDA devices that a new process would see: 0 with a CPU build of torch."""
+    """Return the number of GPUs that a new process would see: 0 with a CPU build of torch.
+
+    They are NVIDIA's, or AMD's with a build of torch for ROCm, which calls them CUDA devices too.
+    """
     if _torch_is_cpu_build():
         return 0
     present = _installed_gpus()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch_built_with("hip"):
+        # As torch does. Ray sets HIP_VISIBLE_DEVICES.
+        for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+            if name in os.environ:
+                chosen = os.environ[name]
+                break
     if chosen is None or present == 0:
         return present
     names = [name.strip() for name in chosen.split(",") if name.strip()]
@@ -49,8 +62,25 @@ def _torch_is_cpu_build() -> bool:
         return False
 
 
+def torch_built_with(name: str) -> str:
+    """Return the value of `torch.version.<name>`, or an empty string. Importing torch takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    match = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
 def gpu_names() -> list[str]:
-    """Return the driver's names of the GPUs, such as `NVIDIA A100-SXM4-80GB`. Empty if they are unknown."""
+    """Return the driver's names of the GPUs, such as `NVIDIA A100-SXM4-80GB` or `AMD gfx942`. Empty if they
+    are unknown.
+    """
+    if torch_built_with("hip"):
+        return _amd_gpus()
     names = []
     for file in sorted(_DRIVER.glob("*/information")):
         for line in file.read_text().splitlines():
@@ -59,7 +89,23 @@ def gpu_names() -> list[str]:
     return names or [line.partition(":")[2].partition("(")[0].strip() for line in _listed_gpus()]
 
 
+def _amd_gpus() -> list[str]:
+    """Return the instruction set of each AMD GPU. The driver's files have no product names."""
+    names = []
+    for file in sorted(_AMD_NODES.glob("*/properties"), key=lambda file: int(file.parent.name)):
+        try:
+            found = re.search(r"^gfx_target_version (\d+)$", file.read_text(), re.MULTILINE)
+        except OSError:
+            continue  # the GPUs of other containers
+        version = int(found[1]) if found else 0
+        if version:  # 0 for a CPU; 90402 is gfx942
+            names.append(f"AMD gfx{version // 10000}{version // 100 % 100}{version % 100:x}")
+    return names
+
+
 def _installed_gpus() -> int:
+    if torch_built_with("hip"):
+        return len(_amd_gpus())
     return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else len(_listed_gpus())
 
 

@@ -22,6 +22,7 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.policy_files import PolicyFiles, made_with, policy_files
+from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.statistics import Answer, Comparison, compare
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
@@ -79,6 +80,8 @@ def run_match(
         context: Context of the register stage.
         champion: Tags of the champion's version.
     """
+    from rlhf_core.engines.distributed import resolve_device
+
     try:
         prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
         judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
@@ -89,7 +92,9 @@ def run_match(
         prompts = [prompt for prompt in prompts if prompt.prompt_id not in opponent.trained_prompts]
         if not prompts:
             raise MatchSkipped("it was trained on all held-out prompts")
-        return _run_match(config, context, prompts, opponent, judge)
+        device = resolve_device(config.run.device)
+        with evaluation_session(config, device, context):
+            return _run_match(config, context, prompts, opponent, judge, device)
     except MatchSkipped as reason:
         log.warning("no match against the champion: %s; recorded evaluations decide", reason)
         return None
@@ -150,10 +155,8 @@ def _run_match(
     prompts: list[PromptExample],
     champion: _Champion,
     judge: str,
+    device: str,
 ) -> MatchResult:
-    from rlhf_core.engines.distributed import resolve_device
-
-    device = resolve_device(config.run.device)
     decoder = load_decoder(context.inputs["data"])
 
     def respond(name: str, files: PolicyFiles) -> list[RewardInput]:

@@ -8,14 +8,16 @@ Axes: `T` response tokens of one sequence, `N` those of all sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.cluster.ranks import run_ranks
+from rlhf_core.cluster.ranks import needs_actors, ray_session, run_ranks
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.types import PromptAndResponse, StageContext
 
 if TYPE_CHECKING:
@@ -23,6 +25,22 @@ if TYPE_CHECKING:
 
     from rlhf_core.engines.distributed import Rank
     from rlhf_core.models.scoring import Batches
+
+
+@contextmanager
+def evaluation_session(config: PipelineConfig, device: str, context: StageContext) -> Iterator[None]:
+    """Connect to Ray once for all ranks and engines of the body, if `evaluate.ranks` or `evaluate.engines`
+    are actors. Otherwise this does nothing.
+    """
+    largest = max(config.evaluate.ranks, config.evaluate.engines)
+    if not needs_actors(largest):
+        yield
+        return
+    with (
+        nullcontext(context.monitor) if context.monitor is not None else Monitor() as monitor,
+        ray_session(largest, device, config, monitor, context.nodes),
+    ):
+        yield
 
 
 def on_ranks(

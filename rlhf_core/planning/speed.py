@@ -45,6 +45,8 @@ HOST_ADAM = 4e9
 """
 MAX_AUTO_SENDERS = 16
 """Policy ranks that send weights over gloo if `ppo.weight_sync.senders` is auto (`ppo.fleet`)."""
+MAX_M2N_SENDERS = 16
+"""Shards of a tensor that vLLM's `nccl_m2n` sends without a gather."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +245,11 @@ def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) 
 def gather_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware, *, spans: bool) -> Seconds:
     """Return the time in which the policy's ranks gather the weights of a sync, which ZeRO-3 has sharded.
 
-    Several senders send their shards, without gathering them.
+    If all ranks send, each sends its shards, without gathering them.
     """
     deepspeed = config.ppo.policy_deepspeed
-    if deepspeed.zero_stage < 3 or senders(config, spans=spans) > 1:
+    all_send = senders(config, spans=spans) == deepspeed.ranks
+    if deepspeed.zero_stage < 3 or (all_send and _sends_shards(config)):
         return NO_TIME
     return _collective(_sent_bytes(config, shape), deepspeed.ranks, hardware, spans=spans)
 
@@ -289,16 +292,24 @@ def _sent_bytes(config: PipelineConfig, shape: ModelShape) -> float:
 
 
 def senders(config: PipelineConfig, *, spans: bool) -> int:
-    """Return the number of policy ranks that send weights to the engines: one with NCCL.
+    """Return the number of policy ranks that send weights to the engines.
 
-    With `auto`, it depends on whether the policy `spans` hosts.
+    With `nccl_m2n`, all ranks send the shards of ZeRO-3. The other backends of GPUs have one sender. With
+    gloo and `auto`, it depends on whether the policy `spans` hosts.
     """
-    sync = config.ppo.weight_sync
+    sync, deepspeed = config.ppo.weight_sync, config.ppo.policy_deepspeed
+    if sync.backend == "nccl_m2n" and _sends_shards(config) and deepspeed.ranks <= MAX_M2N_SENDERS:
+        return deepspeed.ranks
     if sync.backend != "gloo":
         return 1
     if sync.senders == "auto":
-        return min(config.ppo.policy_deepspeed.ranks, MAX_AUTO_SENDERS) if spans else 1
+        return min(deepspeed.ranks, MAX_AUTO_SENDERS) if spans else 1
     return sync.senders
+
+
+def _sends_shards(config: PipelineConfig) -> bool:
+    """Return whether a policy rank that sends need not gather the weights, if all ranks send."""
+    return config.ppo.policy_deepspeed.zero_stage == 3 and config.ppo.lora is None
 
 
 # -- parts --

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, rpc
+from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WorkerStuck
 from rlhf_core.ppo.columns import columns_of, header_of
@@ -176,8 +176,11 @@ class EngineActor(Actor):
 class RayEngineClient:
     """A `weight_sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
 
-    def __init__(self, engines: Sequence[RemoteActor[EngineActor]], timeout: float) -> None:
+    def __init__(
+        self, engines: Sequence[RemoteActor[EngineActor]], hosts: Sequence[str], timeout: float
+    ) -> None:
         self._engines = engines
+        self._hosts = hosts
         self._timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
@@ -214,4 +217,8 @@ class RayEngineClient:
         try:
             return fetch(calls, self._timeout)
         except TimeoutError as error:
-            raise WorkerStuck(f"the engines did not answer {name} within {self._timeout:g} s") from error
+            silent = [host for host, ended in zip(self._hosts, ready(calls, 0), strict=True) if not ended]
+            raise WorkerStuck(
+                f"{len(silent)} of {len(calls)} engines (on {', '.join(sorted(set(silent)))}) did not answer"
+                f" {name} within {self._timeout:g} s (run.timeouts.sync)"
+            ) from error

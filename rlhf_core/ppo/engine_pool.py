@@ -97,15 +97,17 @@ class EnginePool:
         last_progress = time.monotonic()
         while remaining:
             ended = ready(list(remaining.values()), POLL_SECONDS)
-            for index, has_ended in zip(list(remaining), ended, strict=True):
-                if has_ended:
-                    call = remaining.pop(index)
-                    try:
-                        (results[index],) = fetch([call], POLL_SECONDS)
-                        self._engines[index].restarts = 0
-                    except (WorkerDied, OutOfMemory) as error:
-                        self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
-            if any(ended) or self._client.monitor.busy():
+            answered = [index for index, has_ended in zip(remaining, ended, strict=True) if has_ended]
+            for index in answered:
+                call = remaining.pop(index)
+                try:
+                    (results[index],) = fetch([call], POLL_SECONDS)
+                    self._engines[index].restarts = 0
+                except TimeoutError:  # Ray has evicted the answer
+                    remaining[index] = call
+                except (WorkerDied, OutOfMemory) as error:
+                    self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
+            if set(answered) - set(remaining) or self._client.monitor.busy():
                 last_progress = time.monotonic()
             # The monitor does not see an engine as stalled if the call never reached it.
             waited = time.monotonic() - last_progress

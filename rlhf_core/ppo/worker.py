@@ -314,7 +314,7 @@ class ModelWorker(Actor):
         ppo = self._config.ppo
         adapter = ppo.syncs_adapter
         timeout = self.participant.timeouts.sync
-        client = RayEngineClient(engines, timeout) if self._rank.rank == 0 else None
+        client = RayEngineClient(engines, hosts, timeout) if self._rank.rank == 0 else None
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))
         dtype = DTYPES[ppo.engine.dtype]

@@ -20,6 +20,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.exchange import exchanged_gold
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
+from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.statistics import compare
 from rlhf_core.evaluation.summary import (
     ByModel,
@@ -60,13 +61,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     policy = policy_files(config.ppo, context.inputs["ppo"], lambda: context.inputs["sft"])
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), "ppo": policy}
-    responses = generate.responses_of(
-        config, models, decoder.response, prompts, device=device, context=context
-    )
     sources = [prompt.source or "unnamed" for prompt in prompts]
-    measured = _measure(
-        config, context, policy, responses, sources, gold_known=gold_known, pad_id=decoder.pad, device=device
-    )
+    with evaluation_session(config, device, context):
+        responses = generate.responses_of(
+            config, models, decoder.response, prompts, device=device, context=context
+        )
+        measured = _measure(
+            config, context, policy, responses, sources,
+            gold_known=gold_known, pad_id=decoder.pad, device=device,
+        )  # fmt: skip
     responses, measured = without_masked(responses, measured)
     failpoint("evaluate.measured")
     sft, ppo = answers(responses, measured)

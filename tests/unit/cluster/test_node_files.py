@@ -245,6 +245,10 @@ def test_folder_is_copied_to_another_host_and_back(tmp_path: Path, two_hosts: Cl
     two_hosts.share(folder)
     assert (there / "more").read_text() == "more"
     assert (there / "config.json").stat().st_mtime_ns == before
+    # Another content of the same size is found.
+    (there / "parts/weights").write_text("v" * 25)
+    two_hosts.share(folder)
+    assert (there / "parts/weights").read_text() == "w" * 25
     shutil.rmtree(folder)
     two_hosts.gather(folder)
     assert {name: (folder / name).read_text() for name in content} == content

@@ -5,13 +5,16 @@
   judge is refused
 - a prompt for which a reward source masks a failure is left out for both models and counted
 - batch-normalised rules normalise both models' responses together
+- ranks and engines in other processes share one connection to Ray
 - the same run gives the same bytes, and intervals have the configured level
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.data.tokenizer import Decoder
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation import scoring
+from rlhf_core.evaluation import generate, rank_scoring, scoring
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages import evaluate
 from rlhf_core.testing import RecordingMetrics, stage_context
@@ -299,6 +302,38 @@ def test_missing_held_out_prompts_are_an_error(scripted: Any, context: StageCont
     scripted([])
     with pytest.raises(DataError, match="needs held-out prompts; got 0"):
         evaluate.run(config_of(), context)
+
+
+@pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 1), (1, 2)])
+def test_ranks_and_engines_share_one_connection_to_ray(
+    ranks: int, engines: int, scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def session(processes: int, *_args: Any) -> Iterator[None]:
+        log.append(f"connected for {processes}")
+        yield
+        log.append("ended")
+
+    def shares(target: Any, ranks: int, device: str, *args: Any, **_named: Any) -> list[Any]:
+        log.append("engines")
+        return [
+            target(SimpleNamespace(rank=rank, world_size=ranks, device=device), *args, None)
+            for rank in range(ranks)
+        ]
+
+    def kl(_config: Any, _policy: Any, _sft: Any, samples: Sequence[Any], **_named: Any) -> list[float]:
+        log.append("ranks")
+        return [0.0 for _ in samples]
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(rank_scoring, "ray_session", session)
+    monkeypatch.setattr(generate, "map_ranks", shares)
+    monkeypatch.setattr(scoring, "policy_kl", kl)
+    evaluate.run(config_of(evaluate={"prompts": 6, "ranks": ranks, "engines": engines}), context)
+    work = ["engines", "engines", "ranks"] if engines > 1 else ["ranks"]
+    assert log == (["connected for 2", *work, "ended"] if max(ranks, engines) > 1 else work)
 
 
 def test_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_core.config import devices
 from rlhf_core.storage import checkpoints
 from rlhf_core.storage import versions as module
 from rlhf_core.storage.versions import gpu_versions, versions
@@ -38,7 +39,9 @@ def installed(
     """Give `gpu_versions` a torch with this `version.py`, a driver, and a package of NCCL."""
     (folder / "version.py").write_text(build)
     (folder / "driver").write_text(f"{driver}\n")
-    monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace(origin=str(folder / "__init__.py")))
+    monkeypatch.setattr(
+        devices, "find_spec", lambda name: SimpleNamespace(origin=str(folder / "__init__.py"))
+    )
     monkeypatch.setattr(module, "_DRIVERS", {"NVIDIA": folder / ("driver" if driver else "none")})
 
     def version(name: str) -> str:
@@ -61,7 +64,7 @@ def test_rocm_is_named_in_place_of_cuda(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_machine_without_torch_and_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed(monkeypatch, tmp_path, CUDA_BUILD)
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
     assert gpu_versions() == {}
 
 
