@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITHOUT_GPU
+from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 from rlhf_core.system.launch import SAFE_PATH
 
 _FORWARDED = ("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "RLHF_FAIL", "RLHF_FAIL_TRACE")
@@ -31,6 +31,5 @@ def rank_environment(
     environment |= {name: environ[name] for name in _FORWARDED if name in environ}
     if config.run.threads:
         environment |= dict.fromkeys(THREAD_VARIABLES, str(config.run.threads))
-    if device == "cpu":
-        environment |= WITHOUT_GPU
+    environment |= WITHOUT_GPU if device == "cpu" else WITH_GPU
     return environment | config.run.env

@@ -93,9 +93,10 @@ class WeightSyncConfig(Section):
         " `adapter` needs a model class that supports LoRA in vLLM. For other classes the engine does not"
         " start, and `merged` must be set",
     )
-    bucket_mib: PositiveInt = execution(
-        64,
-        "Weights are sent in packed buckets of this size",
+    bucket_mib: PositiveInt | None = execution(
+        None,
+        "Weights are sent in packed buckets of this size; null: 64 on CPUs, and 512 on GPUs, where each"
+        " bucket costs a call of the engines and a meeting of the ranks",
         within=Range(1, 16384, "a bucket is held twice in memory"),
     )
     senders: PositiveInt | Literal["auto"] = execution(
@@ -112,3 +113,9 @@ class WeightSyncConfig(Section):
         1e-3,
         "Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05",
     )
+
+    def bucket_bytes(self, device: str) -> int:
+        """Return the size of a bucket on "cpu" or "cuda"."""
+        if self.bucket_mib is not None:
+            return self.bucket_mib << 20
+        return (512 if device == "cuda" else 64) << 20

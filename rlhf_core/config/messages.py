@@ -138,7 +138,7 @@ def _rule(schema: Schema) -> str:
     if choices:
         return "one of " + ", ".join(choices)
     if "anyOf" in schema:
-        return "true, false or " + ", ".join(choice for part in schema["anyOf"] for choice in _choices(part))
+        return _union_rule(schema["anyOf"])
     match schema["type"]:
         case "boolean":
             return "true or false"
@@ -154,6 +154,17 @@ def _rule(schema: Schema) -> str:
             return _list_rule(schema)
         case _:
             return "a map of text to text"
+
+
+def _union_rule(parts: Sequence[Schema]) -> str:
+    """Return the rule of a field with a type or one of some words."""
+    types, words = [], []
+    for part in parts:
+        choices = _choices(part)
+        words += choices
+        if not choices:
+            types.append("true, false" if part["type"] == "boolean" else _rule(part))
+    return f"{', '.join(types)} or {', '.join(words)}"
 
 
 def _choices(schema: Schema) -> list[str]:

@@ -115,6 +115,7 @@ class TrainingEngine:
                 config,
                 trained=sum(math.prod(shape(p)) for p in module.parameters() if p.requires_grad),
                 clip=None if optimizer is None else optimizer.max_grad_norm,
+                overlap=rank.device == "cuda" and rank.world_size > 1,
             ),
             dist_init_required=False,
         )
@@ -516,13 +517,17 @@ class TrainingEngine:
         }
 
 
-def deepspeed_config(config: DeepSpeedConfig, *, trained: int, clip: float | None) -> dict[str, Any]:
+def deepspeed_config(
+    config: DeepSpeedConfig, *, trained: int, clip: float | None, overlap: bool = False
+) -> dict[str, Any]:
     """Return DeepSpeed's own configuration.
 
     Args:
         config: Precision and sharding.
         trained: Number of trained parameters.
         clip: Maximum norm of a gradient; None for a frozen model.
+        overlap: Reduce gradients while the backward pass computes, with ZeRO 2 and 3. DeepSpeed cannot do it
+            with ZeRO 1 where every backward pass may be the last of a step.
     """
     # Without an optimizer only ZeRO-3 has an effect: it shards the parameters.
     stage = config.zero_stage if clip is not None or config.zero_stage == 3 else 0
@@ -536,16 +541,16 @@ def deepspeed_config(config: DeepSpeedConfig, *, trained: int, clip: float | Non
         # 5e8.
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": False,
+            "overlap_comm": overlap and stage >= 2,
             "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
             "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
         },
         "zero_force_ds_cpu_optimizer": False,
     }
     if config.offload != "none" and stage > 0:
-        ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if config.offload == "all" and stage == 3:
-        ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        ds["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
     if config.dtype != "float32":
         ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
     if config.grad_accum_dtype is not None and config.dtype != "float32":

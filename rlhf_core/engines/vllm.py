@@ -250,6 +250,13 @@ def _set_environment(engine: EngineConfig, device: str) -> None:
     if engine.tensor_parallel == 1:
         # No separate engine process, which could die alone; and it starts in 5 s instead of 26 s.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if device == "cuda":
+        # Our requests have seeds, with which vLLM does not use this sampler; but it would import flashinfer,
+        # or compile kernels.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        if engine.dtype == "float32":
+            # Triton's attention would multiply in TF32, and the canary compares float32 with 1e-3.
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if device == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(engine.kv_cache_gib)))

@@ -3,13 +3,16 @@ length.
 
 Hugging Face models can keep packed sequences apart with a block-diagonal mask, but pay for the whole row
 squared. Here the row is cut at the sequences' borders (`cu_seq_lens_q`, as flash attention names them),
-neighbours of one length in one call; without borders it is plain causal attention.
+neighbours of one length in one call; without borders it is plain causal attention. On a GPU with 16-bit
+numbers, torch's kernel for sequences of different lengths computes the whole row in one call.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,8 +41,15 @@ def register() -> None:
     ) -> tuple[torch.Tensor, None]:
         borders = kwargs.pop("cu_seq_lens_q", None)
         _refuse_what_is_not_computed(module, (0, key.shape[2]) if borders is None else borders, kwargs)
-        for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-            kwargs.pop(name, None)
+        borders_S, longest = kwargs.pop("cu_seq_lens_k", None), kwargs.pop("max_length_q", None)
+        kwargs.pop("max_length_k", None)
+        plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
+        if borders_S is not None and plain and has_varlen_kernel(query):
+            return varlen(query, key, value, borders_S, longest, kwargs.get("scaling")), None
+        if query.is_cuda and query.dtype == torch.float32:
+            # Torch's memory-efficient kernel needs as many heads of keys as of queries. Without it, memory
+            # grows with the square of the length.
+            module, key, value = _expanded(module, query, key, value)
         if borders is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         kwargs["is_causal"] = True
@@ -56,6 +66,59 @@ def register() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def has_varlen_kernel(query: torch.Tensor) -> bool:
+    """Return whether `varlen` computes with these queries (1, heads, L, d): NVIDIA's GPUs from Ampere on."""
+    return (
+        query.is_cuda
+        and torch.version.cuda is not None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders_S: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return causal attention inside each sequence of a packed row, (1, L, heads, d).
+
+    Args:
+        query: (1, heads, L, d)
+        key: (1, key heads, L, d)
+        value: (1, key heads, L, d)
+        borders_S: (S+1,) int32, where sequences begin and end.
+        longest: Tokens of the longest sequence.
+        scaling: Of the scores; None for 1 / sqrt(d).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {}
+    # Torch 2.11 has no such argument, and its kernel takes fewer heads of keys.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    output: Any = varlen_attn(
+        q, k, v, borders_S, borders_S, longest, longest, scale=scaling, window_size=(-1, 0), **options
+    )
+    return output[None]  # type: ignore[no-any-return]
+
+
+def _expanded(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Repeat the heads of keys and values. The module that is returned has no groups of heads."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return SimpleNamespace(is_causal=getattr(module, "is_causal", True)), key, value
 
 
 def _refuse_what_is_not_computed(module: Any, borders: Sequence[int], kwargs: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tensors of one forward pass, all int64."""
+    """Tensors of one forward pass, int64 where nothing else is said."""
 
     input_ids_BL: torch.Tensor
     position_ids_BL: torch.Tensor | None
@@ -63,18 +63,24 @@ class TokenBatch:
     """(S,) targets of each sequence, so `split` can undo the concatenation."""
     borders: tuple[int, ...] | None = None
     """(S+1,) where sequences begin and end in a packed row; None in the padded layout."""
+    borders_S: torch.Tensor | None = None
+    """(S+1,) the same as int32 on the device, for kernels."""
 
     def model_inputs(self, attention: str) -> dict[str, Any]:
-        """Arguments of a Hugging Face backbone with this attention; others than ours see the borders in the
-        positions.
+        """Arguments of a Hugging Face backbone with this attention. Ours and flash attention get the borders;
+        others see them in the positions.
         """
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_BL,
             "position_ids": self.position_ids_BL,
             "use_cache": False,
         }
-        if self.borders is not None and attention == OWN_ATTENTION:
-            inputs["cu_seq_lens_q"] = self.borders
+        if self.borders is None or attention not in (OWN_ATTENTION, "flash_attention_2"):
+            return inputs
+        longest = max(end - start for start, end in pairwise(self.borders))
+        inputs["cu_seq_lens_q"] = self.borders if attention == OWN_ATTENTION else self.borders_S
+        # Without these, transformers derives them from the positions in every layer, and waits for the GPU.
+        inputs |= {"cu_seq_lens_k": self.borders_S, "max_length_q": longest, "max_length_k": longest}
         return inputs
 
     def to(self, device: torch.device | str) -> TokenBatch:
@@ -86,6 +92,7 @@ class TokenBatch:
             self.last_S.to(device),
             self.counts,
             self.borders,
+            None if self.borders_S is None else self.borders_S.to(device),
         )
 
     def split(self, values_N: torch.Tensor) -> list[torch.Tensor]:
@@ -123,6 +130,7 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
         for row, sequence in enumerate(sequences):
             input_ids[row, : len(sequence)] = torch.tensor(sequence.input_ids)
         positions = None
+    borders = tuple(accumulate(map(len, sequences), initial=0)) if pack else None
     return TokenBatch(
         input_ids,
         positions,
@@ -130,5 +138,6 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
         torch.tensor(labels, dtype=torch.long),
         torch.tensor(last, dtype=torch.long),
         tuple(counts),
-        tuple(accumulate(map(len, sequences), initial=0)) if pack else None,
+        borders,
+        None if borders is None else torch.tensor(borders, dtype=torch.int32),
     )

@@ -28,7 +28,9 @@ class Device:
     link: float
     """Bytes per second to another device, over NVLink, or over PCIe without NVLink."""
     pattern: str = ""
-    """Regular expression for its name in the driver."""
+    """Regular expression for its whole name in the driver. Devices with similar names have other figures: an
+    H100 NVL has 94 GB, a GH200 96 GB.
+    """
 
     @property
     def is_cpu(self) -> bool:
@@ -84,12 +86,12 @@ class Hardware:
 _DEVICES = {
     device.name: device
     for device in (
-        Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, "A100.*40GB"),
-        Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, "A100.*80GB"),
-        Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "H100"),
-        Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "H200"),
-        Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "L40S"),
-        Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "RTX 4090"),
+        Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, r"NVIDIA A100-\w+-40GB"),
+        Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, r"NVIDIA A100(-\w+-80GB| 80GB PCIe)"),
+        Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "NVIDIA H100 80GB HBM3"),
+        Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "NVIDIA H200"),
+        Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "NVIDIA L40S"),
+        Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "NVIDIA GeForce RTX 4090"),
     )
 }
 
@@ -142,7 +144,7 @@ def visible_hardware() -> Hardware | None:
     """Return the visible GPUs of this machine, or None without GPUs and for unknown or different ones."""
     count = visible_gpus()
     names = gpu_names() if count else []
-    kinds = {device for name in names for device in _DEVICES.values() if re.search(device.pattern, name)}
+    kinds = {device for name in names for device in _DEVICES.values() if re.fullmatch(device.pattern, name)}
     return Hardware(count, kinds.pop()) if len(kinds) == 1 else None
 
 

@@ -195,7 +195,11 @@ class Model:
 
     @property
     def _bucket(self) -> float:
-        return self.size * min(self.trainable, REDUCE_BUCKET) if self.stage else 0.0
+        """Bytes of gradients that are being reduced. On GPUs, ZeRO-2 fills a second bucket meanwhile."""
+        if not self.stage:
+            return 0.0
+        overlaps = self.stage == 2 and self.device == "cuda" and self.deepspeed.ranks > 1
+        return (2 if overlaps else 1) * self.size * min(self.trainable, REDUCE_BUCKET)
 
     @property
     def host(self) -> float:

@@ -1,8 +1,8 @@
 """Estimated seconds of each phase of a PPO step, and of an optimizer step of SFT and reward model.
 
 Arithmetic, memory and links reach an assumed share of the figures in the data sheets. Every sequence has the
-maximum length. Nothing overlaps within a rank, as `engines.deepspeed` configures DeepSpeed (`overlap_comm` is
-off): computing, collectives and copies to host memory follow each other.
+maximum length. Nothing overlaps within a rank: computing, collectives and copies to host memory follow each
+other, although DeepSpeed reduces gradients during the backward pass.
 
     collectives    bytes x (n - 1) / n over the slowest link, twice that for an all-reduce: the bus bandwidth
                    of NCCL's rings (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). A group on several

@@ -324,13 +324,24 @@ class Fleet:
         the engines, because trainers and engines never compute at the same time.
         """
         if self._device == "cuda":
-            return {"worker": {}, "engine": {}}
+            return self._gpu_environment()
         threads = self._config.run.threads or len(os.sched_getaffinity(0))
         ranks = max(1, self._plan.processes - self._plan.engines)
         return {
             "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
             "engine": _threads(max(1, threads // self._plan.engines)),
         }
+
+    def _gpu_environment(self) -> dict[str, dict[str, str]]:
+        # On a cluster, the cores of other hosts are not known; `rank_environment` has `run.threads`.
+        threads: dict[str, str] = {}
+        if self._local:
+            cores = self._config.run.threads or len(os.sched_getaffinity(0))
+            threads = _threads(max(1, cores // self._plan.processes))
+        # Weights in expandable segments cannot be shared, and vLLM allocates engines that sleep otherwise.
+        fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+        worker = threads | fixed if self.sync_backend == "ipc" else threads
+        return {"worker": worker, "engine": threads | fixed}
 
     # -- calls --
 
@@ -492,7 +503,8 @@ class Fleet:
     def sync(self, version: int) -> SyncReport:
         """Send the weights of policy `version` to all engines, which acknowledge them.
 
-        Engines that died before or that die during the sync are replaced.
+        Engines that died before or that die during the sync are replaced. With NCCL, those that die during
+        the sync are an error.
         """
         what = f"the weight sync of version {version}"
         self.engines.mark_dead(f"before {what}", after_error=False)
@@ -503,6 +515,10 @@ class Fleet:
                 sending = self.groups["policy"].call(ModelWorker.send_weights, version)
                 report = self.wait(sending, what)[0]
             except InfrastructureError as error:
+                if self.sync_backend in ("nccl", "nccl_m2n"):
+                    # A rank of the policy may wait in a broadcast to a dead engine, which nothing ends: new
+                    # engines could not connect to it. The next attempt continues from the checkpoint.
+                    raise
                 if not self.engines.mark_dead(error.message, after_error=True):
                     raise
                 # The other engines are in the middle of the update, with weights of two versions.

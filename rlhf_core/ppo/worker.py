@@ -335,7 +335,7 @@ class ModelWorker(Actor):
                 senders,
                 hosts,
                 ppo.engine.tensor_parallel,
-                ppo.weight_sync.bucket_mib << 20,
+                ppo.weight_sync.bucket_bytes(self._rank.device),
                 timeout,
             ),
             listener=self._listener if self._rank.rank in senders else None,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.devices import runs_on_gpu
-from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITHOUT_GPU
+from rlhf_core.system.environment import NO_TELEMETRY, STAGE_SETTINGS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 from rlhf_core.system.launch import SAFE_PATH
 
 
@@ -41,6 +41,8 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     child |= past_proxies(environ)
     child |= dict.fromkeys(THREAD_VARIABLES, threads)
     child |= STAGE_SETTINGS
-    if not runs_on_gpu(config):
+    if runs_on_gpu(config):
+        child = WITH_GPU | child
+    else:
         child |= WITHOUT_GPU
     return child | config.run.env

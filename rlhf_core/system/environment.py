@@ -25,4 +25,9 @@ STAGE_SETTINGS = {
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+WITH_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Rows differ in shape, so that fixed segments would become fragmented. Not for processes that share memory
+by CUDA IPC, whose export of such segments needs a system call that containers forbid.
+"""
+
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

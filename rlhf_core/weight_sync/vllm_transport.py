@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +17,14 @@ import torch
 
 from rlhf_core.engines.distributed import rendezvous
 from rlhf_core.errors import ConfigError
+from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
 from rlhf_core.weight_sync.sender_group import SenderGroup
 from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
 from rlhf_core.weight_sync.wire import TensorSpec
+
+_FAILED_SECONDS = 5.0
+"""Time for a broadcast to end by itself after an engine has failed."""
 
 
 class VllmTransport:
@@ -43,10 +47,12 @@ class VllmTransport:
                 return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return stream()
+                return sending.current
 
         self.senders = SenderGroup(None, 0, transport.sender_names[:1], transport.timeout)
-        self._client = _Versioned(client)
+        self._sending = sending = _Sending(stream)
+        # With IPC, all ranks meet after each bucket, also after an engine has failed.
+        self._client = _Versioned(client, defers_errors=transport.backend == "ipc")
         self._engine: Any
         if transport.backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import (
@@ -60,6 +66,9 @@ class VllmTransport:
                 world_size=len(transport.receivers) + 1,
                 rank=rank,
                 packed_buffer_size_bytes=transport.bucket_bytes,
+                # With more, vLLM alternates between streams, and memory that DeepSpeed frees on one of them
+                # may be used again while the other still reads it.
+                packed_num_buffers=1,
             )
             # vLLM changes the current stream, but DeepSpeed needs the default stream.
             with torch.cuda.stream(torch.cuda.current_stream()):
@@ -81,8 +90,13 @@ class VllmTransport:
 
     def send(self, version: str) -> None:
         """Send all weights to the engines, which then have this version."""
-        self._client.version = version
-        self._engine.send_weights()
+        self._client.start(version)
+        self._sending.start()
+        try:
+            self._engine.send_weights()
+        finally:
+            self._sending.drain()
+        self._client.raise_deferred()
 
 
 def row_blocks(specs: list[TensorSpec], ranks: int) -> frozenset[str]:
@@ -128,6 +142,7 @@ class M2NTransport:
 
         _refuse_untransferable(specs)
         ranks = len(transport.senders)
+        self._sending = sending = _Sending(stream)
 
         class Source(M2NWeightSource):  # type: ignore[misc]
             def mesh(self) -> Any:
@@ -141,7 +156,7 @@ class M2NTransport:
                 ]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                for spec, (name, tensor) in zip(specs, stream(), strict=True):
+                for spec, (name, tensor) in zip(specs, sending.current, strict=True):
                     rows = spec.shape[0] // ranks if name in sharded else spec.shape[0]
                     yield name, tensor.reshape(rows, *spec.shape[1:])
 
@@ -165,7 +180,7 @@ class M2NTransport:
             world_size=ranks + len(transport.receivers),
             num_trainer_ranks=ranks,
         )
-        self._client = _Versioned(client)
+        self._client = _Versioned(client, defers_errors=False)
         # vLLM changes the current stream, but DeepSpeed needs the default stream.
         with torch.cuda.stream(torch.cuda.current_stream()):
             self._engine: Any = M2NTrainerWeightTransferEngine.trainer_init(
@@ -175,12 +190,15 @@ class M2NTransport:
     def send(self, version: str) -> None:
         """Send all weights to the engines, which then have this version."""
         self.senders.start()
-        self._client.version = version
+        self._client.start(version)
+        self._sending.start()
         try:
             self._engine.send_weights()
         except BaseException as error:
             self.senders.report(error)
             raise
+        finally:
+            self._sending.drain()
 
 
 def _refuse_untransferable(specs: list[TensorSpec]) -> None:
@@ -195,16 +213,68 @@ def _refuse_untransferable(specs: list[TensorSpec]) -> None:
         assert math.prod(spec.shape) > 0, f"{spec.name} is empty"
 
 
-class _Versioned:
-    """Adds the version to vLLM's `finish_weight_update`, whose trainer engines do not pass one."""
+class _Sending:
+    """The weights of the present update."""
 
-    def __init__(self, client: EngineClient | None) -> None:
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.current: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+    def start(self) -> None:
+        """Begin with the first tensor."""
+        self.current = self._weights()
+
+    def drain(self) -> None:
+        """Take the weights that were not sent: the other ranks wait for this one in their gathers."""
+        for _ in self.current:
+            pass
+
+
+class _Versioned:
+    """The client of the engines, with what vLLM's trainer engines lack.
+
+    It adds the version to `finish_weight_update`. An error of the engines is reported at once, because a
+    broadcast over NCCL does not end without them. With `defers_errors`, the calls after it do nothing, and
+    `raise_deferred` raises it when all ranks have ended.
+    """
+
+    def __init__(self, client: EngineClient | None, *, defers_errors: bool) -> None:
         self._client = client
-        self.version: str | None = None
+        self._defers_errors = defers_errors
+        self._version: str | None = None
+        self._error: Exception | None = None
+
+    def start(self, version: str) -> None:
+        """Begin the update to a version."""
+        self._version = version
+        self._error = None
+
+    def start_weight_update(self) -> None:
+        assert self._client is not None
+        self._call(self._client.start_weight_update)
+
+    def update_weights(self, update_info: Any) -> None:
+        assert self._client is not None
+        self._call(self._client.update_weights, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         assert self._client is not None
-        self._client.finish_weight_update(weight_version or self.version)
+        self._call(self._client.finish_weight_update, weight_version or self._version)
+
+    def raise_deferred(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _call(self, method: Callable[..., None], *args: Any) -> None:
+        if self._error is not None:
+            return
+        try:
+            method(*args)
+        except Exception as error:
+            if not self._defers_errors:
+                heartbeat(f"broadcast weights after an engine failed: {error}", _FAILED_SECONDS)
+                raise
+            self._error = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)

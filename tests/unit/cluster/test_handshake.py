@@ -117,7 +117,9 @@ def test_ranks_get_settings_and_no_secret() -> None:
     assert {name: stage[name] for name in ranks} == ranks
     for name in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "DO_NOT_TRACK", "DS_ACCELERATOR"):
         assert name in ranks
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(config, "cuda", given), "Ray chooses the GPUs"
+    on_gpus = rank_environment(config, "cuda", given)
+    assert "CUDA_VISIBLE_DEVICES" not in on_gpus, "Ray chooses the GPUs"
+    assert on_gpus["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 @pytest.mark.parametrize(

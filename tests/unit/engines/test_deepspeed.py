@@ -3,6 +3,8 @@
 - parts of a loss on ranks whose gradients are averaged give the gradient of the whole, whatever the
   micro-batches
 - matrices decay; norms and biases do not
+- on several GPUs, gradients are reduced during the backward pass, where DeepSpeed can do it; offloaded state
+  is in pinned memory
 - the model that is saved has the weights, or their average where that is asked for
 """
 
@@ -17,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_core.config.training import OptimizerConfig
-from rlhf_core.engines.deepspeed import TrainingEngine, _decay_groups
+from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
+from rlhf_core.engines.deepspeed import TrainingEngine, _decay_groups, deepspeed_config
 from rlhf_core.engines.weight_copy import WeightAverage
 from rlhf_core.models.saving import WeightStream
 
@@ -95,3 +97,14 @@ def test_save_model_saves_weights_or_average(
     engine_of(lm, average=moving).save_model(tmp_path / "m", save, average=average)
     # 0.9 * 1 + 0.1 * 2
     assert saved["weight"].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "overlap", "overlaps"),
+    [(1, True, False), (2, True, True), (3, True, True), (2, False, False)],
+)
+def test_gradients_are_reduced_during_the_backward_pass(stage: Any, overlap: bool, overlaps: bool) -> None:
+    settings = DeepSpeedConfig(ranks=2, zero_stage=stage, offload="optimizer")
+    zero = deepspeed_config(settings, trained=10, clip=1.0, overlap=overlap)["zero_optimization"]
+    assert zero["overlap_comm"] is overlaps
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}

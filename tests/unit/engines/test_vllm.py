@@ -3,12 +3,15 @@
 - an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
 - on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded
   request drew there
+- on a GPU, vLLM does not look for a sampler that our requests cannot use, and float32 is not rounded to TF32;
+  what the user has set stays
 - memory that is not there is told by who has it: others on the device, or a share too small; any other error
   stays
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +43,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "VLLM_ENABLE_V1_MULTIPROCESSING",
         "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_USE_FLASHINFER_SAMPLER",
+        "TRITON_F32_DEFAULT",
     ):
         monkeypatch.setenv(name, "1")
     return found
@@ -81,6 +86,40 @@ def test_on_a_gpu_vllm_schedules_as_it_likes(asked: dict[str, Any], tmp_path: Pa
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     Engine(tmp_path, EngineConfig(), device="cuda", max_model_len=64, seed=0)
     assert not {"enable_chunked_prefill", "max_num_batched_tokens"} & asked.keys()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "given", "expected"),
+    [
+        ("cuda", "float32", {}, ("0", "ieee")),
+        ("cuda", "bfloat16", {}, ("0", None)),
+        (
+            "cuda",
+            "float32",
+            {"VLLM_USE_FLASHINFER_SAMPLER": "1", "TRITON_F32_DEFAULT": "tf32"},
+            ("1", "tf32"),
+        ),
+        ("cpu", "float32", {}, (None, None)),
+    ],
+)
+def test_vllm_is_told_how_to_sample_and_to_multiply_on_a_gpu(
+    asked: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: Any,
+    given: dict[str, str],
+    expected: tuple[str | None, str | None],
+) -> None:
+    names = ("VLLM_USE_FLASHINFER_SAMPLER", "TRITON_F32_DEFAULT")
+    for name in names:
+        if name in given:
+            monkeypatch.setenv(name, given[name])
+        else:
+            monkeypatch.delenv(name)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    Engine(tmp_path, EngineConfig(dtype=dtype), device=device, max_model_len=64, seed=0)
+    assert tuple(map(os.environ.get, names)) == expected
 
 
 @pytest.mark.parametrize(

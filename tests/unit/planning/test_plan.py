@@ -395,6 +395,10 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         (["NVIDIA H100 80GB HBM3"] * 8, "8 x H100-80G"),
         (["NVIDIA GeForce RTX 4090"], "1 x RTX4090-24G"),
         (["NVIDIA T4"], "None"),
+        (["NVIDIA H100 NVL"], "None"),
+        (["NVIDIA H100 PCIe"], "None"),
+        (["NVIDIA GH200 480GB"], "None"),
+        (["NVIDIA H200"], "1 x H200-141G"),
         (["NVIDIA H100 80GB HBM3", "NVIDIA L40S"], "None"),
         ([], "None"),
     ],
@@ -541,9 +545,9 @@ SIX_CARDS = (
 @pytest.mark.parametrize(
     ("half", "changes", "gib", "fits"),
     [
-        (2048, (), "20.9", True),
-        (4096, (), "24.8", False),
-        (4096, ("reward.lora=null",), "42.2", False),
+        (2048, (), "21.2", True),
+        (4096, (), "25.1", False),
+        (4096, ("reward.lora=null",), "43.2", False),
     ],
 )
 def test_a_reward_model_of_8b_on_six_cards_fits_with_half_the_context_and_adapters(

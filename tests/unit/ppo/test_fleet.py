@@ -4,6 +4,8 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 - engines that share devices with trainers load before the trainers; otherwise all load at the same time
 - a group of frozen models is restarted and its call repeated, for a limited number of times
 - the loss of a group that trains fails the attempt; so does an error without an unhealthy process
+- on GPUs, processes share the cores of their host, and only those without CUDA IPC have segments that grow
+- an engine that is lost in a broadcast over NCCL ends the attempt: the sender may wait for it without limit
 - an engine that no host has the GPUs for is refused
 - gathered values are in the order of the responses, for any number of ranks and size of chunks
 - routes divide the work evenly, by whole chunks, with the same number of micro-batches on every rank
@@ -157,6 +159,55 @@ def test_colocated_engines_load_before_the_trainers(monkeypatch: pytest.MonkeyPa
         ]
     else:
         assert loading == ["load trainer", "load trainer", "load engine", "wait for all models to load"]
+
+
+@pytest.mark.parametrize(("colocate", "fixed"), [("all", True), ("pairs", False)])
+def test_processes_on_gpus_share_the_cores_of_the_host(
+    colocate: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    tree = {"run": {"threads": 16}, "ppo": {"colocate": colocate}}
+    config = PipelineConfig.model_validate(tree)
+    processes = plan(config.ppo)
+    environment = Fleet(config, processes, "cuda", {}, 0)._environment()
+    for variables in environment.values():
+        assert variables["OMP_NUM_THREADS"] == str(16 // processes.processes)
+    # CUDA IPC cannot share expandable segments.
+    assert ("PYTORCH_ALLOC_CONF" in environment["worker"]) is fixed
+    assert environment["engine"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+
+
+@pytest.mark.parametrize(("device", "restarted"), [("cpu", True), ("cuda", False)])
+def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(
+    device: str, restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PipelineConfig.model_validate({"ppo": {"colocate": "pairs"}})
+    fleet = Fleet(config, plan(config.ppo), device, {}, 0)
+    fleet.groups["policy"] = WorkerGroup(Group(("policy",), 1), (RemoteActor(_Actor("policy", [])),))
+    lost: list[str] = []
+    fleet.engines = SimpleNamespace(  # type: ignore[assignment]
+        mark_dead=lambda *_args, after_error: after_error,
+        mark_all_dead=lost.append,
+        restart=lambda: None,
+        confirm_weights=lambda: None,
+    )
+    answers: list[Any] = [WorkerDied("engine 0 has died"), "report"]
+
+    def wait(pending: Any, what: str) -> list[Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, WorkerDied):
+            raise answer
+        return [answer]
+
+    monkeypatch.setattr(fleet, "_connect", lambda: None)
+    monkeypatch.setattr(fleet, "wait", wait)
+    if restarted:
+        assert fleet.sync(3) == "report"
+        assert len(lost) == 1
+    else:
+        with pytest.raises(WorkerDied):
+            fleet.sync(3)
+        assert lost == []
 
 
 @pytest.mark.parametrize(("answers", "packs"), [((True, True), True), ((True, False), False)])

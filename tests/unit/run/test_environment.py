@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from rlhf_core.config import PipelineConfig
+from rlhf_core.run import environment
 from rlhf_core.run.environment import stage_environment
 
 
@@ -21,6 +24,15 @@ def test_stage_has_its_threads_and_no_prefect_variables() -> None:
         "0",
         "false",
     )
+
+
+def test_memory_of_gpus_is_in_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "PYTORCH_ALLOC_CONF"
+    assert name not in stage_environment(PipelineConfig(), {})
+    monkeypatch.setattr(environment, "runs_on_gpu", lambda config: True)
+    assert stage_environment(PipelineConfig(), {})[name] == "expandable_segments:True"
+    given = {name: "max_split_size_mb:512"}
+    assert stage_environment(PipelineConfig(), given)[name] == given[name]
 
 
 def test_zero_threads_means_all_available_cores() -> None:

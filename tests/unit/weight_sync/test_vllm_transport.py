@@ -1,0 +1,193 @@
+"""Weight sync by vLLM's own trainer engines, with CUDA and NCCL scripted.
+
+- buckets are sent on one stream, in order
+- an engine that fails leaves no rank in a gather, over NCCL or IPC; rank 0 raises the error of the engine
+- while a broadcast without its engine hangs, the failure is reported with a limit of seconds
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
+
+from rlhf_core.weight_sync import vllm_transport
+from rlhf_core.weight_sync.transport import TransportConfig
+from rlhf_core.weight_sync.vllm_transport import VllmTransport
+from rlhf_core.weight_sync.wire import TensorSpec
+
+NAMES = ("a", "b", "c", "d")
+SPECS = [TensorSpec(name, torch.float32, (4,)) for name in NAMES]
+
+
+class _Engines:
+    """The client of engines that fail when they have received `good` buckets."""
+
+    def __init__(self, good: int = 99) -> None:
+        self.good = good
+        self.calls: list[str] = []
+        self.init: Any = None
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self.init = init_info
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.calls.append("update")
+        self.good -= 1
+        if self.good < 0:
+            raise ValueError("the engine cannot take this tensor")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(f"finish {weight_version}")
+
+
+class _Group:
+    """NCCL's communicator. It waits for the engines as little as the test says."""
+
+    def __init__(self, waits: threading.Event | None = None) -> None:
+        self.sent: list[int] = []
+        self._waits = waits
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self.sent.append(tensor.numel())
+        if self._waits is not None:
+            assert self._waits.wait(20)
+            raise RuntimeError("NCCL: the communicator is broken")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> _Group:
+    made = _Group()
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: made)
+    monkeypatch.setattr(nccl_engine, "worker_init_payload", lambda info: info)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda index, count: (stream,) * count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    return made
+
+
+@pytest.fixture
+def ipc(monkeypatch: pytest.MonkeyPatch) -> threading.Barrier:
+    """Return what stands for the collective in which all ranks meet after each bucket."""
+    meeting = threading.Barrier(2, timeout=10)
+
+    def chunks(iterator: Iterator[tuple[str, torch.Tensor]], **_options: Any) -> Iterator[Any]:
+        for name, tensor in iterator:
+            yield SimpleNamespace(
+                ipc_handle={}, names=[name], dtype_names=["float32"], shapes=[list(tensor.shape)],
+                tensor_sizes=[16],
+            )  # fmt: skip
+
+    def gather(_engine: Any, handles: list[Any]) -> list[Any]:
+        meeting.wait()
+        return handles
+
+    engine = ipc_engine.IPCTrainerWeightTransferEngine
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(ipc_engine, "packed_ipc_producer", chunks)
+    monkeypatch.setattr(engine, "_all_gather_and_merge_handles", gather)
+    monkeypatch.setattr(engine, "_post_send_sync", staticmethod(lambda: meeting.wait() and None))
+    return meeting
+
+
+def transport(backend: str, rank: int, client: _Engines | None, gather: threading.Barrier) -> VllmTransport:
+    """A rank whose weights are gathered with those of the other rank, tensor by tensor."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in NAMES:
+            gather.wait()
+            yield name, torch.zeros(4)
+
+    config = TransportConfig(backend, {0: ("127.0.0.1", 1)}, ("127.0.0.1",), 1, 20, 10.0)
+    return VllmTransport(weights, SPECS, client, rank, config)
+
+
+def send_on_two_ranks(backend: str, engines: _Engines) -> list[Exception | None]:
+    gather = threading.Barrier(2, timeout=10)
+    ranks = [transport(backend, rank, engines if rank == 0 else None, gather) for rank in (0, 1)]
+    errors: list[Exception | None] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            ranks[rank].send("7")
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return errors
+
+
+def test_buckets_are_sent_on_one_stream(group: _Group) -> None:
+    engines = _Engines()
+    assert send_on_two_ranks("nccl", engines) == [None, None]
+    assert engines.init.packed_num_buffers == 1
+    assert engines.calls == ["start", "update", "finish 7"]
+    assert sum(group.sent) == 4 * 16
+
+
+def test_an_engine_that_fails_leaves_no_rank_in_a_gather_over_nccl(group: _Group) -> None:
+    def refuse(tensor: torch.Tensor, src: int) -> None:
+        raise RuntimeError("NCCL: the communicator is broken")
+
+    group.broadcast = refuse  # type: ignore[method-assign]
+    first, second = send_on_two_ranks("nccl", _Engines(good=0))
+    assert first is not None and second is None
+
+
+def test_an_engine_that_fails_leaves_no_rank_in_a_collective_over_ipc(ipc: threading.Barrier) -> None:
+    engines = _Engines(good=1)
+    first, second = send_on_two_ranks("ipc", engines)
+    assert "cannot take this tensor" in str(first) and second is None
+    assert engines.calls == ["start", "update", "update"]
+
+
+def test_the_ranks_are_ready_for_another_update_after_an_error(ipc: threading.Barrier) -> None:
+    gather = threading.Barrier(1)
+    engines = _Engines(good=0)
+    sender = transport("ipc", 0, engines, gather)
+    for _ in range(3):
+        ipc.reset()
+        other = threading.Thread(target=lambda: [ipc.wait() for _ in range(2 * len(NAMES) + 1)])
+        other.start()
+        if engines.good <= 0:
+            with pytest.raises(ValueError, match="cannot take"):
+                sender.send("1")
+            engines.good = 99
+        else:
+            sender.send("2")
+        other.join(20)
+    assert engines.calls[-1] == "finish 2"
+
+
+def test_a_broadcast_that_hangs_without_its_engine_is_reported(
+    group: _Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = threading.Event()
+    said: list[tuple[str, float | None]] = []
+
+    def heartbeat(activity: str, stall_after: float | None = None) -> None:
+        said.append((activity, stall_after))
+        reported.set()
+
+    monkeypatch.setattr(vllm_transport, "heartbeat", heartbeat)
+    group._waits = reported
+    send_on_two_ranks("nccl", _Engines(good=0))
+    ((activity, seconds),) = said
+    assert "cannot take this tensor" in activity and seconds is not None and seconds < 30
