@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -25,6 +26,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.guards import GuardsConfig
+from rlhf_core.config.ppo_parts import DynamicFilteringConfig, KLConfig, OverlongConfig, PTXConfig
 from rlhf_core.config.rewards import AnyReward, ModelReward
 from rlhf_core.config.training import PACK, DeepSpeedConfig, LoraConfig, OptimizerConfig, Packing
 
@@ -35,75 +37,6 @@ ConfiguredAggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
 """`-norm` is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
-
-
-class KLConfig(Section):
-    """The penalty for divergence from the reference model."""
-
-    coef: NonNegativeFloat = result(
-        0.02,
-        "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
-        " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
-    )
-    place: Literal["reward", "loss"] = result(
-        "reward",
-        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss",
-    )
-    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
-        None,
-        "Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the"
-        " loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is"
-        " refused; other estimators cause a warning (arXiv 2512.21852)",
-    )
-    target: PositiveFloat | None = result(
-        None,
-        "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the"
-        " token sum). null: the coefficient is constant",
-    )
-    horizon: PositiveInt | None = result(
-        None,
-        "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
-        " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 %"
-        " per step",
-    )
-
-    @property
-    def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
-        """`estimator`, or the default for `place`."""
-        return self.estimator or ("k1" if self.place == "reward" else "k2")
-
-    @model_validator(mode="after")
-    def _check_gradient(self) -> Self:
-        if self.place == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
-                " expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
-            )
-        return self
-
-
-class OverlongConfig(Section):
-    """DAPO's soft penalty for responses close to the length limit (Yu et al. 2025)."""
-
-    buffer: PositiveInt = result(..., "The penalty starts this many tokens before ppo.max_new_tokens")
-    factor: PositiveFloat = result(1.0, "Subtracted from the score at the limit; linear in between")
-
-
-class DynamicFilteringConfig(Section):
-    """DAPO's dynamic sampling: replace prompts whose samples all have the same score, and so no gradient."""
-
-    max_rounds: PositiveInt = result(
-        3,
-        "Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted",
-        within=Range(1, 100, "each round samples a whole batch"),
-    )
-
-
-class PTXConfig(Section):
-    """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
-
-    coef: PositiveFloat = result(..., "Weight of the token loss on the demonstrations of stage `data`")
-    batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)
 
 
 class PPOConfig(Section):
@@ -243,6 +176,37 @@ class PPOConfig(Section):
         " is exceeded, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update"
         " (docs/decisions/0018)",
     )
+    evaluate_every: PositiveInt | None = result(
+        None,
+        "Steps between evaluations of the policy on held-out prompts, which also take place before the first"
+        " and after the last step; null: a tenth of the steps with `publish: best`, otherwise never",
+        later=True,
+    )
+    evaluate_prompts: PositiveInt = result(
+        128,
+        "Held-out prompts of these evaluations, or all if there are fewer. They begin with those of the stage"
+        " `evaluate`",
+        later=True,
+    )
+    publish: Literal["last", "best"] = result(
+        "last",
+        "The policy that the stage publishes: that of the last step, or the best evaluated one. The best has"
+        " the highest mean score on the held-out prompts minus `kl.coef` times the KL; of equal ones the"
+        " earliest",
+        later=True,
+    )
+    publish_max_kl: PositiveFloat | None = result(
+        None,
+        "A policy with a higher KL per response on the held-out prompts is not the best; null: 5 times"
+        " `kl.target`, or no limit without a target",
+        later=True,
+    )
+    stop_patience: PositiveInt | None = result(
+        None,
+        "Number of consecutive evaluations without a better policy after which the training ends; null: all"
+        " steps",
+        later=True,
+    )
     max_kl: PositiveFloat | None = execution(
         None,
         "If the KL per response is above this for three consecutive steps, the run stops; null: 5 times"
@@ -345,6 +309,20 @@ class PPOConfig(Section):
         return 100.0 if self.kl.target is None else 5 * self.kl.target
 
     @property
+    def evaluation_interval(self) -> int | None:
+        """Steps between evaluations on held-out prompts; None if there are none."""
+        if self.evaluate_every is not None:
+            return self.evaluate_every
+        return max(1, self.steps // 10) if self.publish == "best" else None
+
+    @property
+    def publish_kl_limit(self) -> float:
+        """`publish_max_kl`, or the default derived from the target."""
+        if self.publish_max_kl is not None:
+            return self.publish_max_kl
+        return math.inf if self.kl.target is None else 5 * self.kl.target
+
+    @property
     def kl_horizon(self) -> int:
         """`kl.horizon`, or the default derived from the number of responses per step."""
         return 20 * self.rollout_batch_size if self.kl.horizon is None else self.kl.horizon
@@ -431,6 +409,20 @@ class PPOConfig(Section):
             raise ValueError(
                 f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({self.max_new_tokens}); got"
                 f" {self.overlong.buffer}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_publish(self) -> Self:
+        if self.stop_patience is not None and self.evaluation_interval is None:
+            raise ValueError(
+                f"ppo.stop_patience counts evaluations; got {self.stop_patience} without evaluations; set"
+                " ppo.evaluate_every or ppo.publish=best"
+            )
+        if self.publish == "best" and self.ema_decay is not None:
+            raise ValueError(
+                "ppo.ema_decay keeps the average at the last step, which is not that of the best policy; got"
+                " ppo.publish=best; leave one of them out"
             )
         return self
 

@@ -25,6 +25,11 @@ MEASURE_LABELS = {
     "reward_model": "reward-model score (normalised)",
     "rules": "weighted sum of rule rewards",
 }
+_EVALUATED = {
+    "eval/score": "score (maximised)",
+    "eval/judge": "score of the judge",
+    "eval/gold": "gold reward (true reward)",
+}
 _DPI = 130
 GOLD = "rewards/gold/mean"
 """True reward by step, if the rewards include a source of type gold (with weight 0, as a monitor)."""
@@ -192,6 +197,27 @@ def reward_against_kl(history: StepMetrics) -> Any:
     bar.set_label("PPO step", color=INK)
     bar.outline.set_visible(False)
     _label(axes, "Reward against KL", "KL to the SFT model (nats per response)", "mean score per response")
+    return figure
+
+
+def evaluation_curves(evaluations: Mapping[int, Mapping[str, float]], *, published: int) -> Any:
+    """Plot the evaluations during PPO: scores by step, and scores against the square root of the KL (Gao et
+    al. 2022). `published` is the version that the stage publishes.
+    """
+    figure, (left, right) = _figure(9.4, 4.0, columns=2)
+    versions = sorted(evaluations)
+    kl = np.array([evaluations[version].get("eval/kl", math.nan) for version in versions])
+    distance = np.sqrt(np.clip(kl, 0.0, None))
+    for (name, label), color in zip(_EVALUATED.items(), _SERIES, strict=False):
+        values = [evaluations[version].get(name, math.nan) for version in versions]
+        if not np.isfinite(values).any():
+            continue
+        left.plot(versions, values, "o-", color=color, markersize=4, label=label)
+        right.plot(distance, values, "o-", color=color, markersize=4, label=label)
+    left.axvline(published, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="published")
+    left.legend(loc="best", frameon=False)
+    _label(left, "Held-out prompts during PPO", "PPO step", "mean per response")
+    _label(right, "Frontier", "square root of KL to the SFT model", "mean per response")
     return figure
 
 

@@ -172,12 +172,12 @@ def compare(
         )
     preferences = []
     for a, b in zip(answers_a, answers_b, strict=True):
-        preferences.append(_preference(a.scores[measure], b.scores[measure]))
+        preferences.append(preference(a.scores[measure], b.scores[measure]))
     interval = win_rate(preferences, resamples=resamples, confidence=confidence, seed=seed)
     return Comparison(interval, tuple(preferences))
 
 
-def _preference(a: float, b: float) -> float:
+def preference(a: float, b: float) -> float:
     """Return 1 if `a` is higher, 0 if `b` is higher, and 0.5 for a tie."""
     if abs(a - b) <= TIE:
         return 0.5

@@ -19,9 +19,10 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
@@ -37,6 +38,7 @@ from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, read_responses
+from rlhf_core.ppo.selection import Selection
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import Updater
 from rlhf_core.ppo.utilisation import Utilisation
@@ -51,6 +53,16 @@ log = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
+class Evaluation(Protocol):
+    """Evaluates the policy version that the engines hold. Its state is part of the checkpoint."""
+
+    def evaluate(self, version: int) -> Metrics: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class PPOController:
     """Runs the PPO loop with a started `Fleet`.
 
@@ -62,6 +74,7 @@ class PPOController:
         composer: Combines the sources of rewards.
         context: Of the stage.
         demonstrations: For the pretraining loss.
+        evaluation: Evaluates the policy every `ppo.evaluate_every` steps.
         cpu_seconds: Returns the CPU time of all processes so far. If given, it is measured in each phase.
     """
 
@@ -75,6 +88,7 @@ class PPOController:
         context: StageContext,
         *,
         demonstrations: Sequence[SFTExample] = (),
+        evaluation: Evaluation | None = None,
         cpu_seconds: Callable[[], float] | None = None,
     ) -> None:
         self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
@@ -98,8 +112,11 @@ class PPOController:
         """
         self._scores: dict[int, float] = {}
         """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled
-        the rollouts of the next step.
+        the rollouts of the next step. With evaluations, it is that of the evaluation.
         """
+        self._evaluation = evaluation
+        self.selection = Selection(ppo)
+        """The evaluations so far, and the best version."""
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
         self._utilisation = Utilisation(config, fleet)
         self._advice = Advice(config.ppo, fleet.device)
@@ -122,16 +139,37 @@ class PPOController:
         self.sync()
         stop = self._context.stop
         with stop.deferred():
-            while self.completed_steps < self._ppo.steps:
+            self._evaluate()
+            while not self._is_finished():
                 metrics = self.iterate()
                 self._log(metrics)
-                if self.completed_steps == self._ppo.steps:
+                self._evaluate()
+                if self._is_finished():
                     break
                 if self.completed_steps % self._ppo.checkpoint_every == 0 or stop.requested:
                     self._checkpoint()
                 if stop.requested:
                     log.info("asked to stop: leaving after step %d", self.completed_steps)
                     stop.exit()
+
+    def _is_finished(self) -> bool:
+        return self.completed_steps >= self._ppo.steps or self.selection.is_finished
+
+    def _evaluate(self) -> None:
+        """Evaluate the version that the engines hold if this is due, and keep its weights if it is the best
+        so far.
+        """
+        version = self.completed_steps
+        if self._evaluation is None or not self.selection.is_due(version):
+            return
+        started = time.monotonic()
+        metrics = self._evaluation.evaluate(version)
+        failpoint("ppo.after_evaluation")
+        if self.selection.add(version, metrics) and self._ppo.publish == "best":
+            self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
+        self._scores = self.selection.scores()
+        found = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
+        self._context.metrics.log_metrics(found, version)
 
     def iterate(self) -> Metrics:
         """Make one PPO step and return its metrics."""
@@ -247,6 +285,8 @@ class PPOController:
 
     def _record_score(self, metrics: Metrics) -> None:
         """Store the score of the last checkpoint, if its policy sampled the rollouts of this step."""
+        if self._evaluation is not None:
+            return
         score = metrics.get("objective/net_score", math.nan)
         if (
             self.completed_steps > 0
@@ -347,6 +387,9 @@ class PPOController:
                 "scores": {str(step): score for step, score in self._scores.items()},
                 **self._checks.state_dict(),
             }
+            if self._evaluation is not None:
+                state["selection"] = self.selection.state_dict()
+                state["evaluation"] = self._evaluation.state_dict()
             (folder / "controller.json").write_text(json.dumps(state))
         self._last_checkpoint_step = step
         self._checkpoint_seconds = time.monotonic() - started
@@ -369,6 +412,9 @@ class PPOController:
         self._checks.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
         self._scores = {int(step): float(score) for step, score in state["scores"].items()}
+        if self._evaluation is not None:
+            self.selection.load_state_dict(state["selection"])
+            self._evaluation.load_state_dict(state["evaluation"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         log.info("ppo continues after step %d", self.completed_steps)
 
@@ -379,6 +425,23 @@ class PPOController:
         )
         self._fleet.wait(saving, "the policy to be saved")
         self._gather(folder)
+
+    def restore_best(self) -> int:
+        """Restore the weights of the best version, and return it. Without one, those of the last step stay.
+
+        The optimizer still has the last weights, so no step may follow.
+        """
+        best = self.selection.best
+        if best is None:
+            log.warning(
+                "no evaluation has a KL of at most %g (ppo.publish_max_kl) and a finite score: the policy of"
+                " the last step is published",
+                self._ppo.publish_kl_limit,
+            )
+            return self.completed_steps
+        if best != self.completed_steps:
+            self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.restore_best), "the best weights")
+        return best
 
     def save_adapter(self, folder: Path, base: str) -> None:
         """Save the policy's adapter. `base` names the model that it belongs to."""

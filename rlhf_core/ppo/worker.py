@@ -143,7 +143,10 @@ class ModelWorker(Actor):
         if trained:
             add_adapter(model, ppo.lora)
         ema_decay = ppo.ema_decay if role == "policy" else None
-        return TrainingEngine(model, deepspeed, optimizer, self._rank, ema_decay=ema_decay)
+        keep_best = role == "policy" and ppo.publish == "best"
+        return TrainingEngine(
+            model, deepspeed, optimizer, self._rank, ema_decay=ema_decay, keep_best=keep_best
+        )
 
     # -- experience --
 
@@ -350,6 +353,16 @@ class ModelWorker(Actor):
         acknowledge.
         """
         return self._sender.send(version)
+
+    @rpc()
+    def snapshot_best(self) -> None:
+        """Copy the policy's weights to host memory, for `restore_best`. Checkpoints contain the copy."""
+        self._models["policy"].snapshot_best()
+
+    @rpc()
+    def restore_best(self) -> None:
+        """Restore the policy's weights of the last `snapshot_best`. This is a collective operation."""
+        self._models["policy"].restore_best()
 
     @rpc()
     def save_model(self, role: Role, folder: str, *, average: bool) -> None:

@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role, plan
+from rlhf_core.errors import DataError
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import StageContext, StageResult
+
+if TYPE_CHECKING:
+    from rlhf_core.ppo.controller import PPOController
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -18,6 +23,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
     from rlhf_core.data.tokenizer import load_decoder
     from rlhf_core.engines.distributed import resolve_device
+    from rlhf_core.evaluation.held_out import HeldOutEvaluation
     from rlhf_core.evaluation.published import SEQUENCES, Trained, measure_published
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.fleet import Fleet
@@ -47,10 +53,27 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     ):
         context.progress("ppo start", placement.processes, placement.processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
+        evaluation = None
+        if ppo.evaluation_interval is not None:
+            held_out = load_prompts(data, "eval")[: ppo.evaluate_prompts]
+            if not held_out:
+                raise DataError(
+                    "ppo.evaluate_every needs held-out prompts; got 0; raise data.eval_fraction or leave it"
+                    " out"
+                )
+            evaluation = HeldOutEvaluation(config, fleet, held_out, decoder.response, composer)
         controller = PPOController(
-            config, fleet, prompts, decoder.response, composer, context, demonstrations=demonstrations
+            config,
+            fleet,
+            prompts,
+            decoder.response,
+            composer,
+            context,
+            demonstrations=demonstrations,
+            evaluation=evaluation,
         )
         controller.run()
+        chosen = {} if evaluation is None else _choose(config, context, controller)
         controller.save_policy(context.output / "policy")
         trained = None
         if ppo.lora is not None:
@@ -71,9 +94,21 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
     return StageResult(
-        {**metrics, **published, "steps": float(ppo.steps)},
+        {**metrics, **published, **chosen, "steps": float(controller.completed_steps)},
         {"weights_sha256": weights_sha256(context.output / "policy")},
     )
+
+
+def _choose(config: PipelineConfig, context: StageContext, controller: PPOController) -> dict[str, float]:
+    """Write and draw the evaluations, restore the weights to publish, and return what is known of them."""
+    from rlhf_core.evaluation.plots import evaluation_curves
+
+    evaluations = controller.selection.evaluations
+    controller.selection.write(context.output / "evaluations.jsonl")
+    version = controller.restore_best() if config.ppo.publish == "best" else controller.completed_steps
+    context.metrics.log_figure("evaluations", evaluation_curves(evaluations, published=version))
+    found = evaluations.get(version, {})
+    return {"published_step": float(version), **{f"published/{name}": value for name, value in found.items()}}
 
 
 def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:

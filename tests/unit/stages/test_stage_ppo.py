@@ -69,6 +69,7 @@ class Controller(PPOController):
 
     def __init__(self, config: PipelineConfig, fleet: Any, *given: Any, **more: Any) -> None:
         self._fleet, self._context, self._out = fleet, given[3], given[3].output
+        self.completed_steps = config.ppo.steps
 
     def run(self) -> None:
         (self._out / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')

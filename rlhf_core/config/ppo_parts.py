@@ -1,0 +1,86 @@
+"""Smaller sections of `ppo`: KL, overlong penalty, dynamic filtering, pretraining loss."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rlhf_core.config.base import (
+    BATCH,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Section,
+    result,
+)
+
+
+class KLConfig(Section):
+    """The penalty for divergence from the reference model."""
+
+    coef: NonNegativeFloat = result(
+        0.02,
+        "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
+        " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
+    )
+    place: Literal["reward", "loss"] = result(
+        "reward",
+        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss",
+    )
+    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
+        None,
+        "Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the"
+        " loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is"
+        " refused; other estimators cause a warning (arXiv 2512.21852)",
+    )
+    target: PositiveFloat | None = result(
+        None,
+        "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the"
+        " token sum). null: the coefficient is constant",
+    )
+    horizon: PositiveInt | None = result(
+        None,
+        "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
+        " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 %"
+        " per step",
+    )
+
+    @property
+    def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
+        """`estimator`, or the default for `place`."""
+        return self.estimator or ("k1" if self.place == "reward" else "k2")
+
+    @model_validator(mode="after")
+    def _check_gradient(self) -> Self:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
+                " expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
+            )
+        return self
+
+
+class OverlongConfig(Section):
+    """DAPO's soft penalty for responses close to the length limit (Yu et al. 2025)."""
+
+    buffer: PositiveInt = result(..., "The penalty starts this many tokens before ppo.max_new_tokens")
+    factor: PositiveFloat = result(1.0, "Subtracted from the score at the limit; linear in between")
+
+
+class DynamicFilteringConfig(Section):
+    """DAPO's dynamic sampling: replace prompts whose samples all have the same score, and so no gradient."""
+
+    max_rounds: PositiveInt = result(
+        3,
+        "Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted",
+        within=Range(1, 100, "each round samples a whole batch"),
+    )
+
+
+class PTXConfig(Section):
+    """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
+
+    coef: PositiveFloat = result(..., "Weight of the token loss on the demonstrations of stage `data`")
+    batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)

@@ -1,0 +1,124 @@
+"""Evaluation of the policy during PPO, with the engines and models of the training.
+
+    held-out prompts -> engines -> one response each -> reward, judge, true reward; KL to the SFT model
+
+The prompts are the first `ppo.evaluate_prompts` held-out ones, which begin with those of the stage
+`evaluate`. The seed of a response depends on `run.seed`, the policy version and the prompt, so evaluations do
+not change the training, and an attempt that repeats one gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.evaluation.scoring import has_gold, score_gold
+from rlhf_core.evaluation.statistics import distinct_n, preference
+from rlhf_core.ppo.batch import RolloutBatch
+from rlhf_core.ppo.experience import shaped_scores
+from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.rollouts import Collector, RewardInputs
+from rlhf_core.ppo.selection import KL, OBJECTIVE
+from rlhf_core.rewards.compose import RewardComposer, weighted_sum
+from rlhf_core.seeds import derive_seed
+from rlhf_core.types import PromptExample
+
+Columns = dict[str, list[float]]
+"""(n,) values by the name of the measure; NaN if a failure of a reward source is masked."""
+
+
+class HeldOutEvaluation:
+    """Evaluates the policy version that the engines hold.
+
+    Args:
+        config: The whole configuration.
+        fleet: Engines and models.
+        prompts: Held-out prompts.
+        decode: Converts token ids of a response to text.
+        composer: Combines the sources of rewards.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        fleet: Fleet,
+        prompts: Sequence[PromptExample],
+        decode: Callable[[Sequence[int]], str],
+        composer: RewardComposer,
+    ) -> None:
+        self._ppo = config.ppo.model_copy(update={"samples_per_prompt": 1})
+        self._fleet = fleet
+        self._prompts = list(prompts)
+        self._decode = decode
+        seed = derive_seed(config.run.seed, "ppo", "evaluation")
+        self._collector = Collector(self._ppo, fleet, self._prompts, decode, composer, seed)
+        self._gold_known = has_gold(self._prompts)
+        self._sft_scores: list[float] = []
+        """(n,) by the measure that decides wins."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sft_scores": self._sft_scores}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sft_scores = [float(score) for score in state["sft_scores"]]
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Return the metrics `eval/...` of policy `version`."""
+        batch = self._collector.sample(self._prompts, version, 0, version)
+        columns, texts = self._fleet.retry_after_restart(lambda: self._measure(batch), "the evaluation")
+        decisive = columns.get("judge", columns["score"])
+        if version == 0:
+            self._sft_scores = decisive
+        metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
+        metrics[OBJECTIVE] = _mean(decisive) - self._ppo.kl.coef * metrics[KL]
+        wins = [
+            math.nan if math.isnan(a + b) else preference(a, b)
+            for a, b in zip(decisive, self._sft_scores, strict=True)
+        ]
+        metrics["eval/win_rate"] = _mean(wins)
+        metrics["eval/distinct_2"] = distinct_n({"policy": texts}, 2)["policy"]
+        for source, indices in self._by_source().items():
+            selected = {name: [values[i] for i in indices] for name, values in columns.items()}
+            metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in _means(selected).items()}
+        return {name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)}
+
+    def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str]]:
+        """Return the columns of all measures, and the texts of the responses."""
+        fleet, ppo = self._fleet, self._ppo
+        policy = fleet.logprobs("policy", batch, with_entropy=False)
+        reference = fleet.logprobs("reference", batch, with_entropy=False)
+        rewards = self._collector.rewards(batch)
+        # As for `objective/net_score`: without normalization over the batch, so that versions are comparable.
+        total = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
+        columns = {
+            "score": shaped_scores(batch.lengths_B, batch.finished_B, total, ppo).tolist(),
+            "length": [float(length) for length in batch.lengths_B],
+            "eos_rate": [float(finished) for finished in batch.finished_B],
+        }
+        for name, values in rewards.by_source.items():
+            columns[f"rewards/{name}"] = list(values)
+        pairs = zip(policy.gather("logprobs"), reference.gather("logprobs"), strict=True)
+        columns["kl"] = [float((new.astype("f8") - ref.astype("f8")).sum()) for new, ref in pairs]
+        inputs = list(RewardInputs(fleet, batch, self._decode))
+        if self._gold_known:
+            columns["gold"] = score_gold(inputs)
+        return columns, [sample.response for sample in inputs]
+
+    def _by_source(self) -> dict[str, list[int]]:
+        """Return the indices of the prompts of each data source; nothing if there is only one."""
+        indices: dict[str, list[int]] = {}
+        for i, prompt in enumerate(self._prompts):
+            indices.setdefault(prompt.source or "unnamed", []).append(i)
+        return dict(sorted(indices.items())) if len(indices) > 1 else {}
+
+
+def _means(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: _mean(values) for name, values in columns.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not NaN; NaN if there are none."""
+    present = [value for value in values if not math.isnan(value)]
+    return math.fsum(present) / len(present) if present else math.nan

@@ -1,0 +1,108 @@
+"""The choice of the best policy version.
+
+- evaluations are due before the first step, after the last one and every `ppo.evaluate_every` steps between
+- the best version has the highest objective; of equal ones the earliest; never version 0, which is the SFT
+  model, and none above the KL limit or without a finite objective
+- training ends after `ppo.stop_patience` evaluations without a gain
+- a restart keeps evaluations, best version and counter
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.selection import Selection
+
+
+def selection(**ppo: Any) -> Selection:
+    return Selection(config_from_tree({"ppo": {"steps": 25, **ppo}}, "test").ppo)
+
+
+def evaluation(objective: float, kl: float = 1.0) -> dict[str, float]:
+    return {"eval/objective": objective, "eval/kl": kl}
+
+
+@pytest.mark.parametrize(
+    ("ppo", "due"),
+    [
+        ({}, []),
+        ({"publish": "best"}, [*range(0, 25, 2), 25]),
+        ({"evaluate_every": 10}, [0, 10, 20, 25]),
+        ({"evaluate_every": 100}, [0, 25]),
+    ],
+)
+def test_when_an_evaluation_is_due(ppo: dict[str, Any], due: list[int]) -> None:
+    chosen = selection(**ppo)
+    assert [version for version in range(26) if chosen.is_due(version)] == due
+
+
+def test_a_version_is_evaluated_once() -> None:
+    chosen = selection(publish="best")
+    chosen.add(2, evaluation(0.0))
+    assert not chosen.is_due(2)
+
+
+def test_the_best_has_the_highest_objective_and_ties_go_to_the_earlier() -> None:
+    chosen = selection(publish="best")
+    steps = [(0, 9.0), (2, 0.5), (4, 0.7), (6, 0.7), (8, float("nan")), (10, 0.6)]
+    assert [chosen.add(version, evaluation(objective)) for version, objective in steps] == [
+        False, True, True, False, False, False,
+    ]  # fmt: skip
+    assert chosen.best == 4
+    assert chosen.scores() == {0: 9.0, 2: 0.5, 4: 0.7, 6: 0.7, 10: 0.6}
+
+
+@pytest.mark.parametrize(
+    ("ppo", "best"), [({}, 3), ({"publish_max_kl": 8.0}, 2), ({"kl": {"target": 2.0}}, 2)]
+)
+def test_a_version_above_the_kl_limit_is_not_the_best(ppo: dict[str, Any], best: int) -> None:
+    chosen = selection(publish="best", **ppo)
+    for version, kl in ((1, 1.0), (2, 8.0), (3, 12.0)):
+        chosen.add(version, evaluation(float(version), kl))
+    assert chosen.best == best
+
+
+def test_without_an_acceptable_version_there_is_no_best() -> None:
+    chosen = selection(publish="best", publish_max_kl=1.0)
+    chosen.add(1, evaluation(1.0, kl=2.0))
+    chosen.add(2, evaluation(1.0, kl=float("nan")))
+    assert chosen.best is None
+
+
+def test_training_ends_after_evaluations_without_a_gain() -> None:
+    chosen = selection(publish="best", stop_patience=2)
+    finished = []
+    for version, objective in enumerate([5.0, 0.1, 0.0, 0.2, 0.2, 0.1]):
+        chosen.add(version, evaluation(objective))
+        finished.append(chosen.is_finished)
+    assert finished == [False, False, False, False, False, True]
+
+
+def test_a_restart_keeps_the_selection(tmp_path: Path) -> None:
+    first, second = (selection(publish="best", stop_patience=2) for _ in range(2))
+    for version, objective in ((0, 0.0), (1, 0.4), (2, 0.3)):
+        first.add(version, evaluation(objective))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.state_dict() == first.state_dict()
+    assert not second.add(3, evaluation(0.4)) and second.is_finished
+    second.write(tmp_path / "evaluations.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(row["version"], row["best"]) for row in rows] == [(0, False), (1, True), (2, False), (3, False)]
+
+
+@pytest.mark.parametrize(
+    ("ppo", "message"),
+    [
+        ({"stop_patience": 2}, "ppo.stop_patience counts evaluations; got 2"),
+        ({"publish": "best", "ema_decay": 0.9}, "leave one of them out"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(ppo: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        selection(**ppo)
