@@ -297,8 +297,9 @@ class RegisterConfig(Section):
     )
     alpha: PositiveFloat = result(
         0.05,
-        "Maximum probability that any of the candidates that are not better than a champion replaces it; the"
-        " k-th test has the level alpha / (k (k + 1))",
+        "Maximum probability that, within 365 days, any candidate that is not better than the champion"
+        " replaces it ([promotion](promotion.md)); while there is no champion, the k-th test has the level"
+        " alpha / (k (k + 1))",
         within=Range(1e-6, 0.5, "0 allows no champion, and above 0.5 chance decides"),
     )
 

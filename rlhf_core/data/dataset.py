@@ -51,6 +51,11 @@ def load_pairs(folder: Path, split: Split) -> list[PairExample]:
     ]
 
 
+def load_pair_prompts(folder: Path, split: Split) -> list[str]:
+    """Return the ids of the prompts of all preference pairs."""
+    return [prompt_id for (prompt_id,) in _read(folder, "pairs", split, ("prompt_id",))]
+
+
 def require_margins(pairs: Sequence[PairExample]) -> None:
     """Raise DataError unless every pair has a margin."""
     without = [pair for pair in pairs if pair.margin is None]

@@ -1,9 +1,8 @@
 """Match of the policy against the current champion.
 
 Both answer the same prompts, which neither was trained on, and the judge of the evaluation compares the
-answers. Recorded evaluations are comparable only if both used the same measure; a match does not have this
-restriction. If the judge is a reward model, it is the one that the candidate was trained with. The champion's
-reward model therefore judges the same answers as well.
+answers. If the judge is a reward model, it is the one that the candidate was trained with. If the champion
+was judged by a reward model, that one judges the same answers as well.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.dataset import load_pair_prompts, load_prompts
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation import generate, scoring
@@ -47,11 +46,15 @@ class MatchResult:
 
     judge: str
     """The measure that decided."""
+    judge_digest: str | None
+    """Digest of the judge; None if it is not known."""
+    prompt_ids: tuple[str, ...]
+    """The prompts that were compared, in order."""
     comparison: Comparison
     """Comparison by the judge of the candidate's evaluation."""
     by_champion_model: Comparison | None
-    """Comparison by the champion's reward model, if `comparison` used the candidate's. None if it is not in
-    this store.
+    """Comparison by the champion's reward model. None if the champion was not judged by one, or if it is not
+    in this store.
     """
 
 
@@ -64,40 +67,35 @@ class _Champion:
     template: str
     """`data.template` of its run."""
     reward: Path | None
-    """The champion's reward model, if a reward model is the judge. None if it is not in this store."""
+    """The champion's reward model, if one was its judge. None if it is not in this store."""
 
 
-def run_match(
-    config: PipelineConfig, context: StageContext, champion: Mapping[str, str]
-) -> MatchResult | None:
+def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> MatchResult:
     """Compare the candidate in `context.inputs` with the champion, prompt by prompt.
-
-    Returns None and logs the reason if the champion is not in this store, has another tokenizer or template,
-    or cannot be served, or if no prompt is left.
 
     Args:
         config: Configuration of the candidate's run.
         context: Context of the register stage.
         champion: Tags of the champion's version.
+
+    Raises:
+        MatchSkipped: The champion is not in this store, has another tokenizer or template, or cannot be
+            served, or no prompt is left.
     """
     from rlhf_core.engines.distributed import resolve_device
 
-    try:
-        prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
-        judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
-        opponent = _load_champion(config, champion, judge)
-        tokenizer = _tokenizer_digest(context.inputs["ppo"] / "policy")
-        if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
-            raise MatchSkipped("it has another tokenizer or template")
-        prompts = [prompt for prompt in prompts if prompt.prompt_id not in opponent.trained_prompts]
-        if not prompts:
-            raise MatchSkipped("it was trained on all held-out prompts")
-        device = resolve_device(config.run.device)
-        with evaluation_session(config, device, context):
-            return _run_match(config, context, prompts, opponent, judge, device)
-    except MatchSkipped as reason:
-        log.warning("no match against the champion: %s; recorded evaluations decide", reason)
-        return None
+    prompts = list(load_prompts(context.inputs["data"], "eval"))[: config.evaluate.prompts]
+    judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
+    opponent = _load_champion(config, champion, judge)
+    tokenizer = _tokenizer_digest(context.inputs["ppo"] / "policy")
+    if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
+        raise MatchSkipped("it has another tokenizer or template")
+    prompts = [prompt for prompt in prompts if prompt.prompt_id not in opponent.trained_prompts]
+    if not prompts:
+        raise MatchSkipped("it was trained on all held-out prompts")
+    device = resolve_device(config.run.device)
+    with evaluation_session(config, device, context):
+        return _run_match(config, context, prompts, opponent, judge, device)
 
 
 def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) -> _Champion:
@@ -106,16 +104,22 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         policy = _artifact(artifacts, "ppo", tags)
         data = _artifact(artifacts, "data", tags)
         made = artifacts.config(policy)
-        train = load_prompts(artifacts.fetch(data), "train")
+        train = _training_prompts(artifacts.fetch(data))
         folder = artifacts.fetch(policy)
         sft = partial(_fetched, artifacts, "sft", tags)
         files = policy_files(made_with(made["ppo"]), folder, sft)
-        trained_prompts = frozenset(prompt.prompt_id for prompt in train)
-        reward = _reward_model(artifacts, tags) if judge == "reward_model" else None
+        judged_by_model = "reward_model" in (judge, tags.get("eval.judge"))
+        reward = _reward_model(artifacts, tags) if judged_by_model else None
         tokenizer = _tokenizer_digest(folder / "policy")
-        return _Champion(files, tokenizer, trained_prompts, str(made["data"]["template"]), reward)
+        return _Champion(files, tokenizer, train, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
         raise MatchSkipped(error.message) from error
+
+
+def _training_prompts(data: Path) -> frozenset[str]:
+    """Return the ids of the prompts that the policy or its reward model was trained on."""
+    prompts = [prompt.prompt_id for prompt in load_prompts(data, "train")]
+    return frozenset([*prompts, *load_pair_prompts(data, "train")])
 
 
 def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str]) -> Path | None:
@@ -176,11 +180,11 @@ def _run_match(
 
     code = code_digests(config.ppo.rewards, context.sources)
 
-    def compare_by(reward: Path | None) -> Comparison:
+    def compare_by(measure: str, reward: Path | None) -> tuple[Comparison, tuple[str, ...]]:
         # In one call, so that batch normalisation treats both models' responses alike.
         samples = [*candidate_answers, *champion_answers]
         scores = scoring.score(
-            judge,
+            measure,
             config,
             reward,
             samples,
@@ -195,14 +199,28 @@ def _run_match(
         for index in range(count):
             our_score, their_score = scores[index], scores[count + index]
             if not math.isnan(our_score + their_score):
-                ours.append(Answer(candidate_answers[index], {judge: our_score}))
-                theirs.append(Answer(champion_answers[index], {judge: their_score}))
+                ours.append(Answer(candidate_answers[index], {measure: our_score}))
+                theirs.append(Answer(champion_answers[index], {measure: their_score}))
         if not ours:
             raise MatchSkipped("no response could be scored")
-        return compare(ours, theirs, judge, **Intervals(config).settings("match"))
+        comparison = compare(ours, theirs, measure, **Intervals(config).settings("match"))
+        return comparison, tuple(answer.sample.prompt_id for answer in ours)
 
-    comparison = compare_by(context.inputs["reward"] / "model" if "reward" in context.inputs else None)
+    own_model = context.inputs["reward"] / "model" if "reward" in context.inputs else None
+    comparison, prompt_ids = compare_by(judge, own_model)
     by_champion_model = None
-    if judge == "reward_model" and champion.reward is not None:
-        by_champion_model = compare_by(champion.reward)
-    return MatchResult(judge, comparison, by_champion_model)
+    if champion.reward is not None:
+        by_champion_model, _ = compare_by("reward_model", champion.reward)
+    digest = _judge_digest(config, context, judge, code)
+    return MatchResult(judge, digest, prompt_ids, comparison, by_champion_model)
+
+
+def _judge_digest(
+    config: PipelineConfig, context: StageContext, judge: str, reward_code: Mapping[str, str]
+) -> str | None:
+    """Return the digest that the evaluation of the candidate has for the judge."""
+    if judge == "reward_model":
+        lineage = context.lineage
+        reward = lineage.inputs.get("reward") if lineage else None
+        return reward.digest if reward else None
+    return scoring.judge_digests(config, gold_known=judge == "gold", reward_code=reward_code).get(judge)

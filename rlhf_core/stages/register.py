@@ -11,16 +11,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError
-from rlhf_core.evaluation.match import run_match
+from rlhf_core.evaluation.evidence import log_evidence
+from rlhf_core.evaluation.match import MatchSkipped, run_match
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
-from rlhf_core.tracking.gate import Evaluation, Gate, Match
+from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
 from rlhf_core.tracking.mlflow_client import clean_name
 from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
 from rlhf_core.tracking.tracker import open_tracking
@@ -46,7 +46,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
     digest = weights_sha256(context.inputs["ppo"] / "policy")
     content = _evaluation(context.inputs["evaluate"])
-    reward, sft = lineage.inputs.get("reward"), lineage.inputs.get("sft")
+    reward = lineage.inputs.get("reward")
     ppo = lineage.inputs["ppo"]
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
     metrics = {
@@ -59,7 +59,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         policy_digest=ppo.digest,
         run_id=ppo.mlflow_run_id,
         tags=_tags(config, lineage, content, metrics, digest),
-        evaluation=Evaluation.of(content, reward.digest if reward else None, sft.digest if sft else None),
+        evaluation=Evaluation.of(content, reward.digest if reward else None),
         metrics=metrics,
         evaluation_run_id=lineage.inputs["evaluate"].mlflow_run_id,
     )
@@ -88,7 +88,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         "rule": done.decision.rule,
         "reason": done.decision.reason,
         "previous_champion": done.previous,
-        "match": asdict(done.match) if done.match else None,
+        "match": done.match.record() if done.match else None,
         "source": candidate.source,
         "weights_sha256": digest,
     }
@@ -99,14 +99,28 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     return StageResult(metrics, {name: value for name, value in facts.items() if value is not None})
 
 
-def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Match | None:
-    result = run_match(config, context, champion)
-    if result is None:
-        return None
+def _play(config: PipelineConfig, context: StageContext, champion: Mapping[str, str]) -> Match | NoMatch:
+    try:
+        result = run_match(config, context, champion)
+    except MatchSkipped as reason:
+        log.warning("no match against the champion, which therefore stays: %s", reason)
+        return NoMatch(str(reason))
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
-    away = None if result.by_champion_model is None else result.by_champion_model.win_rate.mean
+    outcomes = [2 * preference - 1 for preference in result.comparison.preferences]
     return Match(
-        rate.mean, rate.low, rate.high, verdicts.prompts, verdicts.wins, verdicts.losses, result.judge, away
+        rate.mean,
+        rate.low,
+        rate.high,
+        verdicts.prompts,
+        verdicts.wins,
+        verdicts.losses,
+        result.judge,
+        judge_digest=result.judge_digest,
+        log_evidence=log_evidence(outcomes),
+        away_win_rate=None if result.by_champion_model is None else result.by_champion_model.win_rate.mean,
+        outcomes=tuple(
+            f"{prompt} {outcome:g}" for prompt, outcome in zip(result.prompt_ids, outcomes, strict=True)
+        ),
     )
 
 

@@ -348,6 +348,26 @@ class Mlflow:
                 raise
             self._client.create_registered_model(name, description=description)
 
+    def model_tags(self, name: str) -> dict[str, str] | None:
+        """Return the tags of a registered model; None if it does not exist."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return dict(self._client.get_registered_model(name).tags)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def tag_model(self, name: str, tags: Mapping[str, str]) -> None:
+        """Set or change tags of a registered model."""
+        for key, value in tags.items():
+            self._client.set_registered_model_tag(name, key, value)
+
+    def model_names(self, count: int) -> list[str]:
+        """Return the names of some registered models."""
+        return [model.name for model in self._client.search_registered_models(max_results=count)]
+
     def versions(self, name: str) -> list[ModelVersion]:
         """Return all versions of a registered model."""
         found, token = [], None

@@ -1,8 +1,8 @@
 """The model registry: one version per policy, alias `candidate` for the newest and `champion` for the best
 evaluated one.
 
-`tracking.gate` decides whether a candidate becomes champion, based on a match against the current champion or
-on recorded evaluations. The match itself runs in another module.
+`tracking.gate` decides whether a candidate becomes champion, based on a match against the current champion.
+The match itself runs in another module. `tracking.champions` moves the alias and keeps the history.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import InfrastructureError
+from rlhf_core.evaluation.evidence import Spent, next_level
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, decide
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure, short_reason
+from rlhf_core.tracking.champions import CHAMPION, REVOKED, Move, move_champion, registry_errors, settle
+from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
 
 log = logging.getLogger(__name__)
 
-CANDIDATE, CHAMPION = "candidate", "champion"
+CANDIDATE = "candidate"
 POLICY = "rlhf.policy_digest"
 """Tag that identifies a version: digest of the PPO artifact. Registering the same policy again finds it."""
 
@@ -31,6 +32,9 @@ WEIGHTS = "rlhf.weights_sha256"
 """Tag with the digest of its weights."""
 
 _EVALUATION, _OUTCOME = "rlhf.evaluation", "rlhf.outcome"
+
+RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
+"""Runs a match against the version with these tags."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def register(
     candidate: Candidate,
     *,
     gate: Gate,
-    run_match: Callable[[Mapping[str, str]], Match | None] = lambda tags: None,
+    run_match: RunMatch = lambda tags: NoMatch("it was not played"),
 ) -> Registration:
     """Make `candidate` a version of `model` and move the aliases. Raises RLHFError if MLflow does not accept
     it.
@@ -82,41 +86,47 @@ def register(
         model: name of the registered model.
         candidate: the policy.
         gate: requirements for a champion.
-        run_match: runs a match against the version with these tags; returns None if that is not possible. If
-            another version becomes champion in the meantime, the next match is against that one.
+        run_match: runs a match. If another version becomes champion in the meantime, the next match is
+            against that one.
     """
-    with _registry_errors(mlflow, model):
+    action = f"register the model {model!r}"
+    with registry_errors(mlflow, action):
         mlflow.ensure_model(
             model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated."
         )
+        settle(mlflow, model)
         version, created = _find_or_create(mlflow, model, candidate)
         failpoint("register.created")
         _log_model(mlflow, model, version.version, candidate)
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
+        revoked = _revoked(mlflow.versions(model), candidate)
     while champion is None or champion.version != version.version:
-        match = _match(candidate, champion, gate, run_match)
-        with _registry_errors(mlflow, model):
+        match = None if revoked else _match(candidate, champion, gate, run_match)
+        with registry_errors(mlflow, action):
             # The match can take long, and other versions may have been tested in the meantime.
             tags_by_version = {each.version: each.tags for each in mlflow.versions(model)}
-        opponent = champion.version if champion else None
-        evidence = _evidence(candidate, match)
-        tests = _tests(tags_by_version.get(version.version, {}))
-        number = _number(tests, tags_by_version.values(), opponent, evidence)
-        decision = _decide(candidate, champion, match, gate, number)
-        if decision.tested:
-            tests.setdefault(_key(opponent), {})[evidence] = number
-        outcome = _Outcome(decision, opponent, match)
-        with _registry_errors(mlflow, model):
+            own = _tests(tags_by_version.get(version.version, {}))
+            all_tests = [test for tags in tags_by_version.values() for test in _tests(tags)]
+            opponent = champion.version if champion else None
+            test = _test(candidate, match, opponent, own, all_tests, gate)
+            decision = revoked or _decide(candidate, champion, match, gate, test.level)
+            if decision.tested:
+                own = [*(each for each in own if each.time != test.time), test]
+            outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
             now = mlflow.by_alias(model, CHAMPION)
             if (now and now.version) != outcome.opponent:
                 champion = now
                 continue
             # Before the alias, so that a retry after a kill in between makes the same decision.
-            mlflow.tag_version(model, version.version, outcome.tags(tests))
+            mlflow.tag_version(model, version.version, outcome.tags(own))
             failpoint("register.decided")
             if decision.champion:
-                mlflow.set_alias(model, CHAMPION, version.version)
+                evidence = outcome.match.record() if outcome.match else None
+                move = Move(
+                    time.time(), "crowned", version.version, outcome.opponent, decision.reason, evidence
+                )
+                move_champion(mlflow, model, move)
             failpoint("register.crowned")
         return Registration(model, version.version, created, *outcome)
     return Registration(model, version.version, created, *_Outcome.of(champion.tags))
@@ -127,8 +137,75 @@ def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
     return any(version.tags.get(WEIGHTS) == weights_sha256 for version in mlflow.versions(model))
 
 
-_Tests = dict[str, dict[str, int]]
-"""All tests of a version: `_key` of the champion, then `_evidence`, and the number of the test."""
+def _revoked(versions: Iterable[ModelVersion], candidate: Candidate) -> Decision | None:
+    """Return the refusal if the candidate, or a version with the same weights, was rolled back."""
+    weights = candidate.tags.get(WEIGHTS)
+    for version in versions:
+        same_weights = weights is not None and version.tags.get(WEIGHTS) == weights
+        same = same_weights or version.tags.get(POLICY) == candidate.policy_digest
+        if same and REVOKED in version.tags:
+            text = f"version {version.version} has this policy and was revoked: {version.tags[REVOKED]}"
+            return Decision(False, "revoked", text)
+    return None
+
+
+@dataclass(frozen=True)
+class _Test:
+    """A test that a version was subject to, as stored in its tags."""
+
+    time: float
+    """Seconds since 1970."""
+    level: float
+    champion: str | None
+    """The champion that the version was compared with; None: its own SFT model."""
+    judge: str | None
+    """Digest of the judge."""
+    prompts: int
+    outcomes: str
+    """Digest of the outcomes of these prompts."""
+
+
+def _test(
+    candidate: Candidate,
+    match: Match | NoMatch | None,
+    opponent: str | None,
+    own: list[_Test],
+    all_tests: list[_Test],
+    gate: Gate,
+) -> _Test:
+    """Return the test that is to be made, with its level.
+
+    A match that repeats the outcomes of an earlier one and adds prompts continues its test, at the same
+    level. A process that was killed after it recorded a test therefore makes the same decision again.
+
+    Args:
+        candidate: The policy.
+        match: Its match, if there was one.
+        opponent: Version of the champion.
+        own: Earlier tests of the candidate.
+        all_tests: Tests of all versions of the model.
+        gate: Requirements for a champion.
+    """
+
+    def digest(prompts: int) -> str | None:
+        if isinstance(match, Match):
+            return match.digest(prompts)
+        return hashlib.sha256(candidate.evaluation.to_json().encode()).hexdigest()[:16]
+
+    if isinstance(match, Match):
+        prompts, judge = match.prompts, match.judge_digest
+    else:
+        prompts, judge = candidate.evaluation.verdicts.prompts, candidate.evaluation.judge_digest
+    for test in own:
+        if (test.champion, test.judge, test.outcomes) == (opponent, judge, digest(test.prompts)):
+            return _Test(test.time, test.level, opponent, judge, prompts, digest(prompts) or "")
+    now = time.time()
+    if opponent is None:
+        level = gate.first_level(1 + sum(test.champion is None for test in all_tests))
+    else:
+        spent = [Spent(test.time, test.level) for test in all_tests if test.champion is not None]
+        level = next_level(spent, now, gate.alpha)
+    return _Test(now, level, opponent, judge, prompts, digest(prompts) or "")
 
 
 class _Outcome(NamedTuple):
@@ -139,7 +216,7 @@ class _Outcome(NamedTuple):
     """Version that was champion at that time."""
     match: Match | None
 
-    def tags(self, tests: _Tests) -> dict[str, str]:
+    def tags(self, tests: list[_Test]) -> dict[str, str]:
         return {
             "rlhf.gate": self.decision.rule,
             "rlhf.gate_reason": self.decision.reason,
@@ -147,9 +224,9 @@ class _Outcome(NamedTuple):
                 {
                     "champion": self.decision.champion,
                     "met": self.opponent,
-                    "match": asdict(self.match) if self.match else None,
+                    "match": self.match.record() if self.match else None,
                     "tested": self.decision.tested,
-                    "tests": tests,
+                    "tests": [asdict(test) for test in tests],
                 }
             ),
         }
@@ -160,9 +237,7 @@ class _Outcome(NamedTuple):
         kept = _outcome(tags)
         try:
             match = Match(**kept["match"]) if kept["match"] else None
-            decision = Decision(
-                True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept.get("tested", match))
-            )
+            decision = Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept["tested"]))
             if kept["champion"]:
                 return cls(decision, kept["met"], match)
         except (KeyError, TypeError):
@@ -170,51 +245,18 @@ class _Outcome(NamedTuple):
         return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
 
 
-def _key(opponent: str | None) -> str:
-    """Return the key in `_Tests` for a champion with this version. Keys of JSON objects are strings."""
-    return opponent or ""
-
-
-def _evidence(candidate: Candidate, match: Match | None) -> str:
-    """Return a digest of the numbers that a test uses."""
-    text = json.dumps([candidate.evaluation.to_json(), asdict(match) if match else None])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _number(own: _Tests, versions: Iterable[Mapping[str, str]], opponent: str | None, evidence: str) -> int:
-    """Return the number of the test against the champion `opponent`. `versions` has the tags of all versions.
-
-    Tests with the same numbers are the same test, so a process that was killed after it recorded a test makes
-    the same decision again. With other numbers, a version that was tested before is tested again at a
-    separate level.
-    """
-    key = _key(opponent)
-    same = own.get(key, {}).get(evidence)
-    if same is not None:
-        return same
-    return 1 + sum(len(_tests(tags).get(key, {})) for tags in versions)
-
-
-def _tests(tags: Mapping[str, str]) -> _Tests:
+def _tests(tags: Mapping[str, str]) -> list[_Test]:
     """Return all tests of the version with `tags`. Unreadable entries are ignored."""
-    outcome = _outcome(tags)
-    opponent, tests = outcome.get("met"), outcome.get("tests")
-    if isinstance(tests, dict):
-        return {
-            champion: {
-                evidence: number for evidence, number in entries.items() if type(number) is int and number > 0
-            }
-            for champion, entries in tests.items()
-            if isinstance(entries, dict)
-        }
-    # Earlier versions of the code only recorded the last test.
-    if (
-        "met" in outcome
-        and (opponent is None or isinstance(opponent, str))
-        and outcome.get("tested", outcome.get("match"))
-    ):
-        return {_key(opponent): {"": 1}}
-    return {}
+    entries = _outcome(tags).get("tests")
+    tests = []
+    for entry in entries if isinstance(entries, list) else []:
+        try:
+            test = _Test(**entry)
+        except TypeError:
+            continue
+        if isinstance(test.level, float) and isinstance(test.time, float) and 0 < test.level < 1:
+            tests.append(test)
+    return tests
 
 
 def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
@@ -229,11 +271,8 @@ def _outcome(tags: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _match(
-    candidate: Candidate,
-    champion: ModelVersion | None,
-    gate: Gate,
-    run_match: Callable[[Mapping[str, str]], Match | None],
-) -> Match | None:
+    candidate: Candidate, champion: ModelVersion | None, gate: Gate, run_match: RunMatch
+) -> Match | NoMatch | None:
     """Return the match against the champion, or None if the decision does not depend on one."""
     if champion is None or _record(champion) is None or candidate.evaluation.win_rate < gate.min_win_rate:
         return None
@@ -241,29 +280,21 @@ def _match(
 
 
 def _decide(
-    candidate: Candidate, champion: ModelVersion | None, match: Match | None, gate: Gate, number: int
+    candidate: Candidate,
+    champion: ModelVersion | None,
+    match: Match | NoMatch | None,
+    gate: Gate,
+    level: float,
 ) -> Decision:
     record = _record(champion) if champion is not None else None
     if champion is not None and record is None:
         text = f"the champion, version {champion.version}, has no recorded evaluation"
         return Decision(False, "unknown", text)
-    return decide(candidate.evaluation, record, match, gate=gate, number=number)
+    return decide(candidate.evaluation, record, match, gate=gate, level=level)
 
 
 def _record(version: ModelVersion) -> Evaluation | None:
     return Evaluation.from_json(version.tags.get(_EVALUATION, ""))
-
-
-@contextmanager
-def _registry_errors(mlflow: Mlflow, model: str) -> Iterator[None]:
-    """Convert any error of MLflow, which raises those of four libraries, to an InfrastructureError."""
-    try:
-        yield
-    except Exception as error:
-        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
-        raise InfrastructureError(
-            f"MLflow at {address} did not register the model {model!r}: {short_reason(error)}"
-        ) from error
 
 
 def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[ModelVersion, bool]:

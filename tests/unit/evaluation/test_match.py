@@ -3,7 +3,7 @@
 - both answer the prompts of the evaluation, and its judge decides each prompt
 - prompts that the champion was trained on are left out
 - the champion is loaded with the settings of its own run (base and adapter, or the merge)
-- the match is skipped, and the reason logged, if the champion is not in this store, has another tokenizer, or
+- the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
   cannot be served
 """
 
@@ -21,6 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
+from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
@@ -61,6 +62,8 @@ def context(tmp_path: Path) -> StageContext:
 Tags = dict[str, str]
 SEEN: list[str] = []
 """Ids of the prompts that the champion was trained on."""
+PAIRS: list[str] = []
+"""Ids of the prompts that its reward model was trained on."""
 
 
 @pytest.fixture
@@ -85,6 +88,7 @@ def champion(config: PipelineConfig, tmp_path: Path) -> Callable[..., tuple[Path
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models that always give the text in their file `says`."""
     SEEN.clear()
+    PAIRS.clear()
 
     def respond(request: Request) -> Reply:
         text = (request.model / "says").read_text()
@@ -97,6 +101,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return held_out if split == "eval" else [PromptExample(name, "", ()) for name in SEEN]
 
     monkeypatch.setattr(match, "load_prompts", prompts)
+    monkeypatch.setattr(match, "load_pair_prompts", lambda _folder, _split: PAIRS)
     with scripted_engines(respond):
         yield
 
@@ -106,7 +111,6 @@ def test_judge_of_the_evaluation_decides_each_prompt(
     says: str, rate: float, config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
     result = match.run_match(config, context, champion(says)[1])
-    assert result is not None
     assert (result.comparison.win_rate.mean, len(result.comparison.preferences)) == (rate, len(PROMPTS))
 
 
@@ -132,14 +136,15 @@ def test_rules_or_the_candidates_reward_model_decide(
     result = match.run_match(
         PipelineConfig.model_validate_json(json.dumps(tree)), with_reward, champion(BAD)[1]
     )
-    assert result is not None
     assert result.comparison.win_rate.mean == 0.0
     if judge == "reward_model":
         assert asked == [Path("/its/reward/model")]
         assert len(result.comparison.preferences) == len(PROMPTS) - 1, "a masked score is no defeat"
 
 
+@pytest.mark.parametrize("judge", ["reward_model", "gold"])
 def test_champions_reward_model_scores_the_same_answers(
+    judge: str,
     config: PipelineConfig,
     context: StageContext,
     champion: Any,
@@ -147,8 +152,8 @@ def test_champions_reward_model_scores_the_same_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = config.model_dump(mode="json", by_alias=True)
-    tree["evaluate"]["judge"] = "reward_model"
-    tags = champion(BAD)[1]
+    tree["evaluate"]["judge"] = judge
+    tags = champion(BAD)[1] | {"eval.judge": "reward_model"}
     store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
     (tmp_path / "theirs" / "model").mkdir(parents=True)
     (tmp_path / "theirs" / "model" / "config.json").write_text("{}")
@@ -163,21 +168,22 @@ def test_champions_reward_model_scores_the_same_answers(
     inputs = {**context.inputs, "reward": Path("/its/reward")}
     ours = replace(context, inputs=inputs)
     result = match.run_match(PipelineConfig.model_validate_json(json.dumps(tree)), ours, tags)
-    assert result is not None and result.by_champion_model is not None and result.judge == "reward_model"
+    assert result.by_champion_model is not None and result.judge == judge
     assert (result.comparison.win_rate.mean, result.by_champion_model.win_rate.mean) == (1.0, 0.0)
 
 
 def test_training_prompts_of_the_champion_are_left_out(
-    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
     tags = champion(BAD)[1]
     SEEN.extend(["p0", "p5", "another"])
+    PAIRS.append("p6")
     result = match.run_match(config, context, tags)
-    assert result is not None
-    assert len(result.comparison.preferences) == len(PROMPTS) - 2
+    assert result.prompt_ids == ("p1", "p2", "p3", "p4", "p7")
+    assert len(result.comparison.preferences) == 5
     SEEN.extend(f"p{i}" for i in range(len(PROMPTS)))
-    assert match.run_match(config, context, tags) is None
-    assert "it was trained on all held-out prompts; recorded evaluations decide" in caplog.text
+    with pytest.raises(MatchSkipped, match="it was trained on all held-out prompts"):
+        match.run_match(config, context, tags)
 
 
 BF16 = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
@@ -232,7 +238,8 @@ def test_champion_is_loaded_with_its_own_settings(
 
     monkeypatch.setattr("rlhf_core.evaluation.generate.responses_of", respond)
     monkeypatch.setattr("rlhf_core.evaluation.scoring.score", lambda *_, **__: [])
-    assert match.run_match(settings(candidate), ours, tags) is None
+    with pytest.raises(MatchSkipped, match="no response could be scored"):
+        match.run_match(settings(candidate), ours, tags)
     merged = PolicyFiles(fetched["ppo"] / "policy")
     assert loaded["champion"] == (
         PolicyFiles(fetched["sft"] / "model", fetched["ppo"] / "adapter") if apart else merged
@@ -240,42 +247,36 @@ def test_champion_is_loaded_with_its_own_settings(
 
 
 def test_match_is_skipped_without_the_champions_artifacts(
-    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
     tags = champion(BAD)[1]
     others = [{}, *({**tags, name: "f" * len(value)} for name, value in tags.items())]
     for other in others:
-        assert match.run_match(config, context, other) is None
-        assert "artifact is not in this store; recorded evaluations decide" in caplog.text
-        caplog.clear()
+        with pytest.raises(MatchSkipped, match="artifact is not in this store"):
+            match.run_match(config, context, other)
 
 
 def test_match_is_skipped_for_other_tokenizers_or_damaged_weights(
-    config: PipelineConfig,
-    context: StageContext,
-    champion: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    config: PipelineConfig, context: StageContext, champion: Any, tmp_path: Path
 ) -> None:
     folder, tags = champion(BAD)
     for name in ("tokenizer.json", "chat_template.jinja"):
         own = tmp_path / "ppo" / "policy" / name
         whole = own.read_text()
         own.write_text(whole + " ")
-        assert match.run_match(config, context, tags) is None
-        assert "another tokenizer or template" in caplog.text
+        with pytest.raises(MatchSkipped, match="another tokenizer or template"):
+            match.run_match(config, context, tags)
         own.write_text(whole)
-        caplog.clear()
     (folder / "says").write_text("rot")
-    assert match.run_match(config, context, tags) is None
-    assert "no match against the champion: " in caplog.text and "recorded evaluations decide" in caplog.text
+    with pytest.raises(MatchSkipped, match="its ppo artifact is not in this store"):
+        match.run_match(config, context, tags)
 
 
 def test_match_is_skipped_for_another_template(
-    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
-    assert match.run_match(config, context, champion(BAD, template="plain")[1]) is None
-    assert "another tokenizer or template" in caplog.text
+    with pytest.raises(MatchSkipped, match="another tokenizer or template"):
+        match.run_match(config, context, champion(BAD, template="plain")[1])
 
 
 def test_store_errors_are_raised(
@@ -291,11 +292,11 @@ def test_store_errors_are_raised(
 
 
 def test_match_is_skipped_if_the_champion_cannot_be_served(
-    config: PipelineConfig, context: StageContext, champion: Any, caplog: pytest.LogCaptureFixture
+    config: PipelineConfig, context: StageContext, champion: Any
 ) -> None:
     tags = champion("FAIL")[1]
-    assert match.run_match(config, context, tags) is None
-    assert "it cannot be served here (RuntimeError: CUDA out of memory); recorded" in caplog.text
+    with pytest.raises(MatchSkipped, match=r"it cannot be served here \(RuntimeError: CUDA out of memory\)"):
+        match.run_match(config, context, tags)
     (context.inputs["ppo"] / "policy" / "says").write_text("FAIL")
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         match.run_match(config, context, tags)

@@ -1,0 +1,225 @@
+"""History of champions, promotion by a person, and rollback. Real MLflow on SQLite.
+
+- a rollback revokes the champion and restores the last one that is not revoked; the next match is against it
+- a revoked policy, and the same weights in another version, never becomes champion again
+- killed between any two writes, the same command ends in the same state, and there is one champion
+- moves by hand in MLflow are not undone
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import InfrastructureError, InputError
+from rlhf_core.evaluation.evidence import log_evidence
+from rlhf_core.tracking import champions, registry
+from rlhf_core.tracking.champions import REVOKED, Move, history, promote, rollback, settle
+from rlhf_core.tracking.gate import Evaluation, Gate, Match
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.registry import WEIGHTS, Candidate, register
+
+OUTCOMES = [-1] * 10 + [1] * 90
+WON = Match(
+    0.9, 0.0, 1.0, 100, 90, 10, log_evidence=log_evidence(OUTCOMES), outcomes=tuple(map(str, OUTCOMES))
+)
+
+
+@pytest.fixture
+def mlflow(database: Path) -> Mlflow:
+    return Mlflow(f"sqlite:///{database}", "champions")
+
+
+@pytest.fixture
+def model(mlflow: Mlflow, request: pytest.FixtureRequest) -> str:
+    """A model with the champions 1, 2 and 3, one after the other."""
+    name = f"champions of {abs(hash(request.node.name))}"
+    for digest in "abc":
+        enter(mlflow, name, digest)
+    return name
+
+
+def enter(mlflow: Mlflow, model: str, digest: str, weights: str | None = None) -> Any:
+    met = []
+
+    def play(tags: Any) -> Match:
+        met.append(tags[WEIGHTS])
+        return WON
+
+    record = Evaluation(0.8, 80, 20)
+    tags = {WEIGHTS: weights or f"weights of {digest}"}
+    done = register(
+        mlflow, model, Candidate(f"/{digest}", digest, None, tags, record), gate=Gate(0.5), run_match=play
+    )
+    return done, met
+
+
+def champion(mlflow: Mlflow, model: str) -> str | None:
+    found = mlflow.by_alias(model, "champion")
+    return found.version if found else None
+
+
+def revoked(mlflow: Mlflow, model: str) -> dict[str, str]:
+    return {each.version: each.tags[REVOKED] for each in mlflow.versions(model) if REVOKED in each.tags}
+
+
+def test_rollback_restores_the_last_champion_that_is_not_revoked(mlflow: Mlflow, model: str) -> None:
+    assert champion(mlflow, model) == "3"
+    move = rollback(mlflow, model, "it insults people")
+    assert (move.action, move.version, move.previous, move.state) == ("rolled_back", "2", "3", "done")
+    assert revoked(mlflow, model) == {"3": "it insults people"}
+    assert rollback(mlflow, model, "it is slow").version == "1"
+    assert revoked(mlflow, model) == {"3": "it insults people", "2": "it is slow"}
+    with pytest.raises(InputError, match="has no earlier champion that is not revoked"):
+        rollback(mlflow, model, "and this one")
+    assert [each.action for each in history(mlflow, model)] == ["crowned"] * 3 + ["rolled_back"] * 2
+
+
+def test_the_same_rollback_again_changes_nothing(mlflow: Mlflow, model: str) -> None:
+    move = rollback(mlflow, model, "bad")
+    assert rollback(mlflow, model, "bad") == move
+    assert rollback(mlflow, model, "bad", "2") == move
+    assert (champion(mlflow, model), len(history(mlflow, model))) == ("2", 4)
+
+
+def test_rollback_to_a_version(mlflow: Mlflow, model: str) -> None:
+    with pytest.raises(InputError, match=r"version 3 of .* is the champion"):
+        rollback(mlflow, model, "bad", "3")
+    with pytest.raises(InputError, match="has no version 9; its versions are 1, 2, 3"):
+        rollback(mlflow, model, "bad", "9")
+    assert rollback(mlflow, model, "bad", "1").version == "1"
+    with pytest.raises(InputError, match=r"version 3 of .* was revoked: bad"):
+        rollback(mlflow, model, "worse", "3")
+
+
+def test_a_revoked_policy_is_never_crowned_again(mlflow: Mlflow, model: str) -> None:
+    rollback(mlflow, model, "bad")
+    done, met = enter(mlflow, model, "c")
+    assert (done.version, done.decision.rule, done.decision.champion, met) == ("3", "revoked", False, [])
+    assert "version 3 has this policy and was revoked: bad" in done.decision.reason
+    # The same weights of another artifact are the same policy.
+    done, met = enter(mlflow, model, "d", "weights of c")
+    assert (done.version, done.decision.rule, met) == ("4", "revoked", [])
+    # Another candidate plays against the champion that was restored.
+    done, met = enter(mlflow, model, "e")
+    assert (done.decision.champion, met) == (True, ["weights of b"])
+    with pytest.raises(InputError, match="was revoked"):
+        promote(mlflow, model, "3", "I like it")
+
+
+def test_promotion_by_a_person(mlflow: Mlflow, model: str) -> None:
+    move = promote(mlflow, model, "1", "known from last year")
+    assert (champion(mlflow, model), move.previous, move.state) == ("1", "3", "done")
+    assert promote(mlflow, model, "1", "known from last year") == move
+    assert revoked(mlflow, model) == {}
+    assert rollback(mlflow, model, "bad").version == "3"
+
+
+def test_what_is_missing_is_an_input_error(mlflow: Mlflow, model: str) -> None:
+    with pytest.raises(InputError, match="--reason must say why"):
+        rollback(mlflow, model, " ")
+    with pytest.raises(InputError, match="has no registered model 'unknown'; it has "):
+        promote(mlflow, "unknown", "1", "r")
+    mlflow.ensure_model("empty", "")
+    with pytest.raises(InputError, match="empty has no champion that could be rolled back"):
+        rollback(mlflow, "empty", "r")
+    nowhere = Mlflow("sqlite:////proc/nowhere/x.db", "e")
+    with pytest.raises(InfrastructureError, match="did not roll back 'm'"):
+        rollback(nowhere, "m", "r")
+
+
+def test_moves_by_hand_are_not_undone(mlflow: Mlflow, model: str) -> None:
+    started = Move(1.0, "crowned", "2", None, "r")
+    mlflow.tag_model(model, {started.key: json.dumps(started.__dict__), "rlhf.champion.x": "no JSON"})
+    settle(mlflow, model)
+    assert champion(mlflow, model) == "3"
+    assert history(mlflow, model)[0] == replace(started, state="overtaken")
+
+
+def test_a_crowning_that_was_interrupted_does_not_restore_a_revoked_version(
+    mlflow: Mlflow, model: str
+) -> None:
+    rollback(mlflow, model, "bad")
+    started = Move(9e9, "crowned", "3", "2", "r")
+    mlflow.tag_model(model, {started.key: json.dumps(started.__dict__)})
+    settle(mlflow, model)
+    assert champion(mlflow, model) == "2"
+    assert history(mlflow, model)[-1].state == "overtaken"
+
+
+POINTS = ("champion.recorded", "champion.revoked", "champion.moved", "champion.done")
+
+
+def killed_at(point: str, action: Any) -> None:
+    """Run `action` in a process that is killed at the failpoint."""
+    child = os.fork()
+    if child == 0:
+        os.environ["RLHF_FAIL"] = f"{point}:1:kill"
+        try:
+            action()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_rollback_is_finished_by_the_same_command(
+    point: str, database: Path, mlflow: Mlflow, model: str
+) -> None:
+    killed_at(point, lambda: rollback(Mlflow(f"sqlite:///{database}", "champions"), model, "bad"))
+    assert champion(mlflow, model) in ("2", "3")
+    move = rollback(mlflow, model, "bad")
+    assert (move.version, move.previous, move.state) == ("2", "3", "done")
+    assert champion(mlflow, model) == "2" and revoked(mlflow, model) == {"3": "bad"}
+    assert [each.state for each in history(mlflow, model)] == ["done"] * 4
+
+
+@pytest.mark.parametrize("point", ["champion.recorded", "champion.moved", "champion.done"])
+def test_a_killed_promotion_is_finished_by_the_same_command(
+    point: str, database: Path, mlflow: Mlflow, model: str
+) -> None:
+    killed_at(point, lambda: promote(Mlflow(f"sqlite:///{database}", "champions"), model, "1", "good"))
+    assert champion(mlflow, model) in ("1", "3")
+    assert promote(mlflow, model, "1", "good").version == "1"
+    assert champion(mlflow, model) == "1" and len(history(mlflow, model)) == 4
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["register.created", "register.decided", "champion.recorded", "champion.moved", "champion.done",
+        "register.crowned"],
+)  # fmt: skip
+def test_a_killed_registration_is_finished_by_the_same_command(
+    point: str, database: Path, mlflow: Mlflow, model: str
+) -> None:
+    killed_at(point, lambda: enter(Mlflow(f"sqlite:///{database}", "champions"), model, "d"))
+    assert champion(mlflow, model) in ("3", "4")
+    done, _ = enter(mlflow, model, "d")
+    assert (done.version, done.decision.champion, done.decision.rule) == ("4", True, "match")
+    moves = history(mlflow, model)
+    assert champion(mlflow, model) == "4"
+    assert [(each.version, each.state) for each in moves] == [(v, "done") for v in "1234"]
+    outcome = json.loads({e.version: e.tags for e in mlflow.versions(model)}["4"]["rlhf.outcome"])
+    assert len(outcome["tests"]) == 1, "the test that was repeated spends its level once"
+
+
+def test_another_registration_finishes_a_move_that_was_interrupted(
+    database: Path, mlflow: Mlflow, model: str
+) -> None:
+    killed_at("champion.recorded", lambda: rollback(Mlflow(f"sqlite:///{database}", "x"), model, "bad"))
+    assert champion(mlflow, model) == "3"
+    _, met = enter(mlflow, model, "d")
+    assert met == ["weights of b"], "the match is against the champion that the rollback restored"
+
+
+def test_names_of_moves_sort_by_time() -> None:
+    assert champions.CHAMPION == registry.CHAMPION
+    early, late = (Move(seconds, "crowned", "1", None, "r").key for seconds in (999.5, 1e9))
+    assert early < late
