@@ -1,4 +1,5 @@
-"""The command line: `rlhf run`, `plan`, `serve-reward`, `up`, `down`, `status`.
+"""The command line: `rlhf run`, `plan`, `serve-reward`, `champions`, `rollback`, `promote`, `up`, `down`,
+`status`.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from flows.champion_commands import add_champion_commands
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
 from rlhf_core.pipeline import STAGES
@@ -125,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_plan(commands)
     _add_serve_reward(commands)
+    add_champion_commands(commands, _add_command)
     for name, text, command in (
         ("up", "start Prefect, MLflow and a worker on this machine", _up),
         ("down", "stop what `rlhf up` started, and nothing else", _down),

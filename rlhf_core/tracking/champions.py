@@ -127,6 +127,12 @@ def champions(mlflow: Mlflow, model: str) -> tuple[ModelVersion | None, list[Mov
         return mlflow.by_alias(model, CHAMPION), history(mlflow, model)
 
 
+def registered_models(mlflow: Mlflow) -> list[str]:
+    """Return the names of registered models, at most 100."""
+    with registry_errors(mlflow, "list its models"):
+        return mlflow.model_names(100)
+
+
 def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Move:
     """Make a version champion by the decision of a person, and return the move.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ import torch.distributed as dist
 from rlhf_core.engines.distributed import Rank
 
 OnTwoRanks = Callable[[Callable[[Any], Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of MLflow. Its migrations take seconds, so that all tests of the registry share it."""
+    return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
 
 
 @pytest.fixture

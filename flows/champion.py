@@ -1,0 +1,64 @@
+"""The champion in Prefect: flows with a form, for people who do not use the command line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+from pydantic import Field
+
+from rlhf_core.run.registered import open_registry
+from rlhf_core.tracking import champions
+
+ModelName = Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
+Version = Annotated[str, Field(pattern=r"^[1-9]\d*$")]
+Reason = Annotated[str, Field(min_length=3, max_length=1000)]
+
+
+@flow(name="rlhf-rollback", flow_run_name="{model}-rollback", persist_result=False)
+def rollback(model: ModelName, reason: Reason, to: Version | None = None, home: str = ".rlhf") -> str:
+    """Take the champion back: revoke it, and make an earlier version champion.
+
+    Args:
+        model: Name of the registered model.
+        reason: Why. It is kept in the history of champions.
+        to: Version that becomes champion; default: the last champion that is not revoked.
+        home: Folder with the database of MLflow, as the worker sees it; MLFLOW_TRACKING_URI overrides it.
+    """
+    mlflow = open_registry(home)
+    move = champions.rollback(mlflow, model, reason, to)
+    publish_history(model, champions.history(mlflow, model))
+    return move.version
+
+
+@flow(name="rlhf-promote", flow_run_name="{model}-{version}", persist_result=False)
+def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rlhf") -> str:
+    """Make a version champion by the decision of a person.
+
+    Args:
+        model: Name of the registered model.
+        version: Number of the version.
+        reason: Why. It is kept in the history of champions.
+        home: Folder with the database of MLflow, as the worker sees it; MLFLOW_TRACKING_URI overrides it.
+    """
+    mlflow = open_registry(home)
+    move = champions.promote(mlflow, model, version, reason)
+    publish_history(model, champions.history(mlflow, model))
+    return move.version
+
+
+def publish_history(model: str, moves: list[champions.Move]) -> None:
+    """Show the history of champions as a table of the flow run."""
+    rows: list[dict[str, Any]] = []
+    for move in reversed(moves):
+        rows.append(
+            {
+                "version": move.version,
+                "action": move.action.replace("_", " "),
+                "previous": move.previous or "",
+                "reason": move.reason,
+                "state": move.state,
+            }
+        )
+    create_table_artifact(table=rows, key="champions", description=f"Champions of {model}, newest first")

@@ -1,0 +1,93 @@
+"""Commands for registered policies: `rlhf champions`, `rollback`, `promote`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config.redact import printable
+
+if TYPE_CHECKING:
+    from rlhf_core.tracking.champions import Move
+
+AddCommand = Callable[..., argparse.ArgumentParser]
+
+
+def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
+    """Add the commands to the parser. `add_command` is the function of `flows.cli`."""
+    text = "show the champion of a registered model and the history of champions"
+    sub = add_command(commands, "champions", text, _champions, "rlhf champions demo-policy")
+    sub.add_argument("name", metavar="NAME", nargs="?", help="registered model (default: all)")
+    _add_home(sub)
+
+    text = "take the champion back: revoke it, and make an earlier version champion"
+    example = 'rlhf rollback demo-policy --reason "it refuses harmless questions"'
+    sub = add_command(commands, "rollback", text, _rollback, example)
+    sub.add_argument("name", metavar="NAME", help="registered model")
+    sub.add_argument("--to", metavar="VERSION", help="default: the last champion that is not revoked")
+    _add_reason(sub)
+    _add_home(sub)
+
+    text = "make a version champion by the decision of a person"
+    example = 'rlhf promote demo-policy 4 --reason "first champion under the new judge"'
+    sub = add_command(commands, "promote", text, _promote, example)
+    sub.add_argument("name", metavar="NAME", help="registered model")
+    sub.add_argument("version", metavar="VERSION", help="number of the version")
+    _add_reason(sub)
+    _add_home(sub)
+
+
+def _add_reason(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--reason", required=True, metavar="TEXT", help="why; kept in the history")
+
+
+def _add_home(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--home",
+        default=".rlhf",
+        help="folder with the database of MLflow; MLFLOW_TRACKING_URI overrides it (default: %(default)s)",
+    )
+
+
+def _champions(arguments: argparse.Namespace) -> int:
+    from rlhf_core.run.registered import open_registry
+    from rlhf_core.tracking.champions import champions, registered_models
+
+    mlflow = open_registry(arguments.home)
+    for name in [arguments.name] if arguments.name else registered_models(mlflow):
+        champion, moves = champions(mlflow, name)
+        print(printable(f"{name}: champion is version {champion.version if champion else 'none'}"))
+        for move in moves:
+            print(printable(f"  {describe(move)}"))
+        if champion and (not moves or moves[-1].version != champion.version):
+            print(f"  version {champion.version} became champion outside of this history")
+    return 0
+
+
+def _rollback(arguments: argparse.Namespace) -> int:
+    from rlhf_core.run.registered import open_registry
+    from rlhf_core.tracking.champions import rollback
+
+    move = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
+    print(printable(f"{arguments.name}: {describe(move)}"))
+    return 0
+
+
+def _promote(arguments: argparse.Namespace) -> int:
+    from rlhf_core.run.registered import open_registry
+    from rlhf_core.tracking.champions import promote
+
+    move = promote(open_registry(arguments.home), arguments.name, arguments.version, arguments.reason)
+    print(printable(f"{arguments.name}: {describe(move)}"))
+    return 0
+
+
+def describe(move: Move) -> str:
+    """Return one line about a move, with its time in UTC."""
+    when = datetime.fromtimestamp(move.time, UTC).strftime("%Y-%m-%d %H:%M")
+    state = "" if move.state == "done" else f" [{move.state}]"
+    if move.action == "rolled_back":
+        return f"{when}  rolled back from version {move.previous} to {move.version}{state}: {move.reason}"
+    return f"{when}  version {move.version} {move.action}{state}: {move.reason}"

@@ -1,0 +1,84 @@
+"""`rlhf champions`, `rollback` and `promote`, and their Prefect flows, on a real registry.
+
+- the history is printed with reasons; a rollback moves the alias and says so; typed again it says the same
+- what cannot be done ends with exit code 2 and a message that names the way out
+- the flows have typed parameters and show the history as a table
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.exceptions import ParameterTypeError
+
+from flows import champion, cli
+from rlhf_core.tracking.champions import Move, move_champion
+from rlhf_core.tracking.mlflow_client import Mlflow
+
+
+@pytest.fixture
+def model(database: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A model whose champions were the versions 1 and 2."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    mlflow, name = Mlflow(f"sqlite:///{database}", "commands"), f"commands-{abs(hash(request.node.name))}"
+    mlflow.ensure_model(name, "")
+    for version, previous in (("1", None), ("2", "1")):
+        mlflow.create_version(name, source="/x", run_id=None, tags={}, description="")
+        move = Move(1e9 + int(version), "crowned", version, previous, f"it won {version}")
+        move_champion(mlflow, name, move)
+    return name
+
+
+def rlhf(*arguments: str) -> int:
+    return cli.main(list(arguments))
+
+
+def test_history_rollback_and_promotion(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlhf("champions", model) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{model}: champion is version 2",
+        "  2001-09-09 01:46  version 1 crowned: it won 1",
+        "  2001-09-09 01:46  version 2 crowned: it won 2",
+    ]
+    for _ in range(2):
+        assert rlhf("rollback", model, "--reason", "it insults people") == 0
+        assert "rolled back from version 2 to 1: it insults people" in capsys.readouterr().out
+    assert rlhf("promote", model, "2", "--reason", "it does not") == 2
+    error = capsys.readouterr().err
+    assert "was revoked: it insults people" in error and "remove its tag rlhf.revoked" in error
+    assert rlhf("champions") == 0
+    assert f"{model}: champion is version 1" in capsys.readouterr().out
+
+
+def test_unknown_names_and_folders_are_input_errors(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rlhf("champions", "nobody") == 2
+    assert "has no registered model 'nobody'" in capsys.readouterr().err
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
+    assert f"there is no database of MLflow at {tmp_path}/mlflow.db" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing is created"
+
+
+def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[dict[str, Any]] = []
+    monkeypatch.setattr(champion, "create_table_artifact", lambda **table: tables.append(table))
+    assert champion.rollback.fn(model, "it insults people") == "1"
+    [table] = tables
+    assert [(row["version"], row["action"]) for row in table["table"]] == [
+        ("1", "rolled back"), ("2", "crowned"), ("1", "crowned"),
+    ]  # fmt: skip
+    form = json.dumps(champion.promote.parameters.model_dump())
+    assert champion.promote.parameters.required == ["model", "version", "reason"]
+    assert "Number of the version" in form
+
+
+@pytest.mark.parametrize("parameters", [{"model": "a b"}, {"version": "x"}, {"reason": ""}])
+def test_forms_refuse_wrong_values(parameters: dict[str, str]) -> None:
+    given = {"model": "demo-policy", "version": "1", "reason": "because"} | parameters
+    with pytest.raises(ParameterTypeError, match=next(iter(parameters))):
+        champion.promote.validate_parameters(given)
