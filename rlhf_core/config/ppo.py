@@ -49,6 +49,13 @@ class PPOConfig(Section):
     )
     steps: PositiveInt = result(100, "PPO iterations")
     prompts_per_step: PositiveInt = result(64, "Prompts of one rollout batch", within=BATCH)
+    staleness: Literal[0, 1] = result(
+        0,
+        "0: each step is sampled with the weights of the step before. 1: the engines sample the next step"
+        " while the present one is scored and trained, with weights that are one step older; `importance`"
+        " corrects for them. For engines with devices of their own, or CPUs with idle cores",
+        later=True,
+    )
     samples_per_prompt: PositiveInt = result(
         1,
         "Responses sampled for each prompt",
@@ -151,7 +158,7 @@ class PPOConfig(Section):
     importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = result(
         None,
         "Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al."
-        " 2025) if engine or policy is not float32, else `none`",
+        " 2025) if engine or policy is not float32 or with `staleness`, else `none`",
     )
     importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = result(
         (0.0, 2.0),
@@ -289,9 +296,11 @@ class PPOConfig(Section):
 
     @property
     def used_importance(self) -> Literal["none", "truncate", "mask", "sequence-mask"]:
-        """`importance`, or the default for the configured precisions."""
+        """`importance`, or the default for the configured precisions and staleness."""
         if self.importance is not None:
             return self.importance
+        if self.staleness:
+            return "truncate"
         return "none" if self.engine.dtype == self.policy_deepspeed.dtype == "float32" else "truncate"
 
     @property
@@ -483,6 +492,15 @@ class PPOConfig(Section):
                 "ppo.colocate=all puts each engine on the device of one rank: it needs"
                 " ppo.engine.tensor_parallel=1 and ppo.engine.count at most ppo.policy_deepspeed.ranks"
                 f" ({policy}); got {self.engine.tensor_parallel} and {self.engine.count}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        if self.staleness and self.colocate == "all":
+            raise ValueError(
+                "ppo.staleness=1 lets the engines sample during the training, but with ppo.colocate=all they"
+                " are on the devices of the training ranks; use ppo.staleness=0, or ppo.colocate=pairs"
             )
         return self
 

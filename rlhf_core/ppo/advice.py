@@ -79,6 +79,43 @@ class Advice:
 # -- sentences --
 
 
+def _idle_engines(situation: Situation) -> str | None:
+    """With separate engines, a step could take as long as the longer one of sampling and training."""
+    ppo, metrics = situation.ppo, situation.metrics
+    if not situation.separate_engines or ppo.staleness:
+        return None
+    rollout, sync = metrics["timing/rollout"], metrics["timing/sync"]
+    overlapped = max(rollout, metrics["timing/step"] - rollout - sync) + sync
+    if overlapped > 0.85 * metrics["timing/step"]:
+        return None
+    return (
+        f"engines idle {metrics['idle/engines']:.0%} of a step: ppo.staleness=1 would let them sample the next"
+        f" step during scoring and training, about {overlapped:.2g} s a step instead of"
+        f" {metrics['timing/step']:.2g} s"
+    )
+
+
+def _many_engines(situation: Situation) -> str | None:
+    ppo, idle = situation.ppo, situation.metrics["idle/engines"]
+    if not situation.separate_engines or not ppo.staleness:
+        return None
+    # They sample during the whole step, with a tenth of it to spare.
+    enough = math.ceil(ppo.engine.count * (1 - idle) / 0.9)
+    if enough >= ppo.engine.count:
+        return None
+    return f"engines idle {idle:.0%} of a step: ppo.engine.count={enough} would do"
+
+
+def _idle_cores(situation: Situation) -> str | None:
+    ppo, metrics = situation.ppo, situation.metrics
+    if ppo.staleness or ppo.colocate == "all" or situation.share("rollout") < 0.1:
+        return None
+    return (
+        f"the cores idle {metrics['idle/cores']:.0%} of a step: ppo.staleness=1 would let the engines sample"
+        " during scoring and training"
+    )
+
+
 def _few_engines(situation: Situation) -> str | None:
     count, share = situation.ppo.engine.count, situation.share("rollout")
     if not situation.separate_engines or share < 0.5 or _eager(situation) or _few_sequences(situation):
@@ -197,6 +234,9 @@ def _checkpoints(situation: Situation) -> str | None:
 
 
 RULES = (
+    Rule("idle_engines", "idle/engines", 0.2, _idle_engines),
+    Rule("many_engines", "idle/engines", 0.4, _many_engines),
+    Rule("idle_cores", "idle/cores", 0.4, _idle_cores),
     Rule("few_engines", "idle/policy", 0.5, _few_engines),
     Rule("slow_critic", "idle/policy", 0.2, _slow_critic),
     Rule("slow_policy", "idle/critic", 0.2, _slow_policy),

@@ -55,6 +55,8 @@ class RolloutBatch:
     """
     from_cache: bool = False
     """Whether an earlier attempt sampled the batch."""
+    version: int = 0
+    """Policy version that sampled all responses."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
     """Distribution over ranks by their number, once it is computed (`ppo.routes`)."""
 
@@ -65,6 +67,11 @@ class RolloutBatch:
     def prompt_lengths_B(self) -> IntArray:
         """Tokens of each prompt."""
         return np.fromiter((len(prompt.input_ids) for prompt in self.prompts), np.int32, len(self.prompts))
+
+    @property
+    def bytes(self) -> int:
+        """Approximate size of the tokens: an id and a log-probability each."""
+        return int(4 * self.prompt_lengths_B.sum() + 8 * self.lengths_B.sum())
 
     def first(self, count: int) -> RolloutBatch:
         """Return the batch of the first `count` responses."""

@@ -10,6 +10,14 @@ the end, the policy. Waits for engines and ranks as long as they send heartbeats
 (`rlhf_core.system.heartbeat`); dead engines are replaced. The steps are synchronous: the engines hold the
 weights that the previous step produced, so the policy version of every rollout is the number of completed
 steps.
+
+With `ppo.staleness=1` the engines sample the next step during scoring and training:
+
+    ranks    score and train step k  -> version k      | sync of version k | score and train step k + 1
+    engines  sample step k + 1 from version k - 1      |                   | sample step k + 2 from version k
+
+The sync waits for both. Steps 1 and 2 are sampled from version 0. A checkpoint of step k contains the
+rollouts of step k + 1, whose weights it does not contain.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
-from rlhf_core.errors import NonFiniteError
+from rlhf_core.errors import CorruptArtifact, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.advice import Advice
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import FloatArray
@@ -37,7 +45,7 @@ from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
 from rlhf_core.ppo.rollout_cache import RolloutCache
-from rlhf_core.ppo.rollouts import Collector, read_responses
+from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
 from rlhf_core.ppo.selection import Selection
 from rlhf_core.ppo.step_checks import StepChecks
 from rlhf_core.ppo.update import Updater
@@ -98,7 +106,10 @@ class PPOController:
         self._cpu_seconds = cpu_seconds
         seed = derive_seed(config.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
+        self._prompts = prompts
         self._rollout_cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
+        self._next_batch: RolloutBatch | None = None
+        """With `ppo.staleness`: the rollouts of the next step."""
         self._updater = Updater(ppo, fleet, seed, demonstrations)
         self._kl: FixedKL | AdaptiveKL
         if ppo.kl.target is None:
@@ -128,6 +139,8 @@ class PPOController:
         """This is also the policy version."""
         self._last_checkpoint_step = 0
         """Step after which another attempt would continue."""
+        self._previous_checkpoint_step = 0
+        """Step of the checkpoint before that. With `ppo.staleness` its score may still be unknown."""
 
     # -- the loop --
 
@@ -180,19 +193,24 @@ class PPOController:
             batch = self.collect()
         failpoint("ppo.after_rollout")
         self._last_batch = batch
+        next_step = self._start_next(step)
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        self._record_score(experience.metrics)
+        self._record_score(experience.metrics, batch.version)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
+        if next_step is not None:
+            with self._timed("rollout"):
+                self._next_batch = self._collector.finish(next_step)
+            failpoint("ppo.after_next_rollout")
         with self._timed("sync"):
             version = self.sync()
         failpoint("ppo.after_sync")
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
-        if not batch.from_cache:
+        if not batch.from_cache and not self._ppo.staleness:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
@@ -212,16 +230,48 @@ class PPOController:
         """Return the shares of a step that `ppo.advice` looks at."""
         seconds = self._timings["timing/step"]
         every = self._ppo.checkpoint_every * seconds
+        sampled = self._next_batch if self._ppo.staleness else batch
+        if sampled is not None and sampled.from_cache:
+            sampled = None
         return {
             "sync/share": self._timings["timing/sync"] / seconds,
             "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
-            **self._utilisation.measure(seconds, self._timings, batch, None if batch.from_cache else batch),
+            **self._utilisation.measure(seconds, self._timings, batch, sampled),
         }
 
     # -- steps of the loop --
 
     def collect(self) -> RolloutBatch:
-        """Return the rollouts of the next step. An earlier attempt may have sampled them."""
+        """Return the rollouts of the next step.
+
+        An earlier attempt may have sampled them, and with `ppo.staleness` the engines have during the step
+        before.
+
+        Raises:
+            WeightSyncError: They are of a policy version that `ppo.staleness` does not allow.
+        """
+        if self._ppo.staleness:
+            batch = self._next_batch or self._collector.collect(1, self.completed_steps)
+            self._next_batch = None
+        else:
+            batch = self._collect_or_read()
+        behind = self.completed_steps - batch.version
+        if not 0 <= behind <= self._ppo.staleness:
+            raise WeightSyncError(
+                f"step {self.completed_steps + 1} was sampled from policy version {batch.version}, {behind}"
+                f" behind; ppo.staleness={self._ppo.staleness} is the limit"
+            )
+        return batch
+
+    def _start_next(self, step: int) -> Sampling | None:
+        """With `ppo.staleness`, let the engines sample the step after `step` with the weights that they
+        have.
+        """
+        if not self._ppo.staleness or step == self._ppo.steps:
+            return None
+        return self._collector.start(step + 1, self.completed_steps, ahead=True)
+
+    def _collect_or_read(self) -> RolloutBatch:
         step = self.completed_steps + 1
         # In other steps, an attempt that continues from the checkpoint has other weights.
         follows_checkpoint = self.completed_steps == self._last_checkpoint_step
@@ -262,6 +312,8 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
         )
+        if ppo.staleness:
+            experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)
         kl = experience.metrics["objective/kl"]
         experience.metrics.update(self._reward_metrics(batch, batch.rewards, kl))
         return experience
@@ -283,17 +335,16 @@ class PPOController:
         metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl
         return metrics
 
-    def _record_score(self, metrics: Metrics) -> None:
-        """Store the score of the last checkpoint, if its policy sampled the rollouts of this step."""
+    def _record_score(self, metrics: Metrics, version: int) -> None:
+        """Store the score of policy `version`, which sampled the rollouts of this step, if it is that of a
+        checkpoint.
+        """
         if self._evaluation is not None:
             return
         score = metrics.get("objective/net_score", math.nan)
-        if (
-            self.completed_steps > 0
-            and self.completed_steps == self._last_checkpoint_step
-            and math.isfinite(score)
-        ):
-            self._scores[self.completed_steps] = score
+        checkpoints = (self._last_checkpoint_step, self._previous_checkpoint_step)
+        if version > 0 and version in checkpoints and math.isfinite(score):
+            self._scores[version] = score
 
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
         """Update the models and the KL controller, and return the metrics; {} if the step is skipped.
@@ -375,10 +426,14 @@ class PPOController:
             fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role) for role in self._trained
         ]
         size = sum(fleet.wait(sizes, "the checkpoint's size"))
+        if self._next_batch is not None:
+            size += self._next_batch.bytes
         with new_checkpoint(self._context, scratch, step, size, known=self._scores) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
+            if self._next_batch is not None:
+                RolloutCache(folder, self._prompts, fleet).write(step + 1, self._next_batch)
             fleet.wait(saving, "the checkpoint")
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             state = {
@@ -391,7 +446,7 @@ class PPOController:
                 state["selection"] = self.selection.state_dict()
                 state["evaluation"] = self._evaluation.state_dict()
             (folder / "controller.json").write_text(json.dumps(state))
-        self._last_checkpoint_step = step
+        self._previous_checkpoint_step, self._last_checkpoint_step = self._last_checkpoint_step, step
         self._checkpoint_seconds = time.monotonic() - started
         failpoint("ppo.after_checkpoint")
 
@@ -416,6 +471,14 @@ class PPOController:
             self.selection.load_state_dict(state["selection"])
             self._evaluation.load_state_dict(state["evaluation"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
+        if self._ppo.staleness and self.completed_steps < self._ppo.steps:
+            step = self.completed_steps + 1
+            self._next_batch = RolloutCache(folder, self._prompts, self._fleet).read(step)
+            if self._next_batch is None:
+                raise CorruptArtifact(
+                    f"the checkpoint {folder} has no readable rollouts of step {step}, which"
+                    " ppo.staleness=1 needs; remove this checkpoint to continue from an earlier one"
+                )
         log.info("ppo continues after step %d", self.completed_steps)
 
     def save_policy(self, folder: Path, *, average: bool = False) -> None:
@@ -472,6 +535,10 @@ class PPOController:
         before = cpu() if cpu is not None else 0.0
         started = time.monotonic()
         yield
-        self._timings[f"timing/{name}"] = time.monotonic() - started
+        # With `ppo.staleness`, a step waits for rollouts at two places.
+        self._add(f"timing/{name}", time.monotonic() - started)
         if cpu is not None:
-            self._timings[f"cpu/{name}"] = cpu() - before
+            self._add(f"cpu/{name}", cpu() - before)
+
+    def _add(self, name: str, value: float) -> None:
+        self._timings[name] = self._timings.get(name, 0.0) + value

@@ -7,6 +7,9 @@
 The next attempt continues from the checkpoint with the weights that sampled the rollouts, and uses them
 instead of sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint can
 be repeated in this way, so the folder has one step. It is renamed when it is complete.
+
+With `ppo.staleness` the folder is part of each checkpoint: the next step is already sampled, with weights
+that no longer exist.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class RolloutCache:
                 "rewards": None if batch.rewards is None else asdict(batch.rewards),
                 "replaced": batch.replaced,
                 "scores_before": batch.scores_before,
+                "version": batch.version,
             }
         )
         checksum = hashlib.sha256(content.encode()).hexdigest()
@@ -91,7 +95,7 @@ class RolloutCache:
         if manifest is None:
             log.error("%s is damaged; step %d is sampled again", self._folder, step)
             return None
-        if manifest["step"] != step:
+        if manifest["step"] != step or "version" not in manifest:
             return None
         loaded: list[dict[str, Any]] = []
         for name, digest in manifest["files"].items():
@@ -111,6 +115,7 @@ class RolloutCache:
             manifest["replaced"],
             manifest["scores_before"],
             from_cache=True,
+            version=manifest["version"],
         )
 
     def _manifest(self) -> dict[str, Any] | None:

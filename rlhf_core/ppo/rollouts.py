@@ -6,7 +6,8 @@
                  +-----------------------------------+
 
 Consumes the prompts of the data artifact; produces a `RolloutBatch`, which always has the same size. Waits
-for all engines, and with filtering for the reward workers.
+for all engines, and with filtering for the reward workers. The engines work between `start` and `finish`, in
+which the controller can do something else.
 
 The tokens stay in chunks (`ppo.columns`), to which the batch has references. They are fetched one chunk at a
 time, and only for reward sources that read responses, tables of samples and the cache of rollouts.
@@ -17,13 +18,14 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar, overload
 
 import numpy as np
 
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.errors import WeightSyncError
+from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader
 from rlhf_core.ppo.engine_actor import EngineActor
@@ -99,6 +101,23 @@ def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
 # -- sampling --
 
 
+@dataclass
+class Sampling:
+    """Responses that the engines are sampling."""
+
+    step: int
+    prompts: Sequence[PromptExample]
+    seeds: Sequence[int]
+    version: int
+    """Policy version of the engines."""
+    ahead: bool
+    """Whether the policy is trained in the meantime, so that its weights cannot be sent again."""
+    remaining: dict[int, list[Chunk]]
+    """Chunks of each engine that are not sampled yet."""
+    calls: dict[int, Pending[RolloutHeader]] = field(default_factory=dict)
+    tokens: dict[int, list[Pending[RolloutColumns]]] = field(default_factory=dict)
+
+
 class Collector:
     """Samples and scores rollouts with a started fleet.
 
@@ -129,12 +148,32 @@ class Collector:
 
     def collect(self, step: int, version: int) -> RolloutBatch:
         """Return the rollout batch of a step, sampled by policy `version`."""
-        ppo = self._ppo
-        used = prompts_of_step(len(self._prompts), ppo.prompts_per_step, self._seed, step)
-        batch = self.sample([self._prompts[i] for i in used], step, 0, version)
+        return self.finish(self.start(step, version))
+
+    def start(self, step: int, version: int, *, ahead: bool = False) -> Sampling:
+        """Let the engines sample the responses of a step.
+
+        Args:
+            step: Number of the step.
+            version: Policy version that the engines have.
+            ahead: Whether the policy is trained before `finish` is called.
+        """
+        used = prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
+        return self._start([self._prompts[i] for i in used], step, 0, version, ahead=ahead)
+
+    def finish(self, sampling: Sampling) -> RolloutBatch:
+        """Wait for the responses of a step. With filtering, score them and replace groups.
+
+        Raises:
+            WeightSyncError: An engine sampled from another policy version.
+            WorkerDied: Too few engines are left, or none that has the weights of `Sampling.version`.
+        """
+        ppo, step, version = self._ppo, sampling.step, sampling.version
+        batch = self._finish(sampling)
         filtering = ppo.dynamic_filtering
         if filtering is None:
             return batch
+        used = prompts_of_step(len(self._prompts), ppo.prompts_per_step, self._seed, step)
         batch.rewards = self.rewards(batch)
         first_scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
         batch.scores_before = first_scores_B.nanmean().item()
@@ -145,7 +184,8 @@ class Collector:
             if not replacements:
                 break
             used += replacements
-            new = self.sample([self._prompts[i] for i in replacements], step, round_, version)
+            prompts = [self._prompts[i] for i in replacements]
+            new = self._finish(self._start(prompts, step, round_, version, ahead=sampling.ahead))
             new.rewards = self.rewards(new)
             self._replace(batch, uniform[: len(replacements)], new)
         return batch
@@ -161,20 +201,49 @@ class Collector:
             )
         return self._composer.score(RewardInputs(self._fleet, batch, self._decode), model_scores)
 
-    def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
-        """Sample `samples_per_prompt` responses to each prompt on all engines at the same time.
-
-        Raises:
-            WeightSyncError: An engine sampled from another policy version.
-        """
+    def _start(
+        self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
+    ) -> Sampling:
+        """Start to sample `samples_per_prompt` responses to each prompt on all engines at the same time."""
         # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
         path = (step,) if round_ == 0 else (step, "round", round_)
         seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
-        sampled = self._generate(prompts, seeds, version, f"the rollouts of step {step}")
+        n = self._ppo.samples_per_prompt
+        ranks, serving = self._fleet.most_ranks, self._fleet.engines.serving
+        rows = _CHUNK_ROWS if ranks == 1 else len(prompts) * n // (_CHUNKS_PER_RANK * ranks)
+        shares = assign([len(p.input_ids) for p in prompts], len(serving))
+        remaining = {
+            engine: cut(share, n, min(rows, _CHUNK_ROWS))
+            for engine, share in zip(serving, shares, strict=True)
+            if share
+        }
+        sampling = Sampling(step, prompts, seeds, version, ahead, remaining)
+        self._send(sampling)
+        return sampling
+
+    def _send(self, sampling: Sampling) -> None:
+        """Send the remaining chunks to their engines."""
+        ppo, prompts = self._ppo, sampling.prompts
+        sampling.calls.clear()
+        for engine, chunks in sampling.remaining.items():
+            sampling.calls[engine], *sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
+                1 + len(chunks),
+                EngineActor.sample,
+                [[prompts[i] for i in chunk] for chunk in chunks],
+                n=ppo.samples_per_prompt,
+                max_new_tokens=ppo.max_new_tokens,
+                temperature=ppo.temperature,
+                seeds=[sampling.seeds[i] for chunk in chunks for i in chunk],
+            )
+
+    def _finish(self, sampling: Sampling) -> RolloutBatch:
+        """Wait for the responses. Raises WeightSyncError if an engine sampled from another policy version."""
+        step, version, n = sampling.step, sampling.version, self._ppo.samples_per_prompt
+        sampled = self._receive(sampling)
         # In the order of their prompts, so that the distribution over ranks does not depend on which engine
         # answered first.
         chunks = sorted(sampled)
-        header = _in_order(chunks, [sampled[chunk][1] for chunk in chunks], self._ppo.samples_per_prompt)
+        header = _in_order(chunks, [sampled[chunk][1] for chunk in chunks], n)
         stale = set(header.versions.tolist()) - {version}
         if stale:
             raise WeightSyncError(
@@ -182,54 +251,43 @@ class Collector:
             )
         return RolloutBatch(
             [sampled[chunk][0] for chunk in chunks],
-            _places(chunks, self._ppo.samples_per_prompt),
+            _places(chunks, n),
             header.lengths,
             header.finished,
-            [p for p in prompts for _ in range(self._ppo.samples_per_prompt)],
+            [p for p in sampling.prompts for _ in range(n)],
+            version=version,
         )
 
-    def _generate(
-        self, prompts: Sequence[PromptExample], seeds: Sequence[int], version: int, what: str
-    ) -> dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]]:
+    def _receive(self, sampling: Sampling) -> dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]]:
         """Return the tokens and the header of each chunk.
 
         The share of an engine that is lost is sampled again as one batch, if possible by the engine that
         replaces it, so that the result is the same.
         """
-        ppo, engines = self._ppo, self._fleet.engines
-        n = ppo.samples_per_prompt
-        ranks = self._fleet.most_ranks
-        rows = _CHUNK_ROWS if ranks == 1 else len(prompts) * n // (_CHUNKS_PER_RANK * ranks)
-        shares = assign([len(p.input_ids) for p in prompts], len(engines.serving))
-        remaining = {
-            engine: cut(share, n, min(rows, _CHUNK_ROWS))
-            for engine, share in zip(engines.serving, shares, strict=True)
-            if share
-        }
+        engines, n = self._fleet.engines, self._ppo.samples_per_prompt
+        what = f"the rollouts of step {sampling.step}"
         sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = {}
-        while remaining:
-            calls: dict[int, Pending[RolloutHeader]] = {}
-            tokens: dict[int, list[Pending[RolloutColumns]]] = {}
-            for engine, chunks in remaining.items():
-                calls[engine], *tokens[engine] = engines.actor(engine).call_parts(
-                    1 + len(chunks),
-                    EngineActor.sample,
-                    [[prompts[i] for i in chunk] for chunk in chunks],
-                    n=n,
-                    max_new_tokens=ppo.max_new_tokens,
-                    temperature=ppo.temperature,
-                    seeds=[seeds[i] for chunk in chunks for i in chunk],
-                )
-            for engine, header in engines.collect(calls, what).items():
+        while True:
+            for engine, header in engines.collect(sampling.calls, what).items():
                 start = 0
-                for chunk, pending in zip(remaining.pop(engine), tokens[engine], strict=True):
+                for chunk, pending in zip(
+                    sampling.remaining.pop(engine), sampling.tokens[engine], strict=True
+                ):
                     end = start + len(chunk) * n
                     sampled[chunk] = (pending, header.rows(start, end))
                     start = end
-            if remaining:
-                self._fleet.sync(version)
-                remaining = reassign(remaining, engines.serving)
-        return sampled
+            if not sampling.remaining:
+                return sampled
+            if not sampling.ahead:
+                self._fleet.sync(sampling.version)
+            elif not engines.serving:
+                # An engine that is restarted would get the weights of the next version.
+                raise WorkerDied(
+                    f"no engine is left with the weights of policy version {sampling.version}, from which"
+                    f" step {sampling.step} is sampled (ppo.staleness=1)"
+                )
+            sampling.remaining = reassign(sampling.remaining, engines.serving)
+            self._send(sampling)
 
     def _replacements(self, step: int, round_: int, count: int, used: Sequence[int]) -> list[int]:
         """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so

@@ -45,6 +45,7 @@ class Utilisation:
 
     def __init__(self, config: PipelineConfig, fleet: Fleet) -> None:
         self._epochs = config.ppo.epochs
+        self._overlapped = config.ppo.staleness > 0
         self._fleet = fleet
         self._cores: list[int] = []
         """Cores that all processes share; empty on GPUs and on a cluster."""
@@ -80,7 +81,7 @@ class Utilisation:
             **token_rates(work, groups, batch, sampled, self._epochs),
             **engine_metrics(work[ENGINES]),
             "padding/share": 0.0 if self._fleet.packs else padding_share(batch),
-            "data_wait/share": data_wait(work, timings, overlapped=False) / seconds,
+            "data_wait/share": data_wait(work, timings, overlapped=self._overlapped) / seconds,
         }
 
     def _idle_cores(

@@ -34,7 +34,11 @@ from rlhf_core.storage.store import Store
 
 CONFIG = Path(__file__).parents[1] / "assets" / "tiny.yaml"
 TRACE = "RLHF_FAIL_TRACE"
-MEASURED_IN_SECONDS = ("seconds", "per_s", "timing/", "cpu/", "system/", "sync/gb", "sync/share", "stage/")
+MEASURED_IN_SECONDS = (
+    "seconds", "per_s", "timing/", "cpu/", "system/", "sync/gb", "sync/share", "stage/",
+    "idle/", "data_wait/", "padding/", "checkpoint/share", "rollout/token_latency", "rollout/decode_steps",
+    "rollout/engine_balance",
+)  # fmt: skip
 COMMANDS = 12
 """How often the command is typed at most."""
 PROBLEMS_END_WITH = (3, 130, 143, -signal.SIGKILL)
@@ -100,10 +104,16 @@ class Result:
 
 
 class Golden:
-    """The undisturbed run below `folder`; made by the first use."""
+    """The undisturbed run below `folder`; made by the first use.
 
-    def __init__(self, folder: Path, stages: Sequence[StageName] = tuple(STAGES)) -> None:
+    `overrides` are settings for all its runs, such as `ppo.steps=5`.
+    """
+
+    def __init__(
+        self, folder: Path, stages: Sequence[StageName] = tuple(STAGES), overrides: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
+        self.overrides = overrides
         self.points: dict[str, Counter[str]] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
@@ -118,7 +128,7 @@ class Golden:
             trace = folder / f"trace-{stage}"
             trace.mkdir(parents=True)
             started = time.monotonic()
-            done = _command(home, stage, trace, {})
+            done = _command(home, stage, trace, {}, overrides)
             out, _ = done.communicate(timeout=900)
             assert done.returncode == 0, out[-3000:]
             self.seconds[stage] = time.monotonic() - started
@@ -142,7 +152,7 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
     result = Result(case, ended=False, same=False, commands=0)
     while not result.ended and result.commands < COMMANDS:
         result.commands += 1
-        process = _command(home, case.stage, trace, environment)
+        process = _command(home, case.stage, trace, environment, golden.overrides)
         out, _ = process.communicate(timeout=900)
         result.ended, result.why = process.returncode == 0, out[-2000:]
         if not result.ended and process.returncode not in PROBLEMS_END_WITH:
@@ -161,9 +171,12 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
 # -- commands and processes --
 
 
-def _command(home: Path, stage: StageName, trace: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+def _command(
+    home: Path, stage: StageName, trace: Path, environment: dict[str, str], overrides: Sequence[str]
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), f"run.home={home}", *overrides]
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", str(CONFIG), f"run.home={home}", "--until", stage],
+        [*command, "--until", stage],
         env={**os.environ, **environment, TRACE: str(trace)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

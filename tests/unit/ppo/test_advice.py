@@ -30,21 +30,22 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         ppo: Section `ppo`.
         changed: Seconds of the phases: `rollout`, `scoring`, `policy` and `critic` (their updates), `sync`,
             `rewards` (after all models have scored); or `padding`, `checkpoints` (shares of the time),
-            `gb_per_s`.
+            `gb_per_s`, `cores` (share of idle cores).
     """
     config = config_from_tree({"ppo": ppo}, "test").ppo
     numbers = {
-        "rollout": 3.0, "scoring": 1.5, "policy": 3.0, "critic": 2.9, "sync": 0.1, "rewards": 0.0,
-        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, **changed,
+        "rollout": 4.2, "scoring": 1.5, "policy": 3.0, "critic": 2.9, "sync": 0.1, "rewards": 0.0,
+        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, "cores": 0.1, **changed,
     }  # fmt: skip
     training = max(numbers["policy"], numbers["critic"])
-    phases = {"rollout": numbers["rollout"], "scoring": numbers["scoring"] + numbers["rewards"]}
-    phases |= {"training": training, "sync": numbers["sync"]}
+    phases = {"scoring": numbers["scoring"] + numbers["rewards"], "training": training}
+    others = sum(phases.values()) if config.staleness else 0.0
+    phases |= {"rollout": max(0.0, numbers["rollout"] - others), "sync": numbers["sync"]}
     seconds = sum(phases.values())
     timings = {f"timing/{phase}": value for phase, value in phases.items()}
     timings |= {"timing/step": seconds, "timing/rewards": numbers["rewards"]}
     batch = batch_of([60] * config.rollout_batch_size, prompt=40)
-    engine = {"seconds/sample": phases["rollout"], "decode_steps": 60.0}
+    engine = {"seconds/sample": numbers["rollout"], "decode_steps": 60.0}
     processes = {ENGINES: [engine] * config.engine.count}
     groups = plan(config).groups
     for group in groups:
@@ -59,19 +60,34 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         **idle_shares(processes, groups, seconds),
         **token_rates(processes, groups, batch, batch, config.epochs),
         **engine_metrics(processes[ENGINES]),
-        "data_wait/share": data_wait(processes, timings, overlapped=False) / seconds,
+        "data_wait/share": data_wait(processes, timings, overlapped=config.staleness > 0) / seconds,
         "padding/share": numbers["padding"],
         "sync/share": numbers["sync"] / seconds,
         "sync/gb_per_s": numbers["gb_per_s"],
         "checkpoint/share": numbers["checkpoints"],
+        "idle/cores": numbers["cores"],
     }
 
 
-GPU = {"engine": {"enforce_eager": False}}
+SYNCHRONOUS = {"engine": {"enforce_eager": False}}
+GPU = SYNCHRONOUS | {"staleness": 1}
 REMOTE = {"type": "remote", "urls": ["http://rewards.test/"], "allowed_hosts": ["rewards.test"]}
 # Rule, section `ppo`, the bottleneck that was planted, and what the sentence must contain.
 PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
-    ("few_engines", GPU, {"rollout": 20.0}, ["idles 81% of a step", "ppo.engine.count=2"]),
+    (
+        "idle_engines",
+        SYNCHRONOUS,
+        {"policy": 10.0, "critic": 10.0},
+        ["idle 73% of a step", "ppo.staleness=1", "12 s a step instead of 16 s"],
+    ),
+    (
+        "many_engines",
+        {"engine": {"enforce_eager": False, "count": 3}, "staleness": 1},
+        {"rollout": 1.5},
+        ["idle 67% of a step", "ppo.engine.count=2 would do"],
+    ),
+    ("idle_cores", {}, {"cores": 0.5}, ["the cores idle 50% of a step", "ppo.staleness=1"]),
+    ("few_engines", GPU, {"rollout": 20.0}, ["idles 77% of a step", "ppo.engine.count=2"]),
     ("slow_critic", GPU, {"critic": 9.0}, ["the policy idles", "ppo.critic_deepspeed.ranks=3"]),
     ("slow_policy", GPU, {"policy": 6.0}, ["the critic idles", "ppo.policy_deepspeed.ranks=2"]),
     ("padding", GPU | {"pack": False}, {"padding": 0.4}, ["40% of the tokens", "ppo.pack=auto"]),
@@ -80,21 +96,21 @@ PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
         "sync",
         GPU | {"weight_sync": {"backend": "gloo", "senders": 1}, "policy_deepspeed": {"ranks": 4}},
         {"sync": 3.0, "gb_per_s": 0.4},
-        ["takes 29% of a step, 0.4 GB/s", "ppo.weight_sync.backend=auto"],
+        ["takes 40% of a step, 0.4 GB/s", "ppo.weight_sync.backend=auto"],
     ),
     (
         "rewards",
         GPU | {"rewards": [REMOTE]},
         {"rewards": 6.0},
-        ["wait 44% of", "ppo.rewards.0.concurrency=8"],
+        ["wait 57% of", "ppo.rewards.0.concurrency=8"],
     ),
     (
         "few_sequences",
-        {"engine": {"enforce_eager": False, "max_num_seqs": 16}},
+        {"engine": {"enforce_eager": False, "max_num_seqs": 16}, "staleness": 1},
         {"rollout": 20.0},
         ["decodes 16 of its 64 sequences", "ppo.engine.max_num_seqs=64"],
     ),
-    ("eager", {}, {"rollout": 5.0}, ["a token 83.3 ms", "ppo.engine.enforce_eager=false"]),
+    ("eager", {"staleness": 1}, {"rollout": 9.0}, ["a token 150.0 ms", "ppo.engine.enforce_eager=false"]),
     (
         "checkpoints",
         GPU,
@@ -124,8 +140,12 @@ def test_a_planted_bottleneck_is_named_once_with_its_field(
     parts: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    balanced, slow = step(ppo), step(ppo, **planted)
-    ((rule, sentence),) = given(caplog, ppo, [slow, slow, balanced, *[slow] * 5, balanced, *[slow] * 5])
+    balanced = step(ppo, rollout=100.0) if name == "idle_engines" else step(ppo)
+    slow = step(ppo, **planted)
+    device = "cpu" if name == "idle_cores" else "cuda"
+    ((rule, sentence),) = given(
+        caplog, ppo, [slow, slow, balanced, *[slow] * 5, balanced, *[slow] * 5], device
+    )
     assert rule == name and sentence.startswith(f"advice, step {3 + PATIENCE}: ")
     assert all(part in sentence for part in parts), sentence
     field = sentence.split(": ")[-1].split("=")[0]
@@ -140,12 +160,14 @@ def test_every_rule_is_planted() -> None:
 def test_a_balanced_step_gives_no_advice(device: str, caplog: pytest.LogCaptureFixture) -> None:
     assert given(caplog, GPU, [step(GPU)] * 5, device) == []
     assert given(caplog, GPU, [{"timing/step": 1.0, "timing/rollout": 1.0}] * 5, device) == []
+    short = step(SYNCHRONOUS, rollout=0.6)  # staleness would make a step 12 % shorter
+    assert given(caplog, SYNCHRONOUS, [short] * 5, device) == []
 
 
 def test_processes_that_share_cores_or_gpus_are_not_idle(caplog: pytest.LogCaptureFixture) -> None:
     slow = step(GPU, rollout=20.0, critic=9.0)
     assert given(caplog, GPU, [slow] * 5, "cpu") == []
-    together = GPU | {"colocate": "all"}
+    together = SYNCHRONOUS | {"colocate": "all"}
     assert given(caplog, together, [step(together, rollout=20.0)] * 5) == []
 
 
@@ -179,6 +201,7 @@ def test_rewards_that_are_computed_during_the_scoring_cost_nothing(caplog: pytes
 def test_fewer_bytes_make_a_sync_shorter(
     ppo: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    ppo = {"staleness": 1, **ppo}
     ((rule, sentence),) = given(caplog, ppo, [step(ppo, sync=3.0)] * 5)
     assert rule == "sync" and field in sentence
 

@@ -173,7 +173,7 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
         first._checks.verify(high.metrics, first.completed_steps)
         first._checks.is_finite(bad.metrics, 4, first.completed_steps)
     first._checkpoint()
-    first._record_score({"objective/net_score": 0.5})
+    first._record_score({"objective/net_score": 0.5}, 5)
     second = started("second")
     second._restore()
     assert second.completed_steps == 5
@@ -198,7 +198,7 @@ def test_a_checkpoint_has_the_score_of_its_own_policy(
     monkeypatch.setattr(controller, "_log", lambda metrics: None)
     monkeypatch.setattr(controller, "_log_samples", lambda *_: None)
     monkeypatch.setattr(controller, "_train", lambda *_: {"loss/policy": 1.0})
-    monkeypatch.setattr(controller, "collect", lambda: batch)
+    monkeypatch.setattr(controller, "collect", lambda: replace(batch, version=controller.completed_steps))
     monkeypatch.setattr(
         controller, "score", lambda _: _Experience(objective__net_score=of_policy[controller.completed_steps])
     )

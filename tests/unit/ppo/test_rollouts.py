@@ -4,6 +4,8 @@
 - a share that is sampled again stays whole, and stays with its engine unless that was given up
 - rollouts are in the order of prompts, the samples of a prompt consecutive, for any number of engines and if
   one of them is lost; a rollout of another policy version is a WeightSyncError
+- while the policy is trained, a lost share goes to an engine that still has the version; without one, the
+  attempt ends
 - dynamic filtering replaces the groups with equal scores (penalties included), for at most `max_rounds`
   rounds, with all that belongs to them, and changes no other group
 - prompts and seeds of each round follow from seed, step and round; no two rounds, steps or positions share a
@@ -35,7 +37,7 @@ from safetensors import SafetensorError
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, plan
-from rlhf_core.errors import WeightSyncError
+from rlhf_core.errors import WeightSyncError, WorkerDied
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.ppo.fleet import Fleet, WorkerGroup
@@ -262,6 +264,45 @@ def test_a_lost_engine_does_not_change_the_rollouts(monkeypatch: pytest.MonkeyPa
     undisturbed = collector(_Engines(), prompts_per_step=8).collect(2, VERSION)
     assert rollouts(made.collect(2, VERSION)) == rollouts(undisturbed)
     assert len(engines.calls) == 2 and engines.serving == [0, 2]
+
+
+def test_rollouts_are_sampled_between_start_and_finish() -> None:
+    made, undisturbed = collector(_Engines((0, 1))), collector(_Engines((0, 1))).collect(2, VERSION)
+    sampling = made.start(2, VERSION, ahead=True)
+    batch = made.finish(sampling)
+    assert rollouts(batch) == rollouts(undisturbed) and batch.version == VERSION
+
+
+def test_an_engine_lost_while_the_policy_is_trained_does_not_change_the_rollouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = _Engines((0, 1, 2))
+    made = collector(engines, prompts_per_step=8)
+    monkeypatch.setattr(made._fleet, "sync", lambda version: pytest.fail("the weights have changed"))
+    sampling = made.start(2, VERSION, ahead=True)
+    engines.lost = {1}
+    engines.serving.remove(1)
+    undisturbed = collector(_Engines(), prompts_per_step=8).collect(2, VERSION)
+    assert rollouts(made.finish(sampling)) == rollouts(undisturbed)
+    assert sorted(engines.calls[1]) == [0]
+
+
+def test_without_an_engine_that_has_the_version_the_attempt_ends() -> None:
+    engines = _Engines((0,))
+    made = collector(engines)
+    sampling = made.start(7, VERSION, ahead=True)
+    engines.lost = {0}
+    engines.serving.clear()
+    with pytest.raises(WorkerDied, match=r"policy version 5, from which step 7 is sampled"):
+        made.finish(sampling)
+
+
+def test_filtering_can_begin_after_the_training() -> None:
+    whole = collector(_Engines(), _Rewards(alike(1, 3), alike(0)), rounds=3).collect(3, VERSION)
+    made = collector(_Engines(), _Rewards(alike(1, 3), alike(0)), rounds=3)
+    batch = made.finish(made.start(3, VERSION, ahead=True))
+    assert (rollouts(batch), batch.replaced) == (rollouts(whole), whole.replaced)
+    assert batch.rewards == whole.rewards
 
 
 def test_sampling_uses_the_configured_length_and_temperature() -> None:
@@ -512,6 +553,7 @@ def cached_batch(rewards: RewardBatch | None = None) -> RolloutBatch:
         rewards,
         1,
         0.25,
+        version=4,
     )
 
 
@@ -528,7 +570,7 @@ def test_the_cache_returns_what_was_written(tmp_path: Path, rewards: RewardBatch
     read = cache_in(tmp_path / "new").read(5)
     assert read is not None
     assert (rollouts(read), read.prompts, read.replaced) == (rollouts(written), written.prompts, 1)
-    assert read.scores_before == 0.25
+    assert (read.scores_before, read.version) == (0.25, 4)
     assert read.from_cache and not written.from_cache
     assert repr(read.rewards) == repr(rewards)
     assert cache.read(3) is None and cache.read(6) is None

@@ -76,6 +76,12 @@ def test_without_the_canary_a_gap_only_warns() -> None:
     assert found["rollout/logprob_gap_alarm"] == 1.0
 
 
+def test_rollouts_of_an_older_policy_are_not_compared(checks: StepChecks) -> None:
+    checks.verify(metrics(rollout__logprob_gap_mean=0.3, rollout__staleness=1.0), 2)
+    with pytest.raises(WeightSyncError):
+        checks.verify(metrics(rollout__logprob_gap_mean=0.3, rollout__staleness=0.0), 1)
+
+
 def test_a_high_kl_stops_the_run_after_three_steps() -> None:
     checks = checks_of("s3://bucket/step-00000004")
     for step, kl in enumerate((21.0, 30.0, 19.0, 21.0, 21.0), start=1):
