@@ -89,8 +89,8 @@ def _idle_engines(situation: Situation) -> str | None:
     if overlapped > 0.85 * metrics["timing/step"]:
         return None
     return (
-        f"engines idle {metrics['idle/engines']:.0%} of a step: ppo.staleness=1 would let them sample the next"
-        f" step during scoring and training, about {overlapped:.2g} s a step instead of"
+        f"engines idle {metrics['idle/engines']:.0%} of a step: ppo.staleness=1 would let them sample the"
+        f" next step during scoring and training, about {overlapped:.2g} s a step instead of"
         f" {metrics['timing/step']:.2g} s"
     )
 
