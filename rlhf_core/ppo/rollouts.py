@@ -201,10 +201,18 @@ class Collector:
             )
         return self._composer.score(RewardInputs(self._fleet, batch, self._decode), model_scores)
 
+    def sample(self, prompts: Sequence[PromptExample], step: int, round_: int, version: int) -> RolloutBatch:
+        """Sample `samples_per_prompt` responses to each prompt on all engines at the same time.
+
+        Raises:
+            WeightSyncError: An engine sampled from another policy version.
+        """
+        return self._finish(self._start(prompts, step, round_, version, ahead=False))
+
     def _start(
         self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
     ) -> Sampling:
-        """Start to sample `samples_per_prompt` responses to each prompt on all engines at the same time."""
+        """Let the engines sample the responses to these prompts."""
         # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
         path = (step,) if round_ == 0 else (step, "round", round_)
         seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
