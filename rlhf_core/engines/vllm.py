@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError
@@ -52,13 +52,15 @@ class Engine:
         weight_transfer: str | None = None,
         adapter_rank: int | None = None,
         head_dtype: str = "model",
+        sleep_level: Literal[0, 1, 2] = 0,
     ) -> None:
         """Start an engine.
 
         `model` is a Hugging Face folder, whose `eos_token_id` ends a response. `device` is "cpu" or "cuda".
         `weight_transfer` is the backend of weight sync ("gloo", "nccl", "ipc", "nccl_m2n") if the weights
         will be updated. `adapter_rank` is set if the updated weights are those of an adapter of this rank on
-        `model`. `head_dtype="float32"` returns logits that are not rounded.
+        `model`. `head_dtype="float32"` returns logits that are not rounded. With a `sleep_level` the engine
+        can `sleep`, on a GPU.
         """
         _set_environment(engine, device)
         from vllm import LLM
@@ -83,6 +85,9 @@ class Engine:
         if head_dtype == "float32":
             options["hf_overrides"] = {"head_dtype": "float32"}
         options |= _device_options(engine, device, max_model_len)
+        self._sleep_level = sleep_level
+        if sleep_level > 0:
+            options["enable_sleep_mode"] = True
         try:
             self.llm = LLM(
                 model=str(model),
@@ -193,6 +198,18 @@ class Engine:
         from vllm.lora.request import LoRARequest
 
         self.llm.llm_engine.add_lora(LoRARequest(f"policy-{number}", number, str(folder)))
+
+    def sleep(self) -> None:
+        """Give the memory of the weights and of the KV cache back to the device.
+
+        At level 1 the weights are kept in host memory, at level 2 they are lost. Addresses stay valid, and
+        with them CUDA graphs.
+        """
+        self.llm.sleep(level=self._sleep_level)
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate the memory of a part again. The engine samples after both parts are there."""
+        self.llm.wake_up(tags=[part])
 
     def shutdown(self) -> None:
         """Free the model and its KV cache."""

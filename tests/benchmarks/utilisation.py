@@ -108,6 +108,37 @@ def measure(work: Callable[[], object], rounds: int, device: str) -> float:
     return statistics.median(seconds[2:])
 
 
+WORK = {"sft": (sft, 8192), "ppo": (ppo, 16384)}
+
+
+def measure_stage(name: str, rank: Rank, *, small: bool, attention: str, rounds: int) -> dict[str, float]:
+    """Return the length of a row, tokens per second and, on a known GPU, the utilisation of its arithmetic.
+
+    Args:
+        name: "sft" or "ppo".
+        rank: This process, which has joined its group.
+        small: A tiny model and short rows.
+        attention: `model.attention`.
+        rounds: Number of measured rounds.
+    """
+    hardware = visible_hardware() if rank.device == "cuda" else None
+    shape = SMALL if small else SHAPE
+    make, length = WORK[name]
+    length = 128 if small else length
+    with tempfile.TemporaryDirectory() as folder:
+        save_tiny_llama(Path(folder), tie_word_embeddings=True, max_position_embeddings=length, **shape)
+        engine = engine_of(Path(folder), rank, attention)
+    parameters = sum(parameter.numel() for parameter in engine.engine.module.parameters())
+    torch.manual_seed(1)
+    tokens_per_s = ROWS * length / measure(make(engine, shape["vocab_size"], length), rounds, rank.device)
+    result = {"length": length, "tokens_per_s": round(tokens_per_s, 1), "prime_rl": PUBLISHED[name]}
+    if hardware is not None:
+        flops = tokens_per_s * flops_per_token(shape, parameters, length)
+        result["utilisation"] = round(flops / hardware.device.flops, 4)
+    engine.close()
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,25 +150,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".rlhf/bench/utilisation.json"))
     args = parser.parse_args()
     hardware = visible_hardware() if args.device == "cuda" else None
-    shape = SMALL if args.small else SHAPE
     rank = Rank(device=args.device)
     join(rank)
-    result = {}
-    for name, make, length in (("sft", sft, 8192), ("ppo", ppo, 16384)):
-        length = 128 if args.small else length
-        with tempfile.TemporaryDirectory() as folder:
-            save_tiny_llama(Path(folder), tie_word_embeddings=True, max_position_embeddings=length, **shape)
-            engine = engine_of(Path(folder), rank, args.attention)
-        parameters = sum(parameter.numel() for parameter in engine.engine.module.parameters())
-        torch.manual_seed(1)
-        tokens_per_s = (
-            ROWS * length / measure(make(engine, shape["vocab_size"], length), args.rounds, args.device)
-        )
-        result[name] = {"length": length, "tokens_per_s": round(tokens_per_s, 1), "prime_rl": PUBLISHED[name]}
-        if hardware is not None:
-            flops = tokens_per_s * flops_per_token(shape, parameters, length)
-            result[name]["utilisation"] = round(flops / hardware.device.flops, 4)
-        engine.close()
+    result = {
+        name: measure_stage(name, rank, small=args.small, attention=args.attention, rounds=args.rounds)
+        for name in WORK
+    }
     leave()
     device = hardware.device.name if hardware is not None else args.device
     print(json.dumps({"device": device, "attention": args.attention, **result}, indent=2))

@@ -1,0 +1,149 @@
+"""The first run on a GPU (`tests.gpu.first_run`), on a machine without one.
+
+- every part runs, or says in one sentence what it needs; a part that fails or hangs does not stop the others
+- each result is in the report as soon as it is known; a part that does not end keeps what it has noted
+- nothing but Python is needed: where torch is missing, the report says so
+- every part has a function, and the parts go from the cheapest to the dearest
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import first_run, parts
+from tests.gpu.first_run import PARTS, Part, run_parts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """Parts of a few lines in place of the real ones, also in the child processes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import sys, time, types
+import tests.gpu.first_run as first_run
+
+def run_good(device, folder, note):
+    note(answer=42, device=device)
+
+def run_wrong(device, folder, note):
+    note(gap=0.5)
+    raise AssertionError("engine and trainer differ by 0.5")
+
+def run_hangs(device, folder, note):
+    note(before=1)
+    time.sleep(60)
+
+def run_dies(device, folder, note):
+    print("Segmentation fault")
+    sys.stdout.flush()
+    import os
+    os._exit(3)
+
+def run_lacks(device, folder, note):
+    import no_such_package
+
+first_run.PARTS = tuple(first_run.Part(n, "", (), 3) for n in ("good", "wrong", "hangs", "dies", "lacks"))
+module = types.ModuleType("tests.gpu.parts")
+module.__dict__.update({k: v for k, v in globals().items() if k.startswith("run_")})
+sys.modules["tests.gpu.parts"] = module
+"""
+    )
+    # The child is a module of the same name in `__main__`, whose table of parts is replaced here too.
+    main = "import runpy, sys; from tests.gpu import first_run; sys.exit(first_run.main(sys.argv[1:]))"
+    monkeypatch.setattr(first_run, "COMMAND", [sys.executable, "-c", main])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    limits = {"hangs": 3}
+    return [Part(n, "", (), limits.get(n, 20)) for n in ("good", "wrong", "hangs", "dies", "lacks")]
+
+
+def read(out: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads((out / "first_run.json").read_text())
+    return {row["part"]: row for row in report["parts"]}
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(
+    toys: list[Part], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    also = Part("unfit", "", ("no_such_package_2",), 5)
+    assert run_parts([*toys, also], "cpu", 600, out) == 1
+    rows = read(out)
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "good": "passed",
+        "wrong": "failed",
+        "hangs": "timed out",
+        "dies": "failed",
+        "lacks": "not run",
+        "unfit": "not run",
+    }
+    assert rows["good"]["found"]["answer"] == 42
+    assert (rows["wrong"]["found"], rows["wrong"]["why"]) == (
+        {"gap": 0.5},
+        "AssertionError: engine and trainer differ by 0.5",
+    )
+    assert rows["hangs"]["found"] == {"before": 1} and rows["hangs"]["seconds"] < 20
+    assert "code 3: Segmentation fault" in rows["dies"]["why"]
+    assert rows["lacks"]["why"] == "needs the package no_such_package, which is not installed"
+    assert rows["unfit"]["why"] == "needs the package no_such_package_2, which is not installed"
+    said = capsys.readouterr().out
+    assert "answer 42" in said and "first_run.json" in said
+
+
+def test_no_part_begins_after_the_minutes(toys: list[Part], tmp_path: Path) -> None:
+    assert run_parts(toys[:2], "cpu", 0.0, tmp_path / "out") == 0
+    assert {row["why"] for row in read(tmp_path / "out").values()} == {
+        "needs more time than the 0 minutes of --minutes"
+    }
+
+
+def test_it_runs_without_any_package_and_says_what_is_missing(tmp_path: Path) -> None:
+    run = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.gpu.first_run import main;"
+        f" sys.exit(main(['--only', 'agreement,planned_peak,colocated', '--out', {str(tmp_path)!r}]))"
+    )
+    # Without the packages of the environment.
+    subprocess.run([sys.executable, "-I", "-S", "-c", run], check=True, timeout=60)
+    rows = read(tmp_path)
+    assert rows["agreement"]["why"] == "needs the package torch, which is not installed"
+    assert {row["status"] for row in rows.values()} == {"not run"}
+
+
+def test_every_part_has_a_function_and_a_limit() -> None:
+    for part in PARTS:
+        assert callable(getattr(parts, f"run_{part.name}")), part.name
+        assert 30 <= part.limit <= 300
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    # Packages are only added: what needs less comes first, apart from the speed of what was shown before.
+    assert [part.name for part in PARTS][:3] == ["versions", "packed_attention", "agreement"]
+    assert PARTS[-1].name == "colocated"
+
+
+def test_on_the_cpu_the_cheap_parts_run_and_those_for_gpus_say_so(tmp_path: Path) -> None:
+    chosen = [part for part in PARTS if part.name in ("versions", "packed_attention") or not part.on_cpu]
+    assert run_parts(chosen, "cpu", 600, tmp_path) == 0
+    rows = read(tmp_path)
+    assert rows["versions"]["status"] == rows["packed_attention"]["status"] == "passed"
+    assert rows["versions"]["found"]["gpus"] == 0
+    assert rows["packed_attention"]["found"]["sdpa_gap_mean"] < 1e-5
+    others = [row for name, row in rows.items() if name not in ("versions", "packed_attention")]
+    assert len(others) == 4
+    assert {(row["status"], row["why"]) for row in others} == {("not run", "needs a GPU")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_on_the_cpu_every_part_runs_or_says_what_it_needs(tmp_path: Path) -> None:
+    run_parts(list(PARTS), "cpu", 3000, tmp_path)
+    rows = read(tmp_path)
+    for part in PARTS:
+        row = rows[part.name]
+        assert row["status"] == ("passed" if part.on_cpu else "not run"), (part.name, row)
