@@ -1,6 +1,6 @@
 """The stages of the pipeline and what each of them reads: the DAG, stated once.
 
-    data ──> sft ──> reward ──> ppo ──> evaluate ──> register
+    data ──> sft ──> reward ──> (judge) ──> ppo ──> evaluate ──> register
 
 A stage reads the artifacts of all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py`
 with `run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rlhf_core.errors import InputError
 
-StageName = Literal["data", "sft", "reward", "ppo", "evaluate", "register"]
+StageName = Literal["data", "sft", "reward", "judge", "ppo", "evaluate", "register"]
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,21 @@ _TABLE = (
         memory_fields=("reward.micro_batch_tokens",),
     ),
     Stage(
+        "judge",
+        "rlhf_core.stages.reward:run_judge",
+        version=1,
+        sections=("model", "reward"),
+        inputs=("data", "sft"),
+        enabled_by="reward.judge",
+        headline=("accuracy", "margin", "eval_loss"),
+        memory_fields=("reward.micro_batch_tokens",),
+    ),
+    Stage(
         "ppo",
         "rlhf_core.stages.ppo:run",
         version=10,
         sections=("model", "ppo"),
-        inputs=("data", "sft", "reward"),
+        inputs=("data", "sft", "reward", "judge"),
         sources=("ppo.",),
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=("ppo.micro_batch_tokens", *_ENGINE_MEMORY),
@@ -110,7 +120,7 @@ _TABLE = (
         "rlhf_core.stages.evaluate:run",
         version=9,
         sections=("evaluate", "ppo"),
-        inputs=("data", "sft", "reward", "ppo"),
+        inputs=("data", "sft", "reward", "judge", "ppo"),
         sources=("ppo.",),
         sources_in_key=False,
         data_context="evaluation",
@@ -122,7 +132,7 @@ _TABLE = (
         "rlhf_core.stages.register:run",
         version=4,
         sections=("register",),
-        inputs=("data", "sft", "reward", "ppo", "evaluate"),
+        inputs=("data", "sft", "reward", "judge", "ppo", "evaluate"),
         sources=("ppo.",),
         sources_in_key=False,
         data_context="evaluation",

@@ -131,7 +131,7 @@ def decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[
 def _decisive(config: PipelineConfig, source_digests: Mapping[str, str]) -> dict[str, Any]:
     settings = {name: result_settings(_section(config, name)) for name in _PIPELINE_SECTIONS}
     return {
-        "schema": {name: stage.version for name, stage in STAGES.items()},
+        "schema": {name: stage.version for name, stage in STAGES.items() if is_enabled(config, name)},
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,

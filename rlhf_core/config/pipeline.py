@@ -257,9 +257,10 @@ class EvaluateConfig(Section):
         "Level of the intervals",
         within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
     )
-    judge: Literal["auto", "gold", "reward_model", "rules"] = result(
+    judge: Literal["auto", "gold", "judge_model", "reward_model", "rules"] = result(
         "auto",
-        "The judge of a win. `auto`: the true reward if there is one, else the reward model, else the rules",
+        "The judge of a win. `auto`: the true reward if there is one, else the second reward model"
+        " (`reward.judge`), else the reward model, else the rules",
     )
     samples: PositiveInt = result(
         20,
@@ -352,6 +353,15 @@ class PipelineConfig(Section):
             raise ValueError(
                 "ppo.rewards has a source of type `model`, but there is no reward model: set"
                 " reward.enabled=true and data.preference, or use rule rewards"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> Self:
+        if self.reward.judge is not None and not self.ppo.uses_reward_model:
+            raise ValueError(
+                "reward.judge is a second model for a policy that is trained with the first; got ppo.rewards"
+                " without a source of type model: leave reward.judge out, the reward model is the judge"
             )
         return self
 

@@ -12,13 +12,14 @@ from typing import Literal
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig
 
-Role = Literal["policy", "reference", "critic", "reward"]
+Role = Literal["policy", "reference", "critic", "reward", "judge"]
 
 _LABELS: dict[Role, str] = {
     "policy": "policy",
     "reference": "reference",
     "critic": "critic",
     "reward": "reward model",
+    "judge": "judge",
 }
 
 _ADAPTED_FROM: dict[Role, Role] = {"reference": "policy", "reward": "critic"}

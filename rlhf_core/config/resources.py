@@ -91,6 +91,7 @@ class ResourcesConfig(Section):
     data: StageResources = execution(StageResources(), "Of the stage `data`")
     sft: StageResources = execution(StageResources(), "Of the stage `sft`")
     reward: StageResources = execution(StageResources(), "Of the stage `reward`")
+    judge: StageResources = execution(StageResources(), "Of the stage `judge`")
     ppo: StageResources = execution(StageResources(), "Of the stage `ppo`")
     evaluate: StageResources = execution(StageResources(), "Of the stage `evaluate`")
     register_: StageResources = execution(StageResources(), "Of the stage `register`", alias="register")

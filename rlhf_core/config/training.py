@@ -173,6 +173,16 @@ class EarlyStopConfig(Section):
     )
 
 
+class JudgeConfig(Section):
+    """A second reward model from other pairs, with another seed, which the policy is not trained with."""
+
+    fraction: PositiveFloat = result(
+        0.5,
+        "Share of the prompts whose pairs train the judge; the reward model is trained with the others",
+        within=Range(0.05, 0.95, "both models need pairs"),
+    )
+
+
 class RewardConfig(Section):
     """Bradley-Terry reward model, from the SFT model."""
 
@@ -194,6 +204,12 @@ class RewardConfig(Section):
     early_stop: EarlyStopConfig | None = result(
         None,
         "Stop when the held-out loss no longer falls; null: all epochs and the last weights",
+    )
+    judge: JudgeConfig | None = result(
+        None,
+        "Train a second reward model as a judge, with the settings of this section. It judges the evaluations"
+        " during PPO, the stage `evaluate` and the match; null: no second model",
+        later=True,
     )
     checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
     min_accuracy: Fraction = execution(

@@ -10,6 +10,7 @@ not change the training, and an attempt that repeats one gets the same numbers.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,9 @@ class HeldOutEvaluation:
             self._sft_scores = decisive
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
         metrics[OBJECTIVE] = _mean(decisive) - self._ppo.kl.coef * metrics[KL]
+        for name in ("score", "judge"):
+            if name in columns:
+                metrics[f"eval/{name}_error"] = _standard_error(columns[name])
         wins = [
             math.nan if math.isnan(a + b) else preference(a, b)
             for a, b in zip(decisive, self._sft_scores, strict=True)
@@ -99,6 +103,8 @@ class HeldOutEvaluation:
         }
         for name, values in rewards.by_source.items():
             columns[f"rewards/{name}"] = list(values)
+        if "judge" in fleet.groups:
+            columns["judge"] = fleet.scores(batch, "judge").gather()
         pairs = zip(policy.gather("logprobs"), reference.gather("logprobs"), strict=True)
         columns["kl"] = [float((new.astype("f8") - ref.astype("f8")).sum()) for new, ref in pairs]
         inputs = list(RewardInputs(fleet, batch, self._decode))
@@ -116,6 +122,14 @@ class HeldOutEvaluation:
 
 def _means(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: _mean(values) for name, values in columns.items()}
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean over prompts; NaN with fewer than two values."""
+    present = [value for value in values if not math.isnan(value)]
+    if len(present) < 2:
+        return math.nan
+    return statistics.stdev(present) / math.sqrt(len(present))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -108,8 +108,9 @@ def _load_champion(config: PipelineConfig, tags: Mapping[str, str], judge: str) 
         folder = artifacts.fetch(policy)
         sft = partial(_fetched, artifacts, "sft", tags)
         files = policy_files(made_with(made["ppo"]), folder, sft)
-        judged_by_model = "reward_model" in (judge, tags.get("eval.judge"))
-        reward = _reward_model(artifacts, tags) if judged_by_model else None
+        own_judge = tags.get("eval.judge", "")
+        stage = scoring.MODEL_STAGES.get(own_judge) or scoring.MODEL_STAGES.get(judge)
+        reward = None if stage is None else _reward_model(artifacts, tags, stage)
         tokenizer = _tokenizer_digest(folder / "policy")
         return _Champion(files, tokenizer, train, str(made["data"]["template"]), reward)
     except (CorruptArtifact, InputError) as error:  # other errors of the store are retried by the pipeline
@@ -122,11 +123,11 @@ def _training_prompts(data: Path) -> frozenset[str]:
     return frozenset([*prompts, *load_pair_prompts(data, "train")])
 
 
-def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str]) -> Path | None:
+def _reward_model(artifacts: ArtifactStore, tags: Mapping[str, str], stage: StageName) -> Path | None:
     try:
-        return _fetched(artifacts, "reward", tags) / "model"
+        return _fetched(artifacts, stage, tags) / "model"
     except MatchSkipped as reason:
-        log.warning("the champion's reward model will not judge: %s", reason)
+        log.warning("the champion's model of the stage %s will not judge: %s", stage, reason)
         return None
 
 
@@ -206,7 +207,8 @@ def _run_match(
         comparison = compare(ours, theirs, measure, **Intervals(config).settings("match"))
         return comparison, tuple(answer.sample.prompt_id for answer in ours)
 
-    own_model = context.inputs["reward"] / "model" if "reward" in context.inputs else None
+    stage = scoring.MODEL_STAGES.get(judge)
+    own_model = None if stage is None else context.inputs[stage] / "model"
     comparison, prompt_ids = compare_by(judge, own_model)
     by_champion_model = None
     if champion.reward is not None:
@@ -219,8 +221,9 @@ def _judge_digest(
     config: PipelineConfig, context: StageContext, judge: str, reward_code: Mapping[str, str]
 ) -> str | None:
     """Return the digest that the evaluation of the candidate has for the judge."""
-    if judge == "reward_model":
+    stage = scoring.MODEL_STAGES.get(judge)
+    if stage is not None:
         lineage = context.lineage
-        reward = lineage.inputs.get("reward") if lineage else None
-        return reward.digest if reward else None
+        model = lineage.inputs.get(stage) if lineage else None
+        return model.digest if model else None
     return scoring.judge_digests(config, gold_known=judge == "gold", reward_code=reward_code).get(judge)

@@ -22,6 +22,7 @@ SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
 _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
 MEASURE_LABELS = {
     "gold": "gold reward (true reward)",
+    "judge_model": "score of the second reward model (normalised)",
     "reward_model": "reward-model score (normalised)",
     "rules": "weighted sum of rule rewards",
 }

@@ -19,9 +19,14 @@ from markdown_it import MarkdownIt
 
 MODELS = ("sft", "ppo")
 
-_MEASURES = {"gold_reward": "Gold reward", "reward_model": "Reward model"}
+_MEASURES = {
+    "gold_reward": "Gold reward",
+    "judge_model": "Second reward model",
+    "reward_model": "Reward model",
+}
 _JUDGES = {
     "gold": "the gold reward",
+    "judge_model": "a second reward model, trained with other pairs",
     "reward_model": "the reward model",
     "rules": "the weighted sum of rule rewards",
 }

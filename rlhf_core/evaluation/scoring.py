@@ -22,6 +22,7 @@ from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.rank_scoring import logprobs_of_rank, on_ranks, scores_of_rank
+from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
 from rlhf_core.system.heartbeat import heartbeat, idle
@@ -29,6 +30,10 @@ from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MODEL_STAGES: dict[str, StageName] = {"judge_model": "judge", "reward_model": "reward"}
+"""Measures that are scores of a trained model, with the stage of the model."""
 
 
 def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
@@ -49,13 +54,14 @@ def has_gold(prompts: Sequence[PromptExample]) -> bool:
 
 
 def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
-    """Return the measure that decides wins: `gold`, `reward_model` or `rules`.
+    """Return the measure that decides wins: `gold`, `judge_model`, `reward_model` or `rules`.
 
     Raises:
         ConfigError: `evaluate.judge` names a measure that this run does not have.
     """
     possible = {
         "gold": gold_known,
+        "judge_model": config.reward.judge is not None,
         "reward_model": config.reward.enabled,
         "rules": any(source.weight for source in rule_sources(config)),
     }
@@ -67,8 +73,8 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
         return wanted
     raise ConfigError(
         f"evaluate.judge must name a judge that this run has; got {wanted}; use"
-        f" {' or '.join(['auto', *available])} (gold needs the synthetic task, reward_model a trained reward"
-        " model, rules a rule of some weight in ppo.rewards)"
+        f" {' or '.join(['auto', *available])} (gold needs the synthetic task, judge_model"
+        " reward.judge, reward_model a trained reward model, rules a rule of some weight in ppo.rewards)"
     )
 
 
@@ -99,6 +105,8 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     """Return whether the policy's reward contains `measure`. If so, a win by this measure is not independent
     evidence.
     """
+    if measure == "judge_model":
+        return False
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
     used = [source for source in config.ppo.rewards if source.weight]
     if kind is not None:
@@ -122,7 +130,7 @@ def score(
     Args:
         measure: A result of `choose_measure`.
         config: Configuration of the run.
-        reward: Folder of the reward model, if it is the measure.
+        reward: Folder of the reward model or of the judge, if it is the measure.
         samples: (n,) prompts and responses.
         pad_id: Padding token.
         device: Device of the reward model.

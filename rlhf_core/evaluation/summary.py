@@ -30,7 +30,7 @@ class Measured:
     """All values of both models' responses to n prompts, always in the same order."""
 
     measures: Mapping[str, ByModel]
-    """`gold`, `reward_model`, `rules` (the weighted sum), as far as the run has them."""
+    """`gold`, `judge_model`, `reward_model`, `rules` (the weighted sum), as far as the run has them."""
     rules: Mapping[str, ByModel]
     """Raw values of each rule source. NaN if a failure is masked."""
     kl: list[float]
@@ -168,6 +168,7 @@ def _numbers(
         "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
+        **({"judge_model": measures["judge_model"]} if "judge_model" in measures else {}),
         "rules": rules,
         "kl": kl.mean,
         "kl_interval": kl.to_json(),
@@ -232,7 +233,7 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     flat: dict[str, float] = {"kl": evaluation["kl"]}
-    names = ("gold_reward", "gold_reward_exchanged", "reward_model")
+    names = ("gold_reward", "gold_reward_exchanged", "judge_model", "reward_model")
     pairs = {name: evaluation[name] for name in names if evaluation.get(name)}
     pairs |= {f"rules/{name}": pair for name, pair in evaluation["rules"].items()}
     for name, pair in pairs.items():

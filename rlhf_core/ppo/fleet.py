@@ -260,6 +260,8 @@ class Fleet:
         self._starts[group.name] += 1
         config_json = self._config.model_dump_json(by_alias=True)
         folders = {role: self._folders[role] for role in group.roles}
+        if "reward" in group.roles and "judge" in self._folders:
+            folders["judge"] = self._folders["judge"]
         workers = []
         for rank in range(group.ranks):
             options = {
@@ -277,7 +279,7 @@ class Fleet:
             )
             workers.append(RemoteActor[ModelWorker](handle))
         started = WorkerGroup(group, tuple(workers))
-        self.groups.update(dict.fromkeys(group.roles, started))
+        self.groups.update(dict.fromkeys(folders, started))
         return started
 
     def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
@@ -425,13 +427,15 @@ class Fleet:
             )
         return Scattered(self, "critic.values", shares, parts)
 
-    def scores(self, batch: RolloutBatch) -> ScatteredScores:
-        """Start `ModelWorker.scores` on the ranks of the reward model."""
-        group, shares = self._route("reward", batch)
+    def scores(self, batch: RolloutBatch, role: Literal["reward", "judge"] = "reward") -> ScatteredScores:
+        """Start `ModelWorker.scores` on the ranks of the reward model, which also hold the judge."""
+        group, shares = self._route(role, batch)
         pending = []
         for worker, share in zip(group.workers, shares, strict=True):
             arguments = [as_argument(chunk) for chunk in chunks_of(batch, share)]
-            pending.append(worker.call(ModelWorker.scores, share.places, share.micro_batches, *arguments))
+            pending.append(
+                worker.call(ModelWorker.scores, role, share.places, share.micro_batches, *arguments)
+            )
         return ScatteredScores(self, shares, pending)
 
     def _route(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare]]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -94,7 +94,9 @@ class ModelWorker(Actor):
         limits = self.participant.timeouts
         self._rank = Rank(rank, world_size, 0, address, port, device, limits.start, limits.stall)
         join(replace(self._rank, listener=self._listener))
-        for role in self._roles:
+        # The judge has no ranks of its own: those of the reward model hold it as well.
+        roles: tuple[Role, ...] = (*self._roles, *(("judge",) if "judge" in self._folders else ()))
+        for role in roles:
             torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
         # An engine of DeepSpeed wraps the model in `module`; a frozen model may be bare.
@@ -198,12 +200,20 @@ class ModelWorker(Actor):
         return None, row_columns([len(row) for row in values], values=[row.numpy() for row in values])
 
     @rpc()
-    def scores(self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns) -> list[float]:
-        """Return the reward model's score of each response, normalized by its stored statistics."""
+    def scores(
+        self,
+        role: Literal["reward", "judge"],
+        places: Places,
+        micro_batches: list[list[int]],
+        *chunks: RolloutColumns,
+    ) -> list[float]:
+        """Return the score of each response by the reward model or the judge, normalized by its stored
+        statistics.
+        """
         from rlhf_core.models.scoring import sequence_scores
 
-        fault = failpoint("reward.scores", "nan")
-        model = self._models["reward"]
+        fault = failpoint(f"{role}.scores", "nan")
+        model = self._models[role]
         statistics = getattr(model, "module", model).statistics
         scores = sequence_scores(model, statistics, self._batches(places, chunks, micro_batches))
         return [np.nan] * len(scores) if fault == "nan" else scores

@@ -115,7 +115,7 @@ class PipelineRun:
     def artifact(self, stage: StageName) -> ArtifactRef:
         """Return the artifact of a finished stage. Raises InputError if this run does not have the stage."""
         if stage not in self.records:
-            raise InputError(f"this configuration has no stage {stage}; set {STAGES[stage].enabled_by}=true")
+            raise InputError(f"this configuration has no stage {stage}; set {STAGES[stage].enabled_by}")
         return self.records[stage].ref
 
     def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:

@@ -79,6 +79,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     evaluation["judge_digests"] = scoring.judge_digests(
         config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
     )
+    if context.lineage is not None and "judge" in context.lineage.inputs:
+        evaluation["judge_digests"]["judge_model"] = context.lineage.inputs["judge"].digest
     evaluation["judge_trained_on"] = trained = scoring.trained_on(config, judge)
     evaluation["gold_reward_exchanged"] = exchanged_gold(responses, interval) if gold_known else None
     evaluation["unscored"] = len(prompts) - len(measured.kl)
@@ -101,7 +103,8 @@ def _measure(
 ) -> Measured:
     """Each measure scores both models' responses in one call."""
     sources = scoring.rule_sources(config)
-    parts = gold_known + ("reward" in context.inputs) + bool(sources) + 1
+    models = {name: stage for name, stage in scoring.MODEL_STAGES.items() if stage in context.inputs}
+    parts = gold_known + len(models) + bool(sources) + 1
     done = 0
 
     def report() -> None:
@@ -121,12 +124,12 @@ def _measure(
     if gold_known:
         measures["gold"] = pair(scoring.score_gold(both))
         report()
-    if "reward" in context.inputs:
-        folder = context.inputs["reward"] / "model"
+    for name, stage in models.items():
+        folder = context.inputs[stage] / "model"
         scores = scoring.score_reward_model(
             config, folder, both, pad_id=pad_id, device=device, context=context
         )
-        measures["reward_model"] = pair(scores)
+        measures[name] = pair(scores)
         report()
     if sources:
         batch = scoring.score_rules(sources, both, code_digests(config.ppo.rewards, context.sources))

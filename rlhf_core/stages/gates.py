@@ -12,9 +12,9 @@ from rlhf_core.pipeline import StageName
 
 def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, float]) -> None:
     """Raise GateFailed with the value, the limit and a possible fix."""
-    if stage == "reward" and metrics["accuracy"] < config.reward.min_accuracy:
+    if stage in ("reward", "judge") and metrics["accuracy"] < config.reward.min_accuracy:
         raise GateFailed(
-            f"reward: held-out accuracy {metrics['accuracy']:.3f} is below"
+            f"{stage}: held-out accuracy {metrics['accuracy']:.3f} is below"
             f" reward.min_accuracy={config.reward.min_accuracy}; train longer, raise the learning rate, or"
             " check the pairs in the data card"
         )

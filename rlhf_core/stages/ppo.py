@@ -120,4 +120,7 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
     sft = context.inputs["sft"] / "model"
     reward = context.inputs["reward"] / "model" if "reward" in context.inputs else sft
     critic = reward if config.ppo.uses_reward_model else sft
-    return {"policy": sft, "reference": sft, "critic": critic, "reward": reward}
+    folders: dict[Role, Path] = {"policy": sft, "reference": sft, "critic": critic, "reward": reward}
+    if "judge" in context.inputs and config.ppo.evaluation_interval is not None:
+        folders["judge"] = context.inputs["judge"] / "model"
+    return folders

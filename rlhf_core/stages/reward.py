@@ -1,5 +1,5 @@
-"""Stage `reward`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its score
-statistics; `adapter/` with `reward.lora`.
+"""Stages `reward` and `judge`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its
+score statistics; `adapter/` with `reward.lora`.
 
 The loss is Bradley-Terry on pairs; both responses of a pair are in the same forward pass. The loss of one
 optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the
@@ -30,12 +30,14 @@ from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import all_ranks_pack
 from rlhf_core.engines.sharding import shards_of
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.exchange import exchange_pairs
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
+from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
@@ -47,6 +49,17 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the
     stage.
     """
+    return _run(config, context, "reward")
+
+
+def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
+    """Train the second reward model of `reward.judge` in the same way, from the other pairs and with another
+    seed.
+    """
+    return _run(config, context, "judge")
+
+
+def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
     from rlhf_core.cluster.ranks import run_ranks
     from rlhf_core.engines.distributed import resolve_device
 
@@ -59,6 +72,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         context.inputs["sft"],
         context.scratch,
         context.output,
+        stage,
         rank_zero=context,
         config=config,
         monitor=context.monitor,
@@ -66,7 +80,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     )
     shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
     context.metrics.flush()
-    check_gate(config, "reward", metrics)
+    check_gate(config, stage, metrics)
     return StageResult(metrics)
 
 
@@ -77,13 +91,14 @@ def _train(
     sft: Path,
     work: Path,
     out: Path,
+    stage: StageName,
     context: StageContext | None,
 ) -> dict[str, float]:
     reward = config.reward
-    train, held_out = load_pairs(data, "train"), load_pairs(data, "eval")
+    train, held_out = training_pairs(config, data, stage), load_pairs(data, "eval")
     if reward.margin == "field":
         require_margins([*train, *held_out])
-    torch.manual_seed(derive_seed(config.run.seed, "reward", "init"))
+    torch.manual_seed(derive_seed(config.run.seed, stage, "init"))
     model = load_score_model(
         sft / "model",
         dtype=reward.deepspeed.dtype,
@@ -99,7 +114,7 @@ def _train(
     engine = TrainingEngine(
         model, reward.deepspeed, reward.optimizer, rank, keep_best=reward.early_stop is not None
     )
-    seed = derive_seed(config.run.seed, "reward")
+    seed = derive_seed(config.run.seed, stage)
     metrics = train_reward(
         engine, train, held_out, reward, seed=seed, pad_id=pad_id, work=work, context=context
     )
@@ -149,6 +164,29 @@ def _train(
         "score_std": statistics.std,
         **metrics,
     }
+
+
+def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list[PairExample]:
+    """Return the pairs that train the model of `stage`, `reward` or `judge`.
+
+    With `reward.judge` they are disjoint: all pairs of a prompt train the same model, whatever the seed. The
+    held-out pairs are the same for both. Raises DataError if nothing is left.
+    """
+    pairs = load_pairs(data, "train")
+    judge = config.reward.judge
+    if judge is None:
+        return pairs
+    chosen = [pair for pair in pairs if _is_of_judge(pair, judge.fraction) == (stage == "judge")]
+    if not chosen:
+        raise DataError(
+            f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
+            f" {stage}; add pairs, or leave reward.judge out"
+        )
+    return chosen
+
+
+def _is_of_judge(pair: PairExample, fraction: float) -> bool:
+    return derive_seed(0, "judge", pair.prompt_id) / 2.0**63 < fraction
 
 
 def _examine(pairs: list[PairExample], scores_P2: Any, out: Path, context: StageContext) -> dict[str, float]:

@@ -21,8 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.pipeline import STAGES
-from tests.chaos.harness import Case, Golden, Result, run_case
+from tests.chaos.harness import STAGES, Case, Golden, Result, run_case
 
 PREFACE = """# Kills of a run
 
@@ -103,7 +102,7 @@ def cases(points: Mapping[str, Mapping[str, int]], seed: int) -> Iterator[Case]:
             yield Case(case.stage, random=shares, seed=chance.randrange(2**31))
     while True:
         shares = tuple(chance.uniform(0.1, 1.0) for _ in range(3))
-        yield Case(chance.choice(tuple(STAGES)), random=shares, seed=chance.randrange(2**31))
+        yield Case(chance.choice(STAGES), random=shares, seed=chance.randrange(2**31))
 
 
 def negative_control() -> Case:

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.load import load_config
-from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 
 CONFIG = Path(__file__).parents[1] / "assets" / "tiny.yaml"
+STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "register")
+"""Those of this configuration."""
 TRACE = "RLHF_FAIL_TRACE"
 MEASURED_IN_SECONDS = (
     "seconds", "per_s", "timing/", "cpu/", "system/", "sync/gb", "sync/share", "stage/",
@@ -110,7 +112,7 @@ class Golden:
     """
 
     def __init__(
-        self, folder: Path, stages: Sequence[StageName] = tuple(STAGES), overrides: Sequence[str] = ()
+        self, folder: Path, stages: Sequence[StageName] = STAGES, overrides: Sequence[str] = ()
     ) -> None:
         self.folder = folder
         self.overrides = overrides
@@ -118,7 +120,7 @@ class Golden:
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
         home = folder / "home"
-        for stage in stages_between("data", stages[-1]):
+        for stage in STAGES[: STAGES.index(stages[-1]) + 1]:
             if stage in stages:
                 (
                     shutil.copytree(home, self.before(stage))

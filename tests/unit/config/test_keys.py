@@ -44,7 +44,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
     ("tree", "stages"),
     [
         ({"sft": {"epochs": 7}}, {"sft"}),
-        ({"reward": {"center": 0.1}}, {"reward"}),
+        ({"reward": {"center": 0.1}}, {"reward", "judge"}),
         ({"ppo": {"lam": 0.9}}, {"ppo", "evaluate"}),
         ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
         (
@@ -65,7 +65,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
             {"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}},
             set(),
         ),
-        ({"reward": {"early_stop": {"every": 9}}}, {"reward"}),
+        ({"reward": {"early_stop": {"every": 9}}}, {"reward", "judge"}),
         ({"run": {"seed": 5}}, set(STAGES)),
     ],
 )
@@ -77,7 +77,7 @@ EVERYTHING = {
     "run": {"device": "cpu"},
     "model": {"path": "model"},
     "sft": {"lora": {}},
-    "reward": {"lora": {}, "early_stop": {}},
+    "reward": {"lora": {}, "early_stop": {}, "judge": {}},
     "ppo": {
         "algorithm": "grpo",
         "samples_per_prompt": 2,
@@ -129,10 +129,10 @@ IN_NO_KEY = {
 """Whatever they are, the result is the same but for rounding, or its content counts in their place."""
 
 SECTIONS = {
-    "model": {"data", "sft", "reward", "ppo"},
+    "model": {"data", "sft", "reward", "judge", "ppo"},
     "data": {"data"},
     "sft": {"sft"},
-    "reward": {"reward"},
+    "reward": {"reward", "judge"},
     "ppo": {"ppo", "evaluate"},
     "evaluate": {"evaluate"},
     "register": {"register"},

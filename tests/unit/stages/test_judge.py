@@ -1,0 +1,82 @@
+"""The second reward model of `reward.judge`.
+
+- both models have disjoint pairs that are together all of them; the pairs of a prompt stay together, whatever
+  the seed of the run
+- without a judge, all pairs train the reward model
+- settings that make no sense are refused
+- the judge is not a measure that the policy was trained with
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import is_enabled, stage_inputs
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.errors import ConfigError, DataError, GateFailed
+from rlhf_core.evaluation import scoring
+from rlhf_core.stages import reward
+from rlhf_core.stages.gates import check_gate
+from rlhf_core.types import PairExample
+
+PAIRS = [PairExample(f"p{i // 2}", "", (1,), (2, i), (3, i)) for i in range(400)]
+
+
+def config_of(judge: dict[str, Any] | None, **sections: Any) -> PipelineConfig:
+    return config_from_tree({"reward": {"judge": judge}, **sections}, "test")
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "load_pairs", lambda folder, split: PAIRS)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.5])
+def test_both_models_have_disjoint_pairs(fraction: float) -> None:
+    halves = []
+    for seed in (0, 1):
+        config = config_of({"fraction": fraction}, run={"seed": seed})
+        first, second = (reward.training_pairs(config, Path(), stage) for stage in ("reward", "judge"))
+        halves.append((first, second))
+    assert halves[0] == halves[1]
+    assert sorted([*first, *second], key=PAIRS.index) == PAIRS
+    assert not {pair.prompt_id for pair in first} & {pair.prompt_id for pair in second}
+    assert len(second) / len(PAIRS) == pytest.approx(fraction, abs=0.08)
+
+
+def test_without_a_judge_all_pairs_train_the_reward_model() -> None:
+    config = config_of(None)
+    assert reward.training_pairs(config, Path(), "reward") == PAIRS
+    assert not is_enabled(config, "judge") and "judge" not in stage_inputs(config, "ppo")
+    assert "judge" in stage_inputs(config_of({}), "ppo")
+
+
+def test_a_half_without_pairs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "load_pairs", lambda folder, split: PAIRS[:2])
+    config = config_of({})
+    with pytest.raises(DataError, match=r"reward.judge.fraction=0.5 leaves none of the 2 pairs"):
+        for stage in ("reward", "judge"):
+            reward.training_pairs(config, Path(), stage)
+
+
+def test_a_judge_needs_a_policy_that_is_trained_with_the_reward_model() -> None:
+    rules = {"rewards": [{"type": "well_formed"}]}
+    with pytest.raises(ConfigError, match=r"leave reward.judge out"):
+        config_of({}, ppo=rules)
+
+
+def test_the_judge_decides_before_the_reward_model() -> None:
+    config = config_of({})
+    assert scoring.choose_measure(config, gold_known=True) == "gold"
+    assert scoring.choose_measure(config, gold_known=False) == "judge_model"
+    assert not scoring.trained_on(config, "judge_model") and scoring.trained_on(config, "reward_model")
+    assert scoring.choose_measure(config_of(None), gold_known=False) == "reward_model"
+
+
+def test_a_judge_no_better_than_chance_fails_its_stage() -> None:
+    with pytest.raises(GateFailed, match=r"judge: held-out accuracy 0.510"):
+        check_gate(config_of({}), "judge", {"accuracy": 0.51})
