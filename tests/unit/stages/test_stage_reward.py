@@ -74,7 +74,7 @@ def test_metrics_of_merged_reward_model_match_saved_weights(
     context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
     with single_rank():
         metrics = reward._train(
-            Rank(), config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", context
+            Rank(), config, tmp_path, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", context
         )
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
