@@ -35,7 +35,7 @@ FILE_SIZE = "100MB"
 SEQUENCES = [((3 + i, 4, 5, 6), (7, 8, 9 + i, 10, 2)) for i in range(8)]
 
 
-def make_model(folder: Path, *, layers: int, hidden: int) -> int:
+def make_model(folder: Path, *, layers: int, hidden: int, file_size: str = FILE_SIZE) -> int:
     """Save a model with random weights in float32, and return their bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,8 +52,8 @@ def make_model(folder: Path, *, layers: int, hidden: int) -> int:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    # safetensors maps each file for a moment when it is opened, which counts as address space.
-    model.save_pretrained(folder / "base", max_shard_size=FILE_SIZE)
+    # safetensors maps each file while it is read, which counts as address space and as resident memory.
+    model.save_pretrained(folder / "base", max_shard_size=file_size)
     return 4 * sum(p.numel() for p in model.parameters())
 
 

@@ -7,10 +7,13 @@ came out. Run by torchrun (`test_sharded_loading.py`):
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +22,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import ModelError
+from rlhf_core.models import policy
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
@@ -109,6 +113,44 @@ def refusals(rank: Rank, folder: Path) -> dict[str, list[str]]:
     return messages
 
 
+def loading_peak(rank: Rank, folder: Path) -> int:
+    """Return the largest number of bytes that are allocated while a sharded model is loaded.
+
+    Without the self-test, which gathers single layers: they are a large part of a model as small as this.
+    """
+    vars(policy)["tested"] = lambda lm, pack: False
+    shards = shards_of(DeepSpeedConfig.model_validate({"zero_stage": 3, "ranks": rank.world_size}))
+    gc.collect()
+    before, sizes, loaded = allocated(), [0], threading.Event()
+
+    def sample() -> None:
+        while not loaded.wait(0.001):
+            sizes.append(allocated())
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    model = load_policy(folder, dtype="float32", attention="sdpa", device="cpu", shards=shards)
+    loaded.set()
+    sampling.join()
+    assert not model.packs
+    return max(*sizes, allocated()) - before
+
+
+class MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def allocated() -> int:
+    """Return the bytes that this process has allocated. Its resident memory has freed memory as well."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallocInfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
 def main() -> None:
     rank, folder = torchrun_rank(), Path(sys.argv[1])
     join(rank)
@@ -118,6 +160,8 @@ def main() -> None:
             found = outcome(name, rank, folder, sharded=sharded)
             torch.save(found, folder / f"{name}-{'sharded' if sharded else 'whole'}-{rank.rank}.pt")
     (folder / f"refusals-{rank.rank}.json").write_text(json.dumps(refusals(rank, folder)))
+    if sys.platform == "linux":
+        (folder / f"peak-{rank.rank}").write_text(str(loading_peak(rank, folder / "larger" / "base")))
     torch.distributed.barrier()
     leave_for_good()
 

@@ -3,6 +3,7 @@
 - weights, buffers, the self-test's answer, outputs, random numbers, one training step and the saved files
   have the bits of a model that was loaded whole: tied embeddings, adapters in bfloat16, experts whose tensors
   are merged, a frozen reference, critics from a reward model and from a policy
+- no rank holds a whole model while it is loaded
 - models that are refused when they are loaded whole are refused with the same message
 """
 
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.integration.deepspeed_step import TORCHRUN
+from tests.integration.limited_memory import make_model
 from tests.integration.sharded_loading import CASES
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -38,6 +40,7 @@ def make_models(folder: Path) -> None:
     scorer = LlamaForSequenceClassification.from_pretrained(folder / "untied", num_labels=1)
     scorer.save_pretrained(folder / "score")
     ScoreStatistics(0.5, 3.0).save(folder / "score")
+    make_model(folder / "larger", layers=8, hidden=384, file_size="10MB")
     for name in ("bad-missing", "bad-misnamed", "bad-shape", "bad-values", "bad-overflow", "bad-integers"):
         shutil.copytree(folder / "untied", folder / name)
         file = folder / name / "model.safetensors"
@@ -109,3 +112,10 @@ def test_a_model_is_refused_with_the_same_message(folder: Path) -> None:
         for whole, sharded in messages.values():
             assert whole == sharded
         assert "model.layers.1.mlp.up_proj.weight, model.norm.weight" in messages["bad-values"][0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
+def test_no_rank_holds_a_whole_model_while_it_is_loaded(folder: Path) -> None:
+    weights = sum(file.stat().st_size for file in (folder / "larger" / "base").glob("*.safetensors"))
+    for rank in range(2):
+        assert 0.5 < int((folder / f"peak-{rank}").read_text()) / weights < 0.85
