@@ -106,7 +106,7 @@ def _lose_a_node(cluster: Any, nodes: list[str], tmp_path: Path) -> None:
     with Monitor(tmp_path / "monitor") as monitor:
         killing = threading.Thread(target=_kill_when_running, args=(monitor, lost), daemon=True)
         killing.start()
-        with pytest.raises(WorkerDied, match=f"^{died} died; "):
+        with pytest.raises(WorkerDied, match=rf"^{died} on \S+ \([0-9.]+\) died; "):
             map_ranks(_waits, 2, "cpu", rank_zero=None, label="training rank", monitor=monitor)
 
 
