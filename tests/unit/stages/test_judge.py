@@ -4,6 +4,7 @@
   the seed of the run
 - without a judge, all pairs train the reward model
 - settings that make no sense are refused
+- the parameters of the judge's MLflow run are those of the reward model
 - the judge is not a measure that the policy was trained with
 """
 
@@ -19,6 +20,9 @@ from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, DataError, GateFailed
 from rlhf_core.evaluation import scoring
+from rlhf_core.pipeline import STAGES
+from rlhf_core.run.attempt import _params
+from rlhf_core.run.spec import StageSpec
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.types import PairExample
@@ -80,3 +84,11 @@ def test_the_judge_decides_before_the_reward_model() -> None:
 def test_a_judge_no_better_than_chance_fails_its_stage() -> None:
     with pytest.raises(GateFailed, match=r"judge: held-out accuracy 0.510"):
         check_gate(config_of({}), "judge", {"accuracy": 0.51})
+
+
+def test_every_stage_has_the_parameters_of_its_section() -> None:
+    params = {}
+    for stage in STAGES:
+        params[stage] = _params(StageSpec(stage, "key", config_of({}), {}, None, "pipeline", {}))
+    assert params["judge"] == params["reward"]
+    assert params["judge"]["reward.judge.fraction"] == 0.5
