@@ -201,9 +201,9 @@ def reward_against_kl(history: StepMetrics) -> Any:
     return figure
 
 
-def evaluation_curves(evaluations: Mapping[int, Mapping[str, float]], *, published: int) -> Any:
+def evaluation_curves(evaluations: Mapping[int, Mapping[str, float]], *, best: int | None) -> Any:
     """Plot the evaluations during PPO: scores by step, and scores against the square root of the KL (Gao et
-    al. 2022). `published` is the version that the stage publishes.
+    al. 2022). `best` is the best version, if there is one.
     """
     figure, (left, right) = _figure(9.4, 4.0, columns=2)
     versions = sorted(evaluations)
@@ -215,7 +215,8 @@ def evaluation_curves(evaluations: Mapping[int, Mapping[str, float]], *, publish
             continue
         left.plot(versions, values, "o-", color=color, markersize=4, label=label)
         right.plot(distance, values, "o-", color=color, markersize=4, label=label)
-    left.axvline(published, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="published")
+    if best is not None:
+        left.axvline(best, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="best")
     left.legend(loc="best", frameon=False)
     _label(left, "Held-out prompts during PPO", "PPO step", "mean per response")
     _label(right, "Frontier", "square root of KL to the SFT model", "mean per response")

@@ -37,13 +37,14 @@ from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.engines.checkpointing import new_checkpoint
-from rlhf_core.errors import CorruptArtifact, NonFiniteError, WeightSyncError
+from rlhf_core.errors import CorruptArtifact, GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.advice import Advice
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import FloatArray
 from rlhf_core.ppo.experience import shaped_scores
 from rlhf_core.ppo.experience_calls import Experience, make_experience
 from rlhf_core.ppo.fleet import Fleet
+from rlhf_core.ppo.guards import check_divergence
 from rlhf_core.ppo.rollout_cache import RolloutCache
 from rlhf_core.ppo.rollouts import Collector, Sampling, read_responses
 from rlhf_core.ppo.selection import Selection
@@ -182,7 +183,11 @@ class PPOController:
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()
         found = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
+        failure = check_divergence(self._ppo.guards, self.selection.evaluations, found)
         self._context.metrics.log_metrics(found, version)
+        if failure:
+            hint = self._checks.best_hint()
+            raise GateFailed(f"{failure}; ppo.guards is set to stop, which ends the run{hint}")
 
     def iterate(self) -> Metrics:
         """Make one PPO step and return its metrics."""

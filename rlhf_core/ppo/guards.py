@@ -13,7 +13,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_core.config.guards import GuardsConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.divergence import Evaluations, divergence
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,27 @@ def alarm(name: str, text: str) -> None:
     run.
     """
     log.warning("%s", text, extra={"guard": name})
+
+
+def check_divergence(guards: GuardsConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
+    """Check the guard `overoptimization` after an evaluation. It has no counter, because each evaluation is a
+    mean over many prompts.
+
+    Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
+    """
+    if guards.overoptimization == "off":
+        return None
+    found = divergence(evaluations, guards.overoptimization_ratio)
+    metrics["guards/overoptimization"] = float(found is not None)
+    if found is None:
+        return None
+    text = (
+        f"step {found.version}: the training score has risen by {found.score:.2f} since step {found.since}"
+        f" on the held-out prompts, and the judge's score by {found.judge:.2f}: the reward model is"
+        " over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
+    )
+    alarm("overoptimization", text)
+    return text if guards.overoptimization == "stop" else None
 
 
 class Guards:

@@ -45,6 +45,9 @@ class StepChecks:
     def __init__(self, ppo: PPOConfig, best_checkpoint: Callable[[], str | None]) -> None:
         self._ppo = ppo
         self._best_checkpoint = best_checkpoint
+        self._measured_by = "the reward of its own responses minus ppo.kl.coef x their KL"
+        if ppo.evaluation_interval is not None:
+            self._measured_by = "its score on held-out prompts minus ppo.kl.coef x their KL"
         self._high_kl = 0
         self._nonfinite = 0
         self._uniform = False
@@ -99,7 +102,7 @@ class StepChecks:
         if failures:
             raise GateFailed(
                 f"ppo step {step}: {'; '.join(failures)}; ppo.guards is set to stop, which ends the"
-                f" run{self._best_hint()}"
+                f" run{self.best_hint()}"
             )
         limit = self._ppo.kl_limit
         self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
@@ -107,7 +110,7 @@ class StepChecks:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
                 f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
-                f"ppo.max_kl to continue from the last checkpoint{self._best_hint()}"
+                f"ppo.max_kl to continue from the last checkpoint{self.best_hint()}"
             )
 
     def _check_gap(self, metrics: dict[str, float], step: int) -> None:
@@ -136,7 +139,7 @@ class StepChecks:
         if empty >= 0.9:
             raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
-                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self._best_hint()}"
+                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self.best_hint()}"
             )
         metrics["guards/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
@@ -155,13 +158,9 @@ class StepChecks:
             )
         self._uniform = uniform
 
-    def _best_hint(self) -> str:
+    def best_hint(self) -> str:
+        """Return the address of the best checkpoint as the end of a message."""
         best = None
         with suppress(StoreError):  # would replace the error that is about to be raised
             best = self._best_checkpoint()
-        return (
-            "; the best checkpoint, by the reward of its own responses minus ppo.kl.coef x their KL, is"
-            f" kept: {best}"
-            if best
-            else ""
-        )
+        return f"; the best checkpoint, by {self._measured_by}, is kept: {best}" if best else ""

@@ -170,7 +170,7 @@ def _write(
     (out / "figures").mkdir()
     images: list[report.Plot] = []
     history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
-    for name, title, caption, figure in _figures(history, measured):
+    for name, title, caption, figure in [*_figures(history, measured), *_evaluations(context)]:
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
         context.metrics.log_figure(name, figure)
@@ -210,6 +210,24 @@ def _figures(history: StepMetrics, measured: Measured) -> list[tuple[str, str, s
         caption = "Raw value of each source before normalisation and weight."
         figures.append(("reward_sources", "Reward sources by step", caption, plots.reward_sources(history)))
     return figures
+
+
+def _evaluations(context: StageContext) -> list[tuple[str, str, str, Any]]:
+    """Return the figure of the evaluations during PPO, if there were any."""
+    from rlhf_core.evaluation import plots
+    from rlhf_core.ppo.divergence import in_words
+
+    file = context.inputs["ppo"] / "evaluations.jsonl"
+    if not file.is_file():
+        return []
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = {int(row.pop("version")): row for row in rows}
+    best = [version for version, row in found.items() if row.pop("best")]
+    measures = (("eval/gold", "The true reward"), ("eval/judge", "The judge's score"))
+    sentences = [in_words(found, measure, label) for measure, label in measures]
+    caption = " ".join(["Means over the held-out prompts.", *filter(None, sentences)])
+    figure = plots.evaluation_curves(found, best=best[0] if best else None)
+    return [("evaluations", "Evaluations during PPO", caption, figure)]
 
 
 def _over_optimisation(history: StepMetrics) -> str:

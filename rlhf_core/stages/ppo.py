@@ -106,7 +106,7 @@ def _choose(config: PipelineConfig, context: StageContext, controller: PPOContro
     evaluations = controller.selection.evaluations
     controller.selection.write(context.output / "evaluations.jsonl")
     version = controller.restore_best() if config.ppo.publish == "best" else controller.completed_steps
-    context.metrics.log_figure("evaluations", evaluation_curves(evaluations, published=version))
+    context.metrics.log_figure("evaluations", evaluation_curves(evaluations, best=controller.selection.best))
     found = evaluations.get(version, {})
     return {"published_step": float(version), **{f"published/{name}": value for name, value in found.items()}}
 

@@ -1,0 +1,49 @@
+"""The figure of the evaluations during PPO, in the report of the stage `evaluate`.
+
+- its caption says in words where a measure falls while the training score rises
+- the order of lines is that of the versions, and metrics that are missing are left out
+- without evaluations there is no figure
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.evaluation.plots import to_png
+from rlhf_core.ppo.selection import Selection
+from rlhf_core.stages.evaluate import _evaluations
+
+
+def context_of(folder: Path) -> Any:
+    return SimpleNamespace(inputs={"ppo": folder})
+
+
+def test_the_caption_says_where_the_judge_falls(tmp_path: Path) -> None:
+    chosen = Selection(config_from_tree({"ppo": {"publish": "best"}}, "test").ppo)
+    for version, score, judge, kl in ((0, 0.0, 0.1, 0.0), (10, 1.0, 0.6, 4.0), (20, 1.5, 0.2, 30.0)):
+        found = {"eval/score": score, "eval/judge": judge, "eval/kl": kl, "eval/objective": judge}
+        chosen.add(version, found)
+    chosen.write(tmp_path / "evaluations.jsonl")
+    assert [json.loads(line)["best"] for line in (tmp_path / "evaluations.jsonl").open()] == [
+        False, True, False,
+    ]  # fmt: skip
+    ((name, _, caption, figure),) = _evaluations(context_of(tmp_path))
+    assert name == "evaluations"
+    assert (
+        "From step 10 to step 20, the judge's score falls by 0.40 while the training score rises" in caption
+    )
+    assert "true reward" not in caption
+    left, right = figure.axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in right.get_lines()}
+    assert lines == {"score (maximised)": [0.0, 1.0, 1.5], "score of the judge": [0.1, 0.6, 0.2]}
+    assert list(right.get_lines()[0].get_xdata()) == [0.0, 2.0, 30.0**0.5]
+    assert [list(line.get_xdata()) for line in left.get_lines()][-1] == [10, 10]
+    assert to_png(figure).startswith(b"\x89PNG")
+
+
+def test_without_evaluations_there_is_no_figure(tmp_path: Path) -> None:
+    assert _evaluations(context_of(tmp_path)) == []
