@@ -1,10 +1,13 @@
-"""Commands for registered policies: `rlhf champions`, `rollback`, `promote`."""
+"""Commands for registered policies: `rlhf champions`, `rollback`, `promote`, `serve`, `publish`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.redact import printable
@@ -36,6 +39,35 @@ def add_champion_commands(commands: Any, add_command: AddCommand) -> None:
     sub.add_argument("name", metavar="NAME", help="registered model")
     sub.add_argument("version", metavar="VERSION", help="number of the version")
     _add_reason(sub)
+    _add_home(sub)
+
+    text = "serve a registered policy with vLLM's OpenAI-compatible server"
+    sub = add_command(commands, "serve", text, _serve, "rlhf serve demo-policy@champion --port 8000")
+    _add_policy(sub)
+    sub.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="others than loopback need VLLM_API_KEY (default: %(default)s)",
+    )
+    sub.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    sub.add_argument(
+        "--vllm",
+        metavar="ARGUMENTS",
+        default="",
+        help="further arguments of vLLM in one text, such as --vllm '--max-model-len 2048'",
+    )
+
+    text = "copy a registered policy to a folder, with a model card"
+    sub = add_command(commands, "publish", text, _publish, "rlhf publish demo-policy published/demo")
+    _add_policy(sub)
+    sub.add_argument("folder", metavar="DIR", help="folder that does not exist or is empty")
+
+
+def _add_policy(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "policy", metavar="NAME[@VERSION]", help="registered model, and a version or an alias; the champion"
+    )
+    sub.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
     _add_home(sub)
 
 
@@ -81,6 +113,26 @@ def _promote(arguments: argparse.Namespace) -> int:
 
     move = promote(open_registry(arguments.home), arguments.name, arguments.version, arguments.reason)
     print(printable(f"{arguments.name}: {describe(move)}"))
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from rlhf_core.run.registered import open_policy, serve_command, serve_environment
+
+    policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
+    more = shlex.split(arguments.vllm)
+    command = serve_command(policy, arguments.host, arguments.port, more)
+    print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
+    os.execve(command[0], command, serve_environment())
+
+
+def _publish(arguments: argparse.Namespace) -> int:
+    from rlhf_core.run.publish import publish
+    from rlhf_core.run.registered import open_policy
+
+    policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
+    folder = publish(policy, Path(arguments.folder))
+    print(printable(f"{policy.name}@{policy.version.version}, weights {policy.weights}: {folder}"))
     return 0
 
 

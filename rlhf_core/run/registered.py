@@ -1,12 +1,64 @@
-"""Registered policies by name: `NAME`, `NAME@champion`, `NAME@candidate`, `NAME@3`."""
+"""Registered policies by name: `NAME`, `NAME@champion`, `NAME@candidate`, `NAME@3`.
+
+`rlhf serve` and `rlhf publish` read the files of a policy from its store. Every file is checked against the
+manifest of its artifact, and the artifact and the weights against the digests in the tags of the version.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import InputError
+from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank, made_with, policy_files
+from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.bundles import weights_sha256
+from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
-from rlhf_core.tracking.mlflow_client import Mlflow, sqlite_path
+from rlhf_core.tracking.champions import CHAMPION, REVOKED, find_version
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
+from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.tracking.tracker import open_tracking
+
+_SOURCE = re.compile(r"^(?:local-store://)?(?P<store>.+)/artifacts/ppo/[0-9a-f]{16}/.+$")
+API_KEY = "VLLM_API_KEY"
+"""Environment variable of vLLM with the key that clients must send."""
+
+
+@dataclass(frozen=True)
+class RegisteredPolicy:
+    """A version of a registered model and its verified files."""
+
+    name: str
+    version: ModelVersion
+    artifacts: ArtifactStore
+    folder: Path
+    """Folder of its `ppo` artifact."""
+    files: PolicyFiles
+    """The files that were evaluated."""
+    config: Mapping[str, Any]
+    """Configuration of the run that made it."""
+
+    @property
+    def weights(self) -> str:
+        """Digest of the weights."""
+        return self.version.tags[WEIGHTS]
+
+    def stage(self, stage: StageName) -> Path | None:
+        """Return the verified artifact of a stage that belongs to the version; None if it has none."""
+        return _fetch(self.artifacts, stage, self.version) if self._has(stage) else None
+
+    def _has(self, stage: StageName) -> bool:
+        return f"rlhf.{stage}.key" in self.version.tags
 
 
 def open_registry(home: str) -> Mlflow:
@@ -23,3 +75,112 @@ def open_registry(home: str) -> Mlflow:
             " MLFLOW_TRACKING_URI"
         )
     return mlflow
+
+
+def open_policy(address: str, home: str, endpoint: str | None = None) -> RegisteredPolicy:
+    """Find a registered policy and verify its files.
+
+    Args:
+        address: `NAME` for the champion, or `NAME@` and an alias or the number of a version.
+        home: Folder with the database of MLflow, and for copies of artifacts from a bucket.
+        endpoint: URL of an S3-compatible server.
+
+    Raises:
+        InputError: There is no such version, it was revoked, or its artifacts are not in the store.
+        CorruptArtifact: Its files are not those that were registered.
+    """
+    name, _, wanted = address.partition("@")
+    version = find_version(open_registry(home), name, wanted or CHAMPION)
+    if REVOKED in version.tags:
+        raise InputError(
+            f"version {version.version} of {name} was revoked: {version.tags[REVOKED]}; choose another one"
+        )
+    source = _SOURCE.match(version.source)
+    if source is None:
+        raise InputError(
+            f"version {version.version} of {name} was not registered by this pipeline: its source is"
+            f" {version.source}; choose another one"
+        )
+    artifacts = ArtifactStore(Store(source["store"], endpoint), Home.of(home).cache)
+    folder = _fetch(artifacts, "ppo", version)
+    weights = weights_sha256(folder / "policy")
+    if weights != version.tags.get(WEIGHTS):
+        raise CorruptArtifact(
+            f"the weights of version {version.version} of {name} have the sha256 {weights}, but"
+            f" {version.tags.get(WEIGHTS)} is registered; choose another version"
+        )
+    ref = artifacts.find("ppo", version.tags["rlhf.ppo.key"])
+    config = artifacts.config(ref) if ref else {}
+    sft = partial(_fetched_sft, artifacts, version)
+    files = policy_files(made_with(config["ppo"]), folder, sft)
+    return RegisteredPolicy(name, version, artifacts, folder, files, config)
+
+
+def _fetched_sft(artifacts: ArtifactStore, version: ModelVersion) -> Path:
+    return _fetch(artifacts, "sft", version)
+
+
+def _fetch(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> Path:
+    key = version.tags.get(f"rlhf.{stage}.key")
+    ref = artifacts.find(stage, key) if key is not None else None
+    if ref is None or ref.digest != version.tags.get(f"rlhf.{stage}.digest"):
+        raise InputError(
+            f"the {stage} artifact of version {version.version} is not in its store any more; choose another"
+            " version, or run its configuration again"
+        )
+    return artifacts.fetch(ref)
+
+
+def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence[str] = ()) -> list[str]:
+    """Return the command that serves the policy with vLLM's OpenAI-compatible server.
+
+    The model is served as `NAME` and `NAME@VERSION`.
+
+    Args:
+        policy: The policy.
+        host: Address to listen on. Others than loopback need VLLM_API_KEY.
+        port: Port to listen on.
+        more: Further arguments of vLLM.
+
+    Raises:
+        InputError: The address can be reached from other machines, and there is no key.
+    """
+    names = [policy.name, f"{policy.name}@{policy.version.version}"]
+    engine = policy.config["ppo"]["engine"]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(policy.files.model),
+        "--host", host, "--port", str(port), "--dtype", str(engine["dtype"]),
+    ]  # fmt: skip
+    if _is_loopback(host):
+        # Web pages in a browser on this machine could send requests otherwise.
+        command += ["--middleware", "rlhf_core.system.loopback.OwnAddressOnly"]
+    elif not os.environ.get(API_KEY):
+        raise InputError(
+            f"--host must be a loopback address without a key; got {host}; set {API_KEY}, here and for the"
+            " clients"
+        )
+    if policy.files.adapter is None:
+        command += ["--served-model-name", *names]
+    else:
+        rank = adapter_rank(policy.files.adapter)
+        adapters = [f"{name}={policy.files.adapter}" for name in names]
+        command += ["--served-model-name", f"{policy.name}-sft", "--enable-lora"]
+        command += ["--max-lora-rank", str(max(8, rank)), "--lora-modules", *adapters]
+    return [*command, *more]
+
+
+def serve_environment() -> dict[str, str]:
+    """Return the variables of a vLLM server, where the environment does not have them."""
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    import torch
+
+    if not torch.cuda.is_available():
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return variables | dict(os.environ)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -87,6 +87,8 @@ class ModelVersion:
 
     version: str
     tags: Mapping[str, str]
+    source: str = ""
+    """Address of its files."""
 
 
 class UnusableAnswer(Exception):
@@ -375,7 +377,7 @@ class Mlflow:
             page = self._client.search_model_versions(
                 f"name = '{_quoted(name)}'", max_results=200, page_token=token
             )
-            found += [ModelVersion(str(entry.version), dict(entry.tags)) for entry in page]
+            found += [_version(entry) for entry in page]
             token = page.token
             if not token:
                 return found
@@ -407,12 +409,15 @@ class Mlflow:
         version = self._client.get_registered_model(name).aliases.get(alias)
         if version is None:
             return None
-        entry = self._client.get_model_version(name, str(version))
-        return ModelVersion(str(entry.version), dict(entry.tags))
+        return _version(self._client.get_model_version(name, str(version)))
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Move the alias to `version`."""
         self._client.set_registered_model_alias(name, alias, version)
+
+
+def _version(entry: Any) -> ModelVersion:
+    return ModelVersion(str(entry.version), dict(entry.tags), str(entry.source))
 
 
 def sqlite_path(uri: str) -> Path | None:

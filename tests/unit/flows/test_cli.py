@@ -39,7 +39,19 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "plan", "serve-reward", "champions", "rollback", "promote", "up", "down", "status"],
+    [
+        "run",
+        "plan",
+        "serve-reward",
+        "champions",
+        "rollback",
+        "promote",
+        "serve",
+        "publish",
+        "up",
+        "down",
+        "status",
+    ],
 )
 def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop_:

@@ -1,0 +1,177 @@
+"""`rlhf publish`: a registered policy in Hugging Face layout, with a model card made from its lineage."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.redact import scrubbed
+from rlhf_core.errors import InputError
+from rlhf_core.run.registered import RegisteredPolicy
+from rlhf_core.storage.bundles import weights_sha256
+from rlhf_core.system.files import TEMPORARY
+
+_LICENSE = re.compile(r"^license:\s*[\"']?([\w.-]+)", re.MULTILINE)
+_UNKNOWN = "unknown"
+
+
+def publish(policy: RegisteredPolicy, folder: Path) -> Path:
+    """Write the model, its adapter if it has one, and `README.md` to `folder`, which appears when complete.
+
+    Raises InputError if the folder exists and has other files than an earlier copy of the same policy.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        if any(folder.glob("*.safetensors")) and weights_sha256(folder) == policy.weights:
+            (folder / "README.md").write_text(model_card(policy), encoding="utf-8")
+            return folder
+        raise InputError(f"{folder} exists and is not empty; name another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+    try:
+        shutil.copytree(
+            policy.folder / "policy", temporary, dirs_exist_ok=True, copy_function=shutil.copyfile
+        )
+        if (policy.folder / "adapter").is_dir():
+            shutil.copytree(policy.folder / "adapter", temporary / "adapter", copy_function=shutil.copyfile)
+        (temporary / "README.md").write_text(model_card(policy), encoding="utf-8")
+        for path in (temporary, *temporary.rglob("*")):  # artifacts are read-only
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder
+
+
+def model_card(policy: RegisteredPolicy) -> str:
+    """Return the model card, in Markdown."""
+    evaluation = _json(policy, "evaluate", "evaluation.json")
+    parts = [
+        _front_matter(policy),
+        f"# {policy.name}, version {policy.version.version}",
+        _origin(policy),
+        "## Data\n\n" + _data(policy),
+        "## Evaluation\n\n" + _evaluation(policy, evaluation),
+        "## Licences\n\n" + _licences(policy),
+        "## Limits\n\n" + _limits(evaluation),
+    ]
+    return scrubbed("\n\n".join(parts)) + "\n"
+
+
+def _front_matter(policy: RegisteredPolicy) -> str:
+    base = policy.config["model"].get("path")
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [rlhf, ppo]"]
+    if base and not Path(base).exists():  # an id on the hub, not a folder
+        lines.append(f"base_model: {json.dumps(base)}")
+    licence = base_licence(policy.config)
+    if licence != _UNKNOWN:
+        lines.append(f"license: {licence}")
+    return "\n".join([*lines, "---"])
+
+
+def base_licence(config: Mapping[str, Any]) -> str:
+    """Return the licence in the model card of the base model's folder; "unknown" without one."""
+    card = Path(config["model"].get("path") or "", "README.md")
+    if not config["model"].get("path") or not card.is_file():
+        return _UNKNOWN
+    found = _LICENSE.search(card.read_text(encoding="utf-8", errors="replace"))
+    return found.group(1) if found else _UNKNOWN
+
+
+def _origin(policy: RegisteredPolicy) -> str:
+    tags, model = policy.version.tags, policy.config["model"]
+    base = model.get("path") or "a model from scratch"
+    rows = ["| stage | key | digest |", "|---|---|---|"]
+    for stage in ("data", "sft", "reward", "ppo", "evaluate"):
+        if f"rlhf.{stage}.key" in tags:
+            rows.append(
+                f"| {stage} | `{tags[f'rlhf.{stage}.key']}` | `{tags[f'rlhf.{stage}.digest'][:16]}` |"
+            )
+    lines = [
+        f"Base model: {_code(base)}{' at ' + _code(model['revision']) if model.get('revision') else ''},"
+        " then supervised fine-tuning, a reward model and PPO"
+        f" (`{policy.config['ppo']['algorithm']}`, {policy.config['ppo']['steps']} steps, seed"
+        f" {policy.config['run']['seed']}).",
+        f"Weights: sha256 `{policy.weights}`.",
+        "\n".join(rows),
+    ]
+    return "\n\n".join(lines)
+
+
+def _data(policy: RegisteredPolicy) -> str:
+    card = _json(policy, "data", "data_card.json")
+    rows = ["| use | source | digest |", "|---|---|---|"]
+    for source in card.get("sources", []):
+        if source.get("path"):
+            digest = str(source.get("digest", ""))[:24]
+            rows.append(f"| {source['field']} | {_code(source['path'])} | `{digest}` |")
+    return "\n".join(rows) if len(rows) > 2 else "The data artifact is not in the store any more."
+
+
+def _evaluation(policy: RegisteredPolicy, evaluation: Mapping[str, Any]) -> str:
+    if not evaluation:
+        return "The evaluation is not in the store any more."
+    rate, verdicts = evaluation["win_rate"], evaluation["verdicts"]
+    confidence = f"{evaluation.get('confidence', 0.95):.0%}"
+    judge = str(evaluation.get("judge")).replace("_", " ")
+    rows = [f"| measure | policy | {confidence} interval |", "|---|---|---|"]
+    rows.append(f"| win rate over the SFT model | {rate['mean']:.3f} | {_interval(rate)} |")
+    for name in ("gold_reward", "reward_model"):
+        values = (evaluation.get(name) or {}).get("ppo")
+        if values:
+            rows.append(f"| {name.replace('_', ' ')} | {values['mean']:.4g} | {_interval(values)} |")
+    kl = evaluation.get("kl_interval")
+    if kl:
+        rows.append(f"| KL to the SFT model | {kl['mean']:.4g} | {_interval(kl)} |")
+    text = (
+        f"Judge: {judge}, on {sum(verdicts.values())} held-out prompts"
+        f" ({verdicts['wins']} won, {verdicts['losses']} lost, {verdicts['ties']} tied).\n\n"
+    )
+    text += "\n".join(rows)
+    reason = policy.version.tags.get("rlhf.gate_reason")
+    return f"{text}\n\nPromotion: {reason}." if reason else text
+
+
+def _licences(policy: RegisteredPolicy) -> str:
+    return (
+        f"- Base model: {base_licence(policy.config)}\n"
+        f"- Data: {_UNKNOWN}; ask the owners of the sources above\n\n"
+        "The licence of this model follows from those of the base model and the data."
+    )
+
+
+def _limits(evaluation: Mapping[str, Any]) -> str:
+    lines = [
+        "- The evaluation is about prompts like the held-out ones. Other languages, topics and longer"
+        " conversations were not tested, and neither were safety and facts.",
+        "- Intervals are over prompts. They do not include the variation between training seeds.",
+    ]
+    if evaluation.get("judge_trained_on"):
+        lines.append("- **The policy was trained on the judge**, so that its win rate is too high.")
+    return "\n".join(lines)
+
+
+def _json(policy: RegisteredPolicy, stage: Any, name: str) -> dict[str, Any]:
+    """Return a file of an artifact of the version; empty if the artifact is gone."""
+    try:
+        folder = policy.stage(stage)
+    except InputError:
+        return {}
+    if folder is None or not (folder / name).is_file():
+        return {}
+    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _interval(values: Mapping[str, float]) -> str:
+    return f"[{values['low']:.4g}, {values['high']:.4g}]"
+
+
+def _code(text: str) -> str:
+    """Return text from a configuration as inline code, so that it cannot be markup."""
+    return "`" + str(text).replace("`", "'").replace("|", "/").replace("\n", " ") + "`"

@@ -1,0 +1,144 @@
+"""Registered policies by name, `rlhf serve` and `rlhf publish`.
+
+- the files are those that were registered, or it is an error; revoked and unknown versions are refused
+- vLLM listens on loopback and refuses web pages; other addresses need a key
+- a published folder loads with transformers, and its card has data, digests, evaluation, licences and limits
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.cli import main
+from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.evaluation.policy_files import PolicyFiles
+from rlhf_core.run.publish import model_card, publish
+from rlhf_core.run.registered import RegisteredPolicy, open_policy, serve_command
+from rlhf_core.storage.bundles import weights_sha256
+from rlhf_core.tracking.champions import rollback
+from rlhf_core.tracking.mlflow_client import Mlflow
+from tests.support.registered_policy import register_policy
+
+MODEL = "served-policy"
+
+
+@pytest.fixture(scope="module")
+def weights(database: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of the weights of two versions."""
+    mlflow, folder = Mlflow(f"sqlite:///{database}", "served"), tmp_path_factory.mktemp("served")
+    return [register_policy(mlflow, MODEL, folder / "store", folder, number) for number in (1, 2)]
+
+
+@pytest.fixture
+def home(database: Path, weights: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    return str(tmp_path / "home")
+
+
+def test_names_lead_to_the_registered_files(home: str, weights: list[str]) -> None:
+    for address, number in (("", 2), ("@champion", 2), ("@2", 2), ("@1", 1)):
+        policy = open_policy(MODEL + address, home)
+        assert (policy.version.version, policy.weights) == (str(number), weights[number - 1])
+        assert weights_sha256(policy.files.model) == policy.weights
+        assert policy.files.adapter is None
+    with pytest.raises(InputError, match=r"has no version 7; its versions are 1, 2"):
+        open_policy(f"{MODEL}@7", home)
+    with pytest.raises(InputError, match="has no version newest"):
+        open_policy(f"{MODEL}@newest", home)
+
+
+def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = open_policy(MODEL, home)
+    command = serve_command(policy, "127.0.0.1", 8000, ["--max-model-len", "32"])
+    text = " ".join(command)
+    assert f"serve {policy.files.model} --host 127.0.0.1 --port 8000 --dtype float32" in text
+    assert "--middleware rlhf_core.system.loopback.OwnAddressOnly" in text
+    assert f"--served-model-name {MODEL} {MODEL}@2" in text and text.endswith("--max-model-len 32")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for host in ("0.0.0.0", "gpu7", "::"):
+        with pytest.raises(InputError, match="set VLLM_API_KEY"):
+            serve_command(policy, host, 8000)
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    assert "--middleware" not in serve_command(policy, "0.0.0.0", 8000)
+    assert "k" not in serve_command(policy, "0.0.0.0", 8000), "other users see arguments of processes"
+
+
+def test_an_adapter_is_served_on_its_base(home: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 16}')
+    policy = open_policy(MODEL, home)
+    adapted = replace(policy, files=PolicyFiles(tmp_path / "sft", tmp_path))
+    text = " ".join(serve_command(adapted, "localhost", 1))
+    assert f"serve {tmp_path}/sft" in text and "--enable-lora --max-lora-rank 16" in text
+    assert f"--lora-modules {MODEL}={tmp_path} {MODEL}@2={tmp_path}" in text
+
+
+def test_published_folder_loads_and_has_a_card(home: str, tmp_path: Path, weights: list[str]) -> None:
+    folder = tmp_path / "out" / "demo"
+    assert main(["publish", f"{MODEL}@1", str(folder), "--home", home]) == 0
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 64
+    assert AutoTokenizer.from_pretrained(folder).encode("fox")
+    assert weights_sha256(folder) == weights[0]
+    card = (folder / "README.md").read_text()
+    for words in (
+        f"# {MODEL}, version 1",
+        f"sha256 `{weights[0]}`",
+        "| data.sft[0] | `/rows/a/b.jsonl` |",
+        "| win rate over the SFT model | 0.750 | [0.7, 0.8] |",
+        "Judge: reward model, on 128 held-out prompts (90 won, 30 lost, 8 tied)",
+        "Promotion: it won 1.",
+        "- Base model: unknown",
+        "**The policy was trained on the judge**",
+    ):
+        assert words in card
+    assert "license:" not in card
+    # The same policy again is no error, and another one is not mixed into the folder.
+    assert main(["publish", f"{MODEL}@1", str(folder), "--home", home]) == 0
+    assert main(["publish", f"{MODEL}@2", str(folder), "--home", home]) == 2
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["demo"]
+
+
+def test_licence_of_a_base_model_is_in_the_card(home: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    policy = open_policy(MODEL, home)
+    config = {**policy.config, "model": {**policy.config["model"], "path": str(tmp_path)}}
+    card = model_card(replace(policy, config=config))
+    assert "license: apache-2.0" in card and "- Base model: apache-2.0" in card
+    assert "base_model:" not in card, "a folder is no id on the hub"
+
+
+def test_a_failed_copy_leaves_nothing(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(policy: RegisteredPolicy) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("rlhf_core.run.publish.model_card", fail)
+    with pytest.raises(OSError, match="no space"):
+        publish(open_policy(MODEL, home), tmp_path / "out" / "x")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_files_that_are_not_the_registered_ones_are_refused(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow, uri = Mlflow(f"sqlite:///{database}", "served"), f"sqlite:///{database}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    for number in (1, 2):
+        register_policy(mlflow, "altered", tmp_path / "store", tmp_path, number)
+    mlflow.tag_version("altered", "1", {"rlhf.weights_sha256": "0" * 64})
+    with pytest.raises(CorruptArtifact, match=r"but 0{64} is registered"):
+        open_policy("altered@1", str(tmp_path))
+    rollback(mlflow, "altered", "bad")
+    with pytest.raises(InputError, match="version 2 of altered was revoked: bad"):
+        open_policy("altered@2", str(tmp_path))
+    [file] = (tmp_path / "store").rglob("ppo/*1/*/policy/model.safetensors")
+    file.chmod(0o600)
+    file.write_bytes(b"0" * file.stat().st_size)
+    with pytest.raises(CorruptArtifact, match=r"model\.safetensors"):
+        open_policy("altered", str(tmp_path))
+    foreign = mlflow.create_version("altered", source="s3://x/y", run_id=None, tags={}, description="")
+    with pytest.raises(InputError, match="was not registered by this pipeline"):
+        open_policy(f"altered@{foreign.version}", str(tmp_path))
