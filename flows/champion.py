@@ -8,6 +8,7 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 from pydantic import Field
 
+from flows.notify import notify
 from rlhf_core.run.registered import open_registry
 from rlhf_core.tracking import champions
 
@@ -29,6 +30,7 @@ def rollback(model: ModelName, reason: Reason, to: Version | None = None, home: 
     mlflow = open_registry(home)
     move = champions.rollback(mlflow, model, reason, to)
     publish_history(model, champions.history(mlflow, model))
+    notify(f"{model} rolled back to version {move.version}", move.reason)
     return move.version
 
 
@@ -45,6 +47,7 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
     mlflow = open_registry(home)
     move = champions.promote(mlflow, model, version, reason)
     publish_history(model, champions.history(mlflow, model))
+    notify(f"{model} version {move.version} promoted", move.reason)
     return move.version
 
 

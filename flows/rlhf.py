@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from prefect import flow, runtime
 from pydantic import Field
 
+from flows.notify import notify_failure, notify_result
 from flows.pages import flow_run_tags, publish_run, publish_tags, show_log_lines
 from flows.tasks import make_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -33,7 +34,13 @@ def run_name() -> str:
     return f"{config.name}-seed{config.seed}-{flow_run}"
 
 
-@flow(name="rlhf", flow_run_name=run_name, persist_result=False)
+@flow(
+    name="rlhf",
+    flow_run_name=run_name,
+    persist_result=False,
+    on_failure=[notify_failure],
+    on_crashed=[notify_failure],
+)
 def rlhf(
     config: File = DEFAULT_CONFIG,
     name: Name | None = None,
@@ -77,4 +84,6 @@ def rlhf(
         evaluation = make_stage(run, "evaluate", data, sft, reward, judge, policy)
         make_stage(run, "register", data, sft, reward, judge, policy, evaluation)
         publish_run(run)
-    return run.summary()
+    summary = run.summary()
+    notify_result(summary)
+    return summary

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -103,6 +103,48 @@ def source_digests(config: PipelineConfig) -> dict[str, str]:
     Hub sources are named by id, commit and split. Missing files raise DataError or ModelError.
     """
     return {name: source.digest for name, source in source_contents(config).items()} | model_digests(config)
+
+
+def source_marks(config: PipelineConfig) -> dict[str, str]:
+    """Return a mark of each data source, the chat template and the base model, without reading their files.
+
+    Equal marks mean that nothing was written in between: names, sizes and times of files, ETags of objects,
+    commits of hub names.
+    """
+    marks = template_digests(config)
+    for name in _SETS:
+        for index, source in enumerate(getattr(config.data, name)):
+            marks[f"data.{name}[{index}]"] = _mark(source, config.store)
+    if config.model.path is not None:
+        hub = is_hub_model(config.model.path)
+        files = model_state(config).files
+        marks["model"] = _model_digest(config.model.path, config.model.revision) if hub else str(files)
+    return marks
+
+
+def _mark(source: Source, store: StoreConfig) -> str:
+    kind = parse_address(source.path).kind
+    if kind in ("synthetic", "hub"):
+        return _contents(source, store).digest
+    marks = []
+    for file in _list_files(source.path, kind, store):
+        if kind == "s3":
+            found = _request(f"cannot look at {file}", store, partial(_bucket(store).info, file))
+            marks.append(f"{file} {found.get('ETag')} {found.get('size')}")
+        else:
+            state = Path(file).stat()
+            marks.append(f"{file} {state.st_ino} {state.st_size} {state.st_mtime_ns}")
+    return "\n".join(marks)
+
+
+def count_rows(config: PipelineConfig) -> int:
+    """Return the number of rows of all data sources, also of those that cannot be used."""
+    rows = 0
+    for name in _SETS:
+        for source in getattr(config.data, name):
+            if parse_address(source.path).kind != "synthetic":
+                rows += sum(1 for _ in read_rows(source, config.store))
+    return rows
 
 
 def model_digests(config: PipelineConfig) -> dict[str, str]:

@@ -18,7 +18,14 @@ from rlhf_core.tracking.tracker import DataSet
 
 def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Digests of all that the pipeline reads from outside: data, base model, template, and the Python files
-    that rewards come from (not what those import), because a changed reward is another PPO run.
+    that rewards come from.
+    """
+    return source_digests(config) | reward_code_digests(config)
+
+
+def reward_code_digests(config: PipelineConfig) -> dict[str, str]:
+    """Digests of the Python files that rewards come from (not of what those import), because a changed reward
+    is another PPO run.
     """
     rewards = {}
     for index, source in enumerate(config.ppo.rewards):
@@ -26,7 +33,7 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
             file = Path(source.file) if source.file else module_file(source.function.partition(":")[0])
             if file is not None and file.is_file():
                 rewards[f"ppo.rewards.{index}"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return source_digests(config) | rewards
+    return rewards
 
 
 def data_sets(config: PipelineConfig, digests: Mapping[str, str]) -> list[DataSet]:

@@ -61,6 +61,11 @@ def summarize(
         }
     if "evaluate" in records:
         summary["evaluate"] = _evaluation(records["evaluate"].ref)
+    if "register" in records:
+        registered = records["register"].ref.attributes
+        summary["registration"] = {
+            name: registered[name] for name in ("model", "version", "rule", "reason") if name in registered
+        } | {"champion": registered.get("champion") == "True"}
     # Only these stages report the weights of the final policy.
     final: tuple[StageName, ...] = ("ppo", "register")
     for name in final:

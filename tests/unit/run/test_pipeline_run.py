@@ -22,15 +22,12 @@ from typing import Any
 import pytest
 
 import rlhf_core.run.pipeline_run as pipeline_run
-from flows.retrain import finished_run
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.keys import pipeline_key
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import check_config, checked_config, loaded_config, reuse_check
-from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.run.parameters import overrides_of
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.spec import StageRecord, StageSpec
@@ -38,7 +35,6 @@ from rlhf_core.run.summary import duration, results, reuse_sentence, run_markdow
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.tracking.registry import WEIGHTS
 from rlhf_core.types import ArtifactRef
@@ -323,18 +319,6 @@ def test_registration_is_repeated_only_if_mlflow_lost_it(
         run.tracking.mlflow = SimpleNamespace(uri="somewhere", **answer)  # type: ignore[assignment]
         assert run.find(spec) == found
     assert list((tmp_path / "store").rglob("damaged-*.json"))
-
-
-def test_retraining_finds_finished_run_of_same_inputs(tmp_path: Path) -> None:
-    settings = config(tmp_path)
-    key = pipeline_key(settings, external_digests(settings))
-    folder = tmp_path / "runs" / "demo-seed0-x"
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"data": {}}}))
-    assert finished_run(Home(tmp_path), key) is None  # stopped by --until
-    (folder / "summary.json").write_text(json.dumps({"pipeline_key": key, "stages": {"register": {}}}))
-    assert (finished_run(Home(tmp_path), key) or {})["pipeline_key"] == key
-    assert finished_run(Home(tmp_path), "0" * 16) is None
 
 
 def test_only_a_flow_without_a_waiting_user_retries_the_store(

@@ -1,0 +1,56 @@
+"""Notifications through Prefect's own blocks: a pipeline finished or failed, a policy was crowned or refused.
+
+`RLHF_NOTIFY` is the address of a notification block of the Prefect server, such as `slack-webhook/team`. A
+notification that cannot be sent is logged; it never fails a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any, cast
+
+from prefect import Flow
+from prefect.blocks.core import Block
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.utilities.asyncutils import run_coro_as_sync
+
+from rlhf_core.config.redact import printable, scrubbed
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "RLHF_NOTIFY"
+
+
+def notify(subject: str, body: str) -> None:
+    """Send a message by the block in RLHF_NOTIFY, if there is one."""
+    address = os.environ.get(VARIABLE)
+    if not address:
+        return
+    try:
+        block: Any = Block.load(address)
+        sent = block.notify(printable(scrubbed(body)), subject=printable(scrubbed(subject)))
+        if inspect.isawaitable(sent):
+            run_coro_as_sync(cast(Coroutine[Any, Any, None], sent))
+    except Exception as error:  # of the block's library, of any service
+        log.warning("%s=%s: the notification could not be sent (%s)", VARIABLE, address, type(error).__name__)
+
+
+def notify_result(summary: Mapping[str, Any]) -> None:
+    """Send what a finished pipeline has made of its policy."""
+    registered = summary.get("registration")
+    if not registered:
+        notify(f"{summary['run']} finished", "It ended before the stage register.")
+        return
+    if summary["stages"]["register"]["reused"]:
+        return  # it was announced before
+    state = "crowned" if registered["champion"] else "refused"
+    subject = f"{registered['model']} version {registered['version']} {state}"
+    notify(subject, f"{summary['run']} finished. {registered['reason']}")
+
+
+def notify_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Send the end of a flow run that failed; a hook of Prefect."""
+    notify(f"{flow_run.name} {state.name.lower() if state.name else 'failed'}", state.message or "")

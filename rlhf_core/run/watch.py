@@ -1,0 +1,135 @@
+"""Decides whether a retraining is due: new data, enough rows, enough time since the last one.
+
+A look at the sources lists files with sizes and times, objects with their ETags, and commits of hub names.
+Contents are read only if a look differs from the one of the last finished retraining. That look, the number
+of rows and the time of the last start are in a tag of the registered model, and the store says whether the
+pipeline has finished for these contents. It therefore does not matter on which machine it ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import asdict, dataclass, replace
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import is_enabled, pipeline_key
+from rlhf_core.data.sources import count_rows, pinned, source_marks
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.run.external_inputs import reward_code_digests
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.tracking.tracker import open_tracking
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+_STATE = "rlhf.watch."
+"""Prefix of the tag of the registered model with the state. The key of the settings follows."""
+
+
+@dataclass(frozen=True)
+class WatchState:
+    """What is known about the last retraining with the same settings."""
+
+    marks: str = ""
+    """The look at the sources of the last one that finished."""
+    weights: str = ""
+    """Digest of the weights that it registered."""
+    rows: int | None = None
+    """Rows of its sources; None if they were not counted."""
+    started: float = 0.0
+    """Start of the last one, finished or not, in seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a retraining is due."""
+
+    due: bool
+    name: str
+    """`Unchanged`, `Waiting` or `Due`."""
+    message: str
+
+
+class Watch:
+    """Looks at the sources of one configuration."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = pinned(config)
+        self._model = config.registered_model
+        self._tag = _STATE + pipeline_key(config, {})
+        self._tracking = open_tracking(config)
+        self._state = self._read()
+        marks = source_marks(self.config) | reward_code_digests(self.config)
+        self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+        self._rows: int | None = None
+
+    def look(self, *, min_new_rows: int, min_pause_hours: float) -> Verdict:
+        """Return whether a retraining is due.
+
+        Args:
+            min_new_rows: Rows that must have been added since the last one that finished.
+            min_pause_hours: Hours since the start of the last one.
+        """
+        state = self._state
+        if state.marks == self._marks and self._has(state.weights):
+            return Verdict(False, "Unchanged", "the sources look as after the last retraining")
+        finished = finished_registration(self.config)
+        if finished is not None and self._has(finished.attributes["weights_sha256"]):
+            self._write(replace(state, marks=self._marks, weights=finished.attributes["weights_sha256"]))
+            version = finished.attributes.get("version", "?")
+            return Verdict(False, "Unchanged", f"{self._model} version {version} was made from these inputs")
+        if min_new_rows:
+            self._rows = count_rows(self.config)
+            new = self._rows - (state.rows or 0)
+            if state.rows is not None and new < min_new_rows:
+                return Verdict(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
+        hours = (time.time() - state.started) / 3600
+        if 0 <= hours < min_pause_hours:
+            return Verdict(
+                False, "Waiting", f"{hours:.1f} hours since the last start, of {min_pause_hours:g}"
+            )
+        return Verdict(True, "Due", "the sources have changed")
+
+    def started(self) -> None:
+        """Record the start of a retraining."""
+        self._state = replace(self._state, started=time.time())
+        self._write(self._state)
+
+    def finished(self, weights: str) -> None:
+        """Record the end of a retraining that registered these weights."""
+        self._write(replace(self._state, marks=self._marks, weights=weights, rows=self._rows))
+
+    def _has(self, weights: str) -> bool:
+        return bool(weights) and not self._tracking.is_missing(self._model, weights)
+
+    def _read(self) -> WatchState:
+        try:
+            tags = self._tracking.mlflow.model_tags(self._model) or {}
+            return WatchState(**json.loads(tags.get(self._tag, "{}")))
+        except Exception as error:  # of MLflow's client, or a tag that was edited by hand
+            log.warning("the state of the last retraining cannot be read (%s)", type(error).__name__)
+            return WatchState()
+
+    def _write(self, state: WatchState) -> None:
+        try:
+            self._tracking.mlflow.ensure_model(self._model, "")
+            self._tracking.mlflow.tag_model(self._model, {self._tag: json.dumps(asdict(state))})
+        except Exception as error:  # of MLflow's client: the next look reads the contents again
+            log.warning("the state of the retraining cannot be written (%s)", type(error).__name__)
+
+
+def finished_registration(config: PipelineConfig) -> ArtifactRef | None:
+    """Return the artifact of stage `register` if the store has all stages for the present inputs."""
+    run = PipelineRun(config, "")
+    found: dict[StageName, ArtifactRef] = {}
+    for stage in STAGES:
+        if not is_enabled(config, stage):
+            continue
+        ref = run.artifacts.find(stage, run.spec(stage, found).key)
+        if ref is None:
+            return None
+        found[stage] = ref
+    return found["register"]

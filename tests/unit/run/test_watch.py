@@ -1,0 +1,178 @@
+"""When a retraining is due.
+
+- unchanged sources cost one look: no file is read
+- finished stages in the store count on every machine, without the folder of the run
+- with too few new rows, or too early, it waits; a failed retraining is due again after the pause
+- a policy that MLflow has lost is made again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import is_enabled
+from rlhf_core.data import sources
+from rlhf_core.data.sources import count_rows, source_marks
+from rlhf_core.pipeline import STAGES
+from rlhf_core.run import watch as module
+from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.run.watch import Watch, finished_registration
+from rlhf_core.storage.artifacts import Provenance
+from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.registry import WEIGHTS
+from tests.conftest import S3Server
+
+DIGEST = "a" * 64
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows" / "part-1.jsonl"
+    file.parent.mkdir()
+    add(file, 10)
+    return file
+
+
+def add(file: Path, count: int) -> None:
+    with file.open("a") as lines:
+        for number in range(count):
+            lines.write(json.dumps({"prompt": f"fox {number}", "completion": "It runs."}) + "\n")
+
+
+@pytest.fixture
+def configured(database: Path, rows: Path, tmp_path: Path) -> Callable[[str], PipelineConfig]:
+    def make(home: str) -> PipelineConfig:
+        tree = {
+            "run": {"home": str(tmp_path / home), "name": tmp_path.name[-40:].strip("_-.").lower()},
+            "store": {"url": str(tmp_path / "store")},
+            "tracking": {"uri": f"sqlite:///{database}"},
+            "data": {"sft": [{"path": str(rows.parent)}]},
+        }
+        return PipelineConfig.model_validate_json(json.dumps(tree))
+
+    return make
+
+
+def finish(config: PipelineConfig) -> None:
+    """Publish an artifact of each stage, and register a version, as a finished run does."""
+    run, found = PipelineRun(config, ""), {}
+    for stage in STAGES:
+        if is_enabled(config, stage):
+            out = Path(config.run.home) / "out" / stage
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "file").write_text(stage)
+            facts = {"weights_sha256": DIGEST, "version": "1"} if stage == "register" else {}
+            key = run.spec(stage, found).key
+            found[stage] = run.artifacts.publish(stage, key, out, Provenance(attributes=facts))
+    mlflow: Mlflow = run.tracking.mlflow
+    mlflow.ensure_model(config.registered_model, "")
+    mlflow.create_version(
+        config.registered_model, source="/x", run_id=None, tags={WEIGHTS: DIGEST}, description=""
+    )
+
+
+def look(config: PipelineConfig, rows: int = 0, hours: float = 0) -> tuple[str, str]:
+    verdict = Watch(config).look(min_new_rows=rows, min_pause_hours=hours)
+    return verdict.name, verdict.message
+
+
+def test_unchanged_sources_cost_one_look(
+    configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured("one")
+    assert look(config)[0] == "Due"
+    finish(config)
+    assert look(config) == ("Unchanged", f"{config.registered_model} version 1 was made from these inputs")
+
+    def fail(*_arguments: Any) -> None:
+        raise AssertionError("a file was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_open", fail)
+        assert look(config) == ("Unchanged", "the sources look as after the last retraining")
+        # Another machine has another home, and the same store and MLflow.
+        assert look(configured("two"))[0] == "Unchanged"
+    os.utime(rows, (1, 1))
+    assert look(config)[1].endswith("was made from these inputs"), "the contents are the same"
+    add(rows, 1)
+    assert look(config)[0] == "Due"
+
+
+def test_another_machine_asks_the_store(configured: Any) -> None:
+    assert finished_registration(configured("one")) is None
+    finish(configured("one"))
+    found = finished_registration(configured("two"))
+    assert found is not None and found.attributes["weights_sha256"] == DIGEST
+
+
+def test_a_policy_that_mlflow_has_lost_is_made_again(configured: Any) -> None:
+    config = configured("one")
+    finish(config)
+    assert look(config)[0] == "Unchanged"
+    client = Watch(config)._tracking.mlflow._client
+    client.delete_model_version(config.registered_model, "1")
+    assert look(config)[0] == "Due"
+
+
+def test_it_waits_for_rows_and_for_the_pause(
+    configured: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, now = configured("one"), 1e9
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now))
+    first = Watch(config)
+    assert first.look(min_new_rows=5, min_pause_hours=24).due, "nothing was trained before"
+    first.started()
+    finish(config)
+    first.finished(DIGEST)
+    add(rows, 4)
+    assert look(config, rows=5, hours=24) == ("Waiting", "4 new rows, of 5 that are needed")
+    add(rows.with_name("part-2.jsonl"), 1)
+    now += 3600 * 6
+    assert look(config, rows=5, hours=24) == ("Waiting", "6.0 hours since the last start, of 24")
+    now += 3600 * 18
+    second = Watch(config)
+    assert second.look(min_new_rows=5, min_pause_hours=24).due
+    second.started()  # and it fails
+    assert look(config, rows=5, hours=24)[0] == "Waiting"
+    now += 3600 * 24
+    assert look(config, rows=5, hours=24)[0] == "Due", "a failed retraining is due again"
+
+
+def test_state_that_cannot_be_read_or_written_costs_a_look_only(
+    configured: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configured("one")
+    finish(config)
+    watch = Watch(config)
+    watch._tracking.mlflow.tag_model(config.registered_model, {watch._tag: "[1]"})
+    assert look(config)[0] == "Unchanged"
+    assert "cannot be read" in caplog.text
+    nowhere = config.model_copy(
+        update={"tracking": config.tracking.model_copy(update={"uri": "sqlite:////proc/nowhere/x.db"})}
+    )
+    assert look(nowhere)[0] == "Due", "the stage register has another key for another server"
+
+
+def test_marks_of_objects_are_their_etags(s3_server: S3Server, configured: Any) -> None:
+    import boto3
+
+    config: PipelineConfig = configured("one")
+    client = boto3.client("s3", endpoint_url=s3_server.endpoint)
+    row = b'{"prompt": "fox", "completion": "It runs."}\n'
+    client.put_object(Bucket=s3_server.bucket, Key="watched/a.jsonl", Body=row)
+    source = config.data.sft[0].model_copy(update={"path": f"s3://{s3_server.bucket}/watched"})
+    data = config.data.model_copy(update={"sft": (source,)})
+    store = config.store.model_copy(update={"endpoint": s3_server.endpoint})
+    config = config.model_copy(update={"data": data, "store": store})
+    before = source_marks(config)
+    assert before == source_marks(config) and count_rows(config) == 1
+    client.put_object(Bucket=s3_server.bucket, Key="watched/b.jsonl", Body=row * 2)
+    assert before["data.sft[0]"] != source_marks(config)["data.sft[0]"] and count_rows(config) == 3
