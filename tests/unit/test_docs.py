@@ -26,6 +26,7 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
 )
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+NEED_ARGUMENTS = ("run", "plan", "serve-reward", "rollback", "promote", "serve", "publish")
 REFUSED_ON_PURPOSE = "sft.optimzer"
 """The README shows the message for this misspelled field."""
 
@@ -131,7 +132,7 @@ def test_rlhf_commands_parse(page: str) -> None:
         if any(word.startswith("[") or word == "..." for word in words):
             # a synopsis such as `rlhf plan CONFIG [--json]`
             words = words[: next(i for i, word in enumerate(words) if word.startswith("[") or word == "...")]
-        if len(words) == 2 and words[1] in ("run", "plan", "serve-reward"):
+        if len(words) == 2 and words[1] in NEED_ARGUMENTS:
             continue  # the name of the command
         arguments = _parse(words[1:])
         config = getattr(arguments, "config", None)
