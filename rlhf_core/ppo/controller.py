@@ -182,6 +182,7 @@ class PPOController:
         if self.selection.add(version, metrics) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._scores = self.selection.scores()
+        self._utilisation.begin()
         found = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
         failure = check_divergence(self._ppo.guards, self.selection.evaluations, found)
         self._context.metrics.log_metrics(found, version)

@@ -57,6 +57,11 @@ class Utilisation:
         self._last_own = 0.0
         self._last_time = 0.0
 
+    def begin(self) -> None:
+        """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
+        if self._last is not None:
+            self._last = self._fleet.usage_by_group()
+
     def measure(
         self, seconds: float, timings: Mapping[str, float], batch: RolloutBatch, sampled: RolloutBatch | None
     ) -> Metrics:

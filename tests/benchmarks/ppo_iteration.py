@@ -53,15 +53,17 @@ def make_model(folder: Path, positions: int = 256) -> None:
     )
 
 
-def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
-    """The measured iterations' medians."""
+def run(iterations: int, warm_up: int, work: Path, staleness: int = 0) -> dict[str, Any]:
+    """The measured iterations' medians. With `staleness`, iteration k + 1 is sampled during iteration k."""
     config = config_from_tree(
         {
             "run": {"device": "cpu", "name": "bench", "threads": 2},
             "model": {"path": str(work / "model")},
             "data": {"max_prompt_tokens": PROMPT},
             "ppo": {
-                "steps": warm_up + iterations,
+                # With staleness the last step would not sample a next one.
+                "steps": warm_up + iterations + staleness,
+                "staleness": staleness,
                 "prompts_per_step": PROMPTS,
                 "colocate": "none",
                 "max_new_tokens": RESPONSE,
@@ -90,7 +92,14 @@ def run(iterations: int, warm_up: int, work: Path) -> dict[str, Any]:
             return process_usage().cpu_seconds + sum(usage.cpu_seconds for usage in fleet.usage())
 
         controller = PPOController(
-            config, fleet, prompts, lambda ids: "", composer, local_context(work), cpu_seconds=cpu_seconds
+            config,
+            fleet,
+            prompts,
+            lambda ids: "",
+            composer,
+            local_context(work),
+            # Engines that sample answer afterwards, so the phases would wait for them.
+            cpu_seconds=None if staleness else cpu_seconds,
         )
         controller.sync()
         rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]
@@ -103,19 +112,26 @@ def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
         return round(statistics.median(values), 4)
 
     seconds = {phase: median([row[f"timing/{phase}"] for row in rows]) for phase in PHASES}
-    cpu = {phase: median([row[f"cpu/{phase}"] for row in rows]) for phase in PHASES}
+    cpu = {phase: median([row.get(f"cpu/{phase}", 0.0) for row in rows]) for phase in PHASES}
     whole = median([row["timing/step"] for row in rows])
     tokens = PROMPTS * RESPONSE
     return {
         "ppo_iteration": {
             "seconds": whole,
-            "cpu_seconds": median([sum(row[f"cpu/{phase}"] for phase in PHASES) for row in rows]),
+            "cpu_seconds": median([sum(row.get(f"cpu/{phase}", 0.0) for phase in PHASES) for row in rows]),
             "fastest_seconds": round(min(row["timing/step"] for row in rows), 4),
             "iterations": len(rows),
             "parts": {phase: {"seconds": seconds[phase], "cpu_seconds": cpu[phase]} for phase in PHASES},
-            "rollout_tokens_per_s": round(tokens / seconds["rollout"], 1),
+            "rollout_tokens_per_s": median(
+                [row.get("rollout/tokens_per_s", row["tokens_per_s/engines"]) for row in rows]
+            ),
             "tokens_per_s": round(tokens / whole, 1),
             "peak_memory_bytes": {"largest_process": max(peaks), "all_workers": sum(peaks)},
+            "utilisation": {
+                name: median([row[name] for row in rows])
+                for name in sorted(rows[-1])
+                if name.startswith("idle/") or name == "data_wait/share"
+            },
             "sync_gb_per_s": median([row["sync/gb_per_s"] for row in rows]),
         }
     }
@@ -147,9 +163,10 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(".rlhf/bench/ppo_iteration.json"), help="the JSON file"
     )
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0, help="ppo.staleness (default 0)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = run(args.iterations, args.warm_up, Path(folder))
+        result = run(args.iterations, args.warm_up, Path(folder), args.staleness)
     Console().print(_table(result))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")

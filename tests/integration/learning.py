@@ -20,7 +20,7 @@ VOCABULARY = 100
 
 
 def reward_curve(
-    algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_coef: float = 0.0
+    algorithm: str, seed: int, work: Path, *, steps: int = 20, kl_coef: float = 0.0, staleness: int = 0
 ) -> list[float]:
     """Mean reward of each step's samples, before that step's update."""
     config = config_from_tree(
@@ -31,6 +31,7 @@ def reward_curve(
             "ppo": {
                 "algorithm": algorithm,
                 "steps": steps,
+                "staleness": staleness,
                 "prompts_per_step": 16,
                 "samples_per_prompt": 4,
                 "max_new_tokens": 16,

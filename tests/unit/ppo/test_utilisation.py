@@ -116,6 +116,15 @@ def test_a_replaced_engine_counts_from_zero(fleet: Any) -> None:
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - (3.0 + 2.0) / 2 / 10)
 
 
+def test_an_evaluation_between_steps_does_not_count(fleet: Any) -> None:
+    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    utilisation.begin()
+    assert measured(utilisation) == {}
+    fleet.usage_by_group()  # what a step costs, here for an evaluation
+    utilisation.begin()
+    assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+
+
 def test_without_all_counters_there_are_no_metrics(fleet: Any) -> None:
     utilisation = Utilisation(config_from_tree({}, "test"), fleet)
     measured(utilisation)
