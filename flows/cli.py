@@ -1,5 +1,5 @@
-"""The command line: `rlhf run`, `plan`, `serve-reward`, `champions`, `rollback`, `promote`, `up`, `down`,
-`status`.
+"""The command line: `rlhf run`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`, `up`,
+`down`, `status`.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -25,6 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.champion_commands import add_champion_commands
+from flows.tune_command import add_tune_command
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
 from rlhf_core.pipeline import STAGES
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     _add_plan(commands)
+    add_tune_command(commands, _add_command, _add_config)
     _add_serve_reward(commands)
     add_champion_commands(commands, _add_command)
     for name, text, command in (

@@ -42,6 +42,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     return _build(read(path), overrides)
 
 
+def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the content of a configuration file with overrides, to be written to another file."""
+    tree = dict(read(path).tree)
+    for text in overrides:
+        _override(tree, text)
+    return tree
+
+
 def parse_config(data: bytes, name: str = "configuration", overrides: Sequence[str] = ()) -> PipelineConfig:
     """As `load_config`, from bytes. `name` stands for the file in messages."""
     return _build(parse(data, name), overrides)

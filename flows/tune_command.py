@@ -1,0 +1,64 @@
+"""The command `rlhf tune`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlhf_core.run.tune import Tuned
+
+
+def add_tune_command(
+    commands: Any,
+    add_command: Callable[..., argparse.ArgumentParser],
+    add_config: Callable[[argparse.ArgumentParser, str], None],
+) -> None:
+    """Add the command to the parser, with functions of `flows.cli`."""
+    text = "measure a few settings of ppo in short runs, and write the fastest as a configuration"
+    example = "rlhf tune deployments/configs/demo.yaml --out tuned.yaml"
+    sub = add_command(commands, "tune", text, _tune, example)
+    add_config(sub, "ppo.micro_batch_tokens=8192")
+    sub.add_argument(
+        "--out", type=Path, default=Path("tuned.yaml"), help="new YAML file (default: %(default)s)"
+    )
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from rlhf_core.config.load import load_config
+    from rlhf_core.run.logs import set_up_logging
+    from rlhf_core.run.tune import tune
+    from rlhf_core.system.home import Home
+
+    config = load_config(arguments.config, arguments.overrides)
+    set_up_logging(Home.of(config.run.home))
+    tuned = tune(arguments.config, arguments.overrides, arguments.out)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_table(tuned))
+    if any(change.startswith("ppo.staleness") for change in tuned.best.changes):
+        console.print("ppo.staleness changes the results of ppo (docs/tuning.md)")
+    console.print(f"fastest: {tuned.best.label}", markup=False)
+    console.print(f"configuration: {tuned.file}", markup=False)
+    return 0
+
+
+def _table(tuned: Tuned) -> Table:
+    from rich.table import Table
+
+    table = Table(title="seconds of a PPO step, median of 3")
+    phases = ("rollout", "scoring", "training", "sync")
+    for column in ("settings", "step", *phases):
+        table.add_column(column, justify="left" if column == "settings" else "right")
+    for trial in tuned.trials:
+        if trial.seconds is None:
+            table.add_row(trial.label, "-", trial.problem)
+            continue
+        times = [f"{trial.phases[phase]:.3f}" for phase in phases]
+        table.add_row(trial.label, f"{trial.seconds:.3f}", *times)
+    return table

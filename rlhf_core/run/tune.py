@@ -1,0 +1,175 @@
+"""`rlhf tune`: a few steps of PPO with each of a few settings, and the fastest as a configuration.
+
+    data, sft, reward (reused, or made)  -->  short PPO runs  -->  CONFIG with the fields of the fastest
+
+Candidates are the configuration, on GPUs the fastest split of `rlhf plan`, on CPUs one engine for each core,
+and both with `ppo.staleness=1`. Prompts, models and rewards are those of the pipeline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.devices import runs_on_gpu
+from rlhf_core.config.load import load_config, overridden
+from rlhf_core.config.placement import plan
+from rlhf_core.errors import ConfigError, InputError, RLHFError
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.search import Split
+from rlhf_core.run.checks import CheckedConfig, probe
+from rlhf_core.run.pipeline_run import open_run
+from rlhf_core.run.plan import make_plan
+from rlhf_core.run.stage_runner import make_with_retries
+from rlhf_core.testing.context import RecordingMetrics, stage_context
+from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+STEPS = 3
+"""Measured steps of a candidate. One more before them is not counted."""
+_SHORT = (
+    "ppo.checkpoint_every=1000000",
+    "ppo.samples_every=1000000",
+    "ppo.critic_warmup_steps=0",
+    "ppo.evaluate_every=null",
+    "ppo.stop_patience=null",
+    "ppo.publish=last",
+)
+"""What a short run leaves out."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measurement of one candidate."""
+
+    changes: tuple[str, ...]
+    """Overrides; none for the configuration as it is."""
+    seconds: float | None
+    """Median of a step. None if it does not run."""
+    phases: Mapping[str, float]
+    """Medians of `timing/<phase>`."""
+    problem: str = ""
+    """Why it does not run."""
+
+    @property
+    def label(self) -> str:
+        return " ".join(self.changes) or "as configured"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of `tune`."""
+
+    trials: tuple[Trial, ...]
+    best: Trial
+    file: Path
+    """Configuration with the changes of the fastest candidate."""
+
+
+def tune(config_path: str | Path, overrides: Sequence[str], out: Path) -> Tuned:
+    """Measure the candidates, and write the configuration of the fastest to `out`.
+
+    Raises:
+        InputError: `out` exists, the configuration is wrong, or no candidate runs.
+        RLHFError: An earlier stage failed.
+    """
+    if out.exists():
+        raise InputError(f"--out: must be a new file; got {out}, which exists; choose another name")
+    config = load_config(config_path, overrides)
+    checked = CheckedConfig(config, tuple(probe(config, str(config_path))), str(config_path))
+    last: StageName = "reward" if config.reward.enabled else "sft"
+    with open_run(checked, "data", last, {}, time.time()) as run:
+        refs: dict[StageName, ArtifactRef] = {}
+        for stage in STAGES:
+            if run.has(stage):
+                refs[stage] = make_with_retries(run, stage, refs).ref
+        inputs = {stage: run.artifacts.fetch(ref) for stage, ref in refs.items()}
+    trials = []
+    work = run.home.run(run.name) / "tune"
+    for changes in candidates(config, config_path, overrides):
+        log.info("tune: %s", " ".join(changes) or "as configured")
+        try:
+            trials.append(_measure(config_path, [*overrides, *changes], changes, inputs, run.sources, work))
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    measured = [trial for trial in trials if trial.seconds is not None]
+    if not measured:
+        raise InputError(f"{config_path}: no candidate of ppo runs; {trials[0].label}: {trials[0].problem}")
+    best = min(measured, key=lambda trial: trial.seconds or 0.0)
+    tree = overridden(config_path, [*overrides, *best.changes])
+    out.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    return Tuned(tuple(trials), best, out)
+
+
+def candidates(
+    config: PipelineConfig, config_path: str | Path, overrides: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Return the overrides of each candidate, at most four. The first has none."""
+    found: list[tuple[str, ...]] = [()]
+    if runs_on_gpu(config):
+        for split in make_plan(config_path, overrides).splits:
+            if isinstance(split, Split) and split.stage == "ppo" and split.changes:
+                found.append(tuple(f"{field}={value}" for field, value in split.changes.items()))
+    else:
+        cores = config.run.threads or len(os.sched_getaffinity(0))
+        if cores != config.ppo.engine.count:
+            found.append((f"ppo.engine.count={cores}",))
+    if config.ppo.staleness:
+        return found
+    for changes in list(found):
+        try:
+            load_config(config_path, [*overrides, *changes, "ppo.staleness=1"])
+        except ConfigError:  # engines on the devices of the ranks
+            continue
+        found.append((*changes, "ppo.staleness=1"))
+    return found
+
+
+def _measure(
+    config_path: str | Path,
+    overrides: Sequence[str],
+    changes: tuple[str, ...],
+    inputs: Mapping[StageName, Path],
+    sources: Mapping[str, str],
+    work: Path,
+) -> Trial:
+    """Return the measurement of a short run of PPO in `work`.
+
+    Args:
+        config_path: Configuration file.
+        overrides: Of this candidate, with those of the user.
+        changes: Of this candidate alone.
+        inputs: Folder of each input artifact.
+        sources: Digests of external inputs.
+        work: Folder for its files.
+    """
+    metrics = RecordingMetrics()
+    problem = ""
+    try:
+        config = load_config(config_path, [*overrides, *_SHORT])
+        # With staleness, the last step samples no next one and is not counted.
+        steps = 1 + STEPS + config.ppo.staleness
+        config = load_config(config_path, [*overrides, *_SHORT, f"ppo.steps={steps}"])
+        log.info("tune: %s", plan(config.ppo).describe())
+        folders = {str(stage): folder for stage, folder in inputs.items()}
+        STAGES["ppo"].load()(config, stage_context(work, inputs=folders, metrics=metrics, sources=sources))
+    except RLHFError as error:
+        problem = error.message
+    counted = [row for _, row in metrics.rows if "timing/step" in row][1 : 1 + STEPS]
+    if len(counted) < STEPS:
+        return Trial(changes, None, {}, problem)
+    medians = {
+        name: statistics.median(row.get(f"timing/{name}", 0.0) for row in counted)
+        for name in ("step", "rollout", "scoring", "training", "sync")
+    }
+    return Trial(changes, medians.pop("step"), medians)

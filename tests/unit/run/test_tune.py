@@ -1,0 +1,105 @@
+"""`rlhf tune` with scripted stages.
+
+- candidates are the configuration, one engine for each core, and both with staleness; no others are tried
+  where they are refused or are the configuration already
+- the fastest candidate is written with the user's overrides; an existing file is never overwritten
+- a candidate that fails is left out; if none runs, nothing is written
+- the first step is not counted, and with staleness the last one is not either
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.load import load_config
+from rlhf_core.errors import InfrastructureError, InputError
+from rlhf_core.run import tune as module
+from rlhf_core.run.tune import candidates, tune
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text("run: {device: cpu, threads: 2}\nppo: {prompts_per_step: 8, minibatches: 2}\n")
+    return path
+
+
+def found(file: Path, *overrides: str) -> list[tuple[str, ...]]:
+    return candidates(load_config(file, overrides), file, overrides)
+
+
+def test_candidates_on_cpus(file: Path) -> None:
+    stale, engines = "ppo.staleness=1", "ppo.engine.count=2"
+    assert found(file) == [(), (engines,), (stale,), (engines, stale)]
+    assert found(file, engines) == [(), (stale,)]
+    assert found(file, stale) == [(), (engines,)]
+    assert found(file, "ppo.colocate=all", "run.threads=1") == [()]
+
+
+class Stages:
+    """Steps of these seconds for each candidate."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **seconds: list[float]) -> None:
+        self._seconds = seconds
+        self.steps: list[int] = []
+        ref = SimpleNamespace(ref="data")
+        run = SimpleNamespace(
+            has=lambda stage: stage == "data",
+            artifacts=SimpleNamespace(fetch=lambda ref: tmp_path),
+            home=SimpleNamespace(run=lambda name: tmp_path / name),
+            name="run",
+            sources={},
+        )
+
+        @contextmanager
+        def open_run(*_args: Any) -> Any:
+            yield run
+
+        monkeypatch.setattr(module, "open_run", open_run)
+        monkeypatch.setattr(module, "probe", lambda *_: [])
+        monkeypatch.setattr(module, "make_with_retries", lambda *_: ref)
+        stages = {"data": None, "ppo": SimpleNamespace(load=lambda: self.ppo)}
+        monkeypatch.setattr(module, "STAGES", stages)
+
+    def ppo(self, config: Any, context: Any) -> None:
+        ppo = config.ppo
+        self.steps.append(ppo.steps)
+        seconds = self._seconds[f"e{ppo.engine.count}s{ppo.staleness}"]
+        for step, value in enumerate(seconds, start=1):
+            context.metrics.log_metrics({"timing/step": value, "timing/rollout": value / 2}, step)
+        if len(seconds) < ppo.steps:
+            raise InfrastructureError("too little memory")
+
+
+def test_the_fastest_candidate_is_written(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = Stages(
+        monkeypatch, tmp_path,
+        e1s0=[0.1, 5, 6, 7], e1s1=[9, 2, 3, 4, 0.1], e2s0=[1, 1], e2s1=[1, 4, 4, 4, 4],
+    )  # fmt: skip
+    out = tmp_path / "tuned.yaml"
+    tuned = tune(file, ["ppo.minibatches=4"], out)
+    assert stages.steps == [4, 4, 5, 5]
+    assert [trial.seconds for trial in tuned.trials] == [6, None, 3, 4]
+    assert tuned.trials[1].problem == "too little memory"
+    assert tuned.best.changes == ("ppo.staleness=1",) and tuned.best.phases["rollout"] == 1.5
+    written = load_config(out)
+    assert written == load_config(file, ["ppo.minibatches=4", "ppo.staleness=1"])
+    with pytest.raises(InputError, match=r"--out: must be a new file; got .*tuned\.yaml"):
+        tune(file, [], out)
+
+
+def test_nothing_is_written_if_no_candidate_runs(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Stages(monkeypatch, tmp_path, e1s0=[1], e1s1=[1], e2s0=[1], e2s1=[1])
+    out = tmp_path / "tuned.yaml"
+    with pytest.raises(InputError, match="no candidate of ppo runs; as configured: too little memory"):
+        tune(file, [], out)
+    assert not out.exists()
