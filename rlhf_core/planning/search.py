@@ -37,6 +37,7 @@ from rlhf_core.planning.speed import (
     optimizer_step_time,
     rollout_time,
     send_time,
+    step_seconds,
     step_time,
 )
 
@@ -329,7 +330,10 @@ class _PPOSearch:
                     continue
                 send = send_time(self._config, self._shape, self._hardware, where.groups[0], where.engines)
                 engine = {"ppo.engine.count": str(count), "ppo.engine.tensor_parallel": str(ways)}
-                yield self._candidate(found[0] + rollout.total + send.total, {**found[1], **engine})
+                seconds = step_seconds(
+                    rollout.total, found[0], send.total, overlapped=self._config.ppo.staleness > 0
+                )
+                yield self._candidate(seconds, {**found[1], **engine})
 
     def _best(
         self, groups: tuple[Group, ...], ranks: tuple[int, ...], where: Layout

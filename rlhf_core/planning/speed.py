@@ -104,10 +104,13 @@ class StepTime:
     scoring: Seconds
     training: Seconds
     sync: Seconds
+    overlapped: bool = False
+    """Whether the engines sample during scoring and training (`ppo.staleness`)."""
 
     @property
     def total(self) -> float:
-        return self.rollout.total + self.scoring.total + self.training.total + self.sync.total
+        ranks = self.scoring.total + self.training.total
+        return step_seconds(self.rollout.total, ranks, self.sync.total, overlapped=self.overlapped)
 
     @property
     def longest(self) -> Phase:
@@ -116,6 +119,13 @@ class StepTime:
     def phase(self, name: Phase) -> Seconds:
         found: Seconds = getattr(self, name)
         return found
+
+
+def step_seconds(rollout: float, ranks: float, sync: float, *, overlapped: bool) -> float:
+    """Return the seconds of a step from those of the engines, of the ranks and of the sync, which waits for
+    both.
+    """
+    return (max(rollout, ranks) if overlapped else rollout + ranks) + sync
 
 
 def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> StepTime:
@@ -136,6 +146,7 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
         max((training for _, training in times), key=lambda seconds: seconds.total),
         gather_time(config, shape, hardware, spans=len(where.groups[0]) > 1)
         + send_time(config, shape, hardware, where.groups[0], where.engines),
+        overlapped=config.ppo.staleness > 0,
     )
 
 

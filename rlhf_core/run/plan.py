@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from rlhf_core.planning.speed import (
     PHASES,
     SCORING_MFU,
     TRAINING_MFU,
+    Phase,
     Seconds,
     StepTime,
     optimizer_step_time,
@@ -191,7 +192,7 @@ def show(plan: Plan, console: Console) -> None:
     _say_checkpoints(plan, say)
     time = plan.time
     say(
-        f"time: a step of ppo {duration(time.total)} = {_phases(time)}, all "
+        f"time: a step of ppo {duration(time.total)} = {_phases(time.phase, config)}, all "
         f"{config.ppo.steps} in {duration(time.total * config.ppo.steps)}; an optimizer step of "
         + ", ".join(f"{stage} {duration(step.total)}" for stage, step in plan.optimizer_steps.items())
     )
@@ -332,8 +333,12 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
 
 
-def _phases(time: StepTime) -> str:
-    return " + ".join(f"{name} {duration(time.phase(name).total)}" for name in PHASES)
+def _phases(phase: Callable[[Phase], Seconds], config: PipelineConfig) -> str:
+    """Return the time of each phase in words."""
+    parts = {name: f"{name} {duration(phase(name).total)}" for name in PHASES}
+    if not config.ppo.staleness:
+        return " + ".join(parts.values())
+    return f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}"
 
 
 def _show_splits(plan: Plan, console: Console) -> None:
@@ -352,15 +357,14 @@ def _show_splits(plan: Plan, console: Console) -> None:
             continue
         overrides += [f"{name}={value}" for name, value in split.changes.items()]
         phase, limit = max(split.phases.items(), key=lambda entry: entry[1].total)
-        total = sum((seconds.total for seconds in split.phases.values()), 0.0)
         what, parts = "an optimizer step", ""
         if split.stage == "ppo":
             what = "a step"
-            parts = " = " + " + ".join(f"{name} {duration(s.total)}" for name, s in split.phases.items())
+            parts = f" = {_phases(split.phases.__getitem__, plan.config)}"
         part = getattr(limit, limit.largest) / limit.total
         bottleneck = f"{LIMITS[limit.largest]} ({part:.0%})"
         if split.stage == "ppo":
-            bottleneck = f"{phase} ({limit.total / total:.0%} of the step), limited by {bottleneck}"
+            bottleneck = f"{phase} ({limit.total / split.seconds:.0%} of the step), limited by {bottleneck}"
         before = ", it does not fit" if split.stage in unfit else f": {duration(now[split.stage])}"
         host = f". It needs {split.host / GIB:,.0f} GiB of memory on each host" if split.host else ""
         say(

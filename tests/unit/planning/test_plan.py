@@ -322,6 +322,34 @@ def test_time_follows_devices_and_settings() -> None:
     assert step(lora={"r": 16}, weight_sync={"lora": "adapter"}).sync.total < base.sync.total / 50
 
 
+def test_with_staleness_the_engines_sample_during_scoring_and_training() -> None:
+    def step(**ppo: Any) -> StepTime:
+        return step_time(config(**ppo), eight_b(), parse_gpus("8xA100-80G"))
+
+    for tokens in (16, 2048):  # the ranks are the longer part, then the engines
+        alone, overlapped = step(max_new_tokens=tokens), step(max_new_tokens=tokens, staleness=1)
+        ranks = alone.scoring.total + alone.training.total
+        longest = max(alone.rollout.total, ranks)
+        assert overlapped.total == pytest.approx(longest + alone.sync.total)
+        assert (longest == ranks) == (tokens == 16)
+
+
+def test_the_split_with_staleness_has_separate_engines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = str(CONFIGS / "production.yaml")
+    command = ["plan", file, "--gpus", "4xH100-80G", "--model-config", "qwen3-0.6b"]
+    command.append("ppo.staleness=1")
+    main([*command, "--json"])
+    (found,) = (s for s in json.loads(capsys.readouterr().out)["fastest"] if s["stage"] == "ppo")
+    rollout, scoring, training, sync = (sum(found["phases"][phase].values()) for phase in PHASES)
+    assert found["seconds"] == pytest.approx(max(rollout, scoring + training) + sync)
+    assert "ppo.colocate" not in found["changes"], "engines need devices of their own"
+    main(command)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "s = (rollout" in shown and " during scoring " in shown
+
+
 def test_a_rollout_takes_the_time_to_read_weights_and_cache_for_every_token() -> None:
     engine = {"count": 2, "tensor_parallel": 2, "max_num_seqs": 4, "enforce_eager": True}
     wanted = config_from_tree(
