@@ -79,6 +79,7 @@ def check_nodes(config: PipelineConfig) -> None:
         started = time.time()
         reports = _ask(nodes, probe, config)
         ended = time.time()
+        nodes = [node for node in nodes if node["NodeID"] in reports]
         problems = []
         for node in nodes:
             report = reports[node["NodeID"]]
@@ -123,7 +124,10 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
 
 
 def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig) -> dict[str, Any]:
-    """Return the report of each node by its id, or a sentence that says why it has none."""
+    """Return the report of each node by its id, or a sentence that says why it has none.
+
+    Nodes that Ray loses in the meantime are left out.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -146,6 +150,9 @@ def _ask(nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig)
         try:
             (reports[node["NodeID"]],) = fetch([call], seconds)
         except RLHFError as error:
+            if node["NodeID"] not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+                log.warning("%s is lost, and is not used: %s", _name(node), error.message)
+                continue
             reports[node["NodeID"]] = f"cannot run this code: {error.message.splitlines()[0][:300]}"
         except TimeoutError as error:
             raise _no_answer([_name(node)], seconds) from error

@@ -3,6 +3,7 @@ runs on hosts in `tests/integration/test_several_hosts.py`.
 
 - a node with the same report has no problem
 - each difference is a phrase with the field, the value of the node and the rule
+- a node that Ray loses during the handshake is left out
 - commit and driver version are not compared
 - a node reports what it can use; a folder that is not shared is no store
 - ranks get settings and `run.env`, and nothing secret
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ import pytest
 from rlhf_core.cluster import handshake
 from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import StoreProbe, compare_versions, report_node
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.run.environment import stage_environment
 
 
@@ -141,3 +144,32 @@ def test_the_gpus_of_all_nodes_are_counted_for_all_stages() -> None:
         ConfigError, match=r"sft\.deepspeed\.ranks: must be at most the 8 registered GPUs; got 16"
     ):
         handshake._check_gpus([{"Resources": {"GPU": 8.0}}], config)
+
+
+def test_a_node_that_ray_loses_meanwhile_is_left_out(
+    report: dict[str, Any], probe: StoreProbe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after a power cut, which Ray notices a minute later."""
+    one, two = "1" * 56, "2" * 56
+    before = [
+        {"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": address, "Alive": True}
+        for name, address in ((one, "10.0.0.1"), (two, "10.0.0.2"))
+    ]
+
+    def fetch(calls: list[Pending[str]], _seconds: float) -> list[dict[str, Any]]:
+        if calls[0].reference == two:
+            raise InfrastructureError("Ray: the node is gone")
+        return [report]
+
+    def remote(_task: Any) -> Any:
+        started = SimpleNamespace(remote=lambda _probe, node, _address, _home: node)
+        return SimpleNamespace(options=lambda **_named: started)
+
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr(handshake, "ready", lambda calls, _seconds: [True for _ in calls])
+    monkeypatch.setattr(handshake, "fetch", fetch)
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
+    monkeypatch.setattr("ray.nodes", lambda: [{**node, "Alive": node["NodeID"] == one} for node in before])
+    assert handshake._ask(before, probe, config) == {one: report}
+    monkeypatch.setattr("ray.nodes", lambda: before)
+    assert handshake._ask(before, probe, config)[two] == "cannot run this code: Ray: the node is gone"
