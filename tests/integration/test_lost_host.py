@@ -33,8 +33,8 @@ pytestmark = [
 ]
 
 SECONDS = 90.0
-"""30 s of silence after which a host is lost, up to 15 s each to save stacks and to end processes, and the end
-of the run.
+"""30 s of silence after which a host is lost, up to 15 s each to save stacks and to end processes, and the
+end of the run.
 """
 CONFIG = """
 run:
