@@ -277,9 +277,9 @@ def _run(arguments: argparse.Namespace) -> int:
     isolate_prefect()
     # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
     import flows.rlhf  # noqa: F401
-    from rlhf_core.run.pipeline_run import warm_up
+    from rlhf_core.tracking.tracker import open_tracking
 
-    warm_up(config)
+    open_tracking(config).warm_up()
     server.wait()
     return _run_flow(arguments, home, console)
 

@@ -108,6 +108,11 @@ class RunConfig(Section):
         " [clusters](clusters.md)",
     )
     resources: ResourcesConfig = execution(ResourcesConfig(), "What each stage asks a cluster for")
+    prepare_next: bool = execution(
+        True,
+        "While a stage runs, start the process of the next one and import its libraries, which needs up to"
+        " 1 GiB of host memory",
+    )
 
     @field_validator("env")
     @classmethod

@@ -6,6 +6,9 @@
     reads JSON lines               <------------------------- progress ... result
     SIGTERM, or dies               -> SIGINT, SIGKILL      -> ends its MLflow run -> none is left (guard.py)
 
+With WAIT_VARIABLE, SPEC.json only has the stage and the configuration at first: the process imports what the
+stage needs and waits for a line on that pipe. Then SPEC.json is complete.
+
 Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
 The flow sets the environment (threads, telemetry) before this interpreter starts: see
 `rlhf_core/run/environment.py`.
@@ -21,8 +24,16 @@ from pathlib import Path
 
 from rlhf_core.config.redact import ScrubbingFormatter
 from rlhf_core.errors import RLHFError
-from rlhf_core.run.events import PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, Events, Warnings
+from rlhf_core.run.events import (
+    PARENT_VARIABLE,
+    STOP_VARIABLE,
+    SUSPEND_VARIABLE,
+    WAIT_VARIABLE,
+    Events,
+    Warnings,
+)
 from rlhf_core.run.guard import fork_guard
+from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
@@ -32,6 +43,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def main() -> int:
     """Run the stage of the spec named on the command line; the exit code."""
     events = _startup()
+    pipe = os.environ.pop(WAIT_VARIABLE, "")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ScrubbingFormatter(_LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -47,9 +59,11 @@ def main() -> int:
     log = logging.getLogger("rlhf_core.run")
     try:
         from rlhf_core.run.attempt import execute
-        from rlhf_core.run.spec import StageSpec
 
-        ref = execute(StageSpec.read(Path(sys.argv[1])), events, stop)
+        spec_file = Path(sys.argv[1])
+        if pipe:
+            _prepare_and_wait(StageSpec.read(spec_file), int(pipe))
+        ref = execute(StageSpec.read(spec_file), events, stop)
     except RLHFError as error:
         log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
         events.error(error)
@@ -76,6 +90,24 @@ def _startup() -> Events:
         sys.exit(EXIT_STOPPED)
     fork_guard(int(flow), float(stop), float(suspend))
     return Events.from_environment()
+
+
+def _prepare_and_wait(spec: StageSpec, pipe: int) -> None:
+    """Import what the stage needs, and return when the flow has completed the spec.
+
+    Exit if the flow has closed the pipe, or has died.
+    """
+    os.set_inheritable(pipe, False)
+    try:
+        from rlhf_core.stages.imports import import_for
+
+        import_for(spec.stage, spec.config)
+    except Exception:
+        # The stage itself reports what cannot be imported.
+        logging.getLogger("rlhf_core.run").info("the stage could not be prepared", exc_info=True)
+    if not os.read(pipe, 100):
+        sys.exit(EXIT_STOPPED)
+    os.close(pipe)
 
 
 if __name__ == "__main__":

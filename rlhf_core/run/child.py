@@ -1,6 +1,7 @@
 """Runs one stage in a child process and ends all processes of the stage.
 
-run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, output into a log file
+run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, output into a log file, or takes
+               one that was started before and waits (rlhf_core/run/next_stage.py)
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
 finally        SIGTERM to the child's guard (rlhf_core/run/guard.py), which stops the stage within 20 s and
@@ -18,12 +19,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
-from rlhf_core.run.events import FD_VARIABLE, PARENT_VARIABLE, STOP_VARIABLE, SUSPEND_VARIABLE, parse
+from rlhf_core.run.events import (
+    FD_VARIABLE,
+    PARENT_VARIABLE,
+    STOP_VARIABLE,
+    SUSPEND_VARIABLE,
+    WAIT_VARIABLE,
+    parse,
+)
 from rlhf_core.run.spec import StageSpec
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import ArtifactRef
@@ -40,8 +49,49 @@ _POLL_SECONDS = 0.25
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
 
 
+@dataclass(frozen=True)
+class StageProcess:
+    """The child process of a stage, which is the guard of the stage's own process."""
+
+    process: subprocess.Popen[bytes]
+    log_file: Path
+    events: BinaryIO
+    """Receives the events of the stage."""
+    request: BinaryIO | None
+    """For a process that waits: it begins after a line on this pipe, and ends if the pipe is closed."""
+
+    @property
+    def spec_file(self) -> Path:
+        """The file that the process reads its spec from."""
+        return _spec_file(self.log_file)
+
+    def is_alive(self) -> bool:
+        """Return whether the process has not ended."""
+        return not _has_exited(self.process.pid)
+
+    def begin(self, spec: StageSpec) -> None:
+        """Let a process that waits run the stage of `spec`."""
+        assert self.request is not None
+        spec.write(self.spec_file)
+        # A process that has just died is reported as any other stage that dies.
+        with self.request, contextlib.suppress(BrokenPipeError):
+            self.request.write(b"begin\n")
+
+    def kill(self) -> None:
+        """End a process that waits, and everything that it started."""
+        self.events.close()
+        if self.request is not None:
+            self.request.close()
+        _end(self.process)
+
+
 def run_child(
-    spec: StageSpec, log_file: Path, environment: Mapping[str, str], timeout: float, on_event: OnEvent
+    spec: StageSpec,
+    log_file: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+    on_event: OnEvent,
+    waiting: StageProcess | None = None,
 ) -> ArtifactRef:
     """Run the stage of `spec` and return its artifact.
 
@@ -51,21 +101,23 @@ def run_child(
         environment: All environment variables of the child.
         timeout: Seconds after which the stage is ended.
         on_event: Called with each event that the child sends.
+        waiting: A process with this log and this environment that waits for a spec; None starts a new one.
 
     Raises:
         RLHFError: The error that the child sent, with its class; `StageFailed` if the child died, and
             `StageTimedOut` if it took more than `timeout` seconds.
     """
-    spec_file = log_file.with_suffix(".json")
-    spec.write(spec_file)
     started = time.monotonic()
-    suspend = {SUSPEND_VARIABLE: str(spec.config.run.timeouts.stall)}
-    child, reader = _start(spec_file, log_file, {**environment, **suspend})
-    with reader:
+    if waiting is None:
+        child = start_child(spec, log_file, environment, waits=False)
+    else:
+        child = waiting
+        child.begin(spec)
+    with child.events:
         try:
-            outcome = _follow(child, reader, timeout, on_event)
+            outcome = _follow(child.process, child.events, timeout, on_event)
         finally:
-            _end(child)
+            _end(child.process)
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
@@ -76,34 +128,53 @@ def run_child(
             raise StageTimedOut(
                 f"stage {spec.stage} was stopped after {timeout:.0f} seconds, all that {limit} left it{ends}"
             )
-        raise StageFailed(f"stage {spec.stage} {_cause(child.returncode)}{ends}")
+        raise StageFailed(f"stage {spec.stage} {_cause(child.process.returncode)}{ends}")
     return outcome
 
 
-def _start(
-    spec_file: Path, log_file: Path, environment: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(read_fd, False)
-    reader = os.fdopen(read_fd, "rb", buffering=0)
-    try:
-        child = launch(
-            [*python_module("rlhf_core.run"), str(spec_file)],
-            {
-                **environment,
-                FD_VARIABLE: str(write_fd),
-                PARENT_VARIABLE: str(os.getpid()),
-                STOP_VARIABLE: str(TERM_SECONDS),
-            },
+def start_child(
+    spec: StageSpec, log_file: Path, environment: Mapping[str, str], *, waits: bool
+) -> StageProcess:
+    """Start a child process for `spec`.
+
+    If it `waits`, only stage and configuration of `spec` are used: the process imports what the stage needs
+    and waits for `StageProcess.begin`. The kernel ends the process when the calling thread ends.
+    """
+    spec.write(_spec_file(log_file))
+    with contextlib.ExitStack() as opened:
+        read_fd, write_fd = os.pipe()
+        opened.callback(os.close, write_fd)
+        os.set_blocking(read_fd, False)
+        events = os.fdopen(read_fd, "rb", buffering=0)
+        on_error = opened.enter_context(contextlib.ExitStack())
+        on_error.callback(events.close)
+        variables = {
+            FD_VARIABLE: str(write_fd),
+            PARENT_VARIABLE: str(os.getpid()),
+            STOP_VARIABLE: str(TERM_SECONDS),
+            SUSPEND_VARIABLE: str(spec.config.run.timeouts.stall),
+        }
+        passed = [write_fd]
+        request = None
+        if waits:
+            request_fd, begin_fd = os.pipe()
+            opened.callback(os.close, request_fd)
+            request = os.fdopen(begin_fd, "wb", buffering=0)
+            on_error.callback(request.close)
+            variables[WAIT_VARIABLE] = str(request_fd)
+            passed.append(request_fd)
+        process = launch(
+            [*python_module("rlhf_core.run"), str(_spec_file(log_file))],
+            {**environment, **variables},
             log_file=log_file,
-            pass_fds=(write_fd,),
+            pass_fds=passed,
         )
-    except BaseException:
-        reader.close()
-        raise
-    finally:
-        os.close(write_fd)
-    return child, reader
+        on_error.pop_all()
+    return StageProcess(process, log_file, events, request)
+
+
+def _spec_file(log_file: Path) -> Path:
+    return log_file.with_suffix(".json")
 
 
 def _follow(

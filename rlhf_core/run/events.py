@@ -35,6 +35,7 @@ FD_VARIABLE = "RLHF_EVENTS_FD"
 PARENT_VARIABLE = "RLHF_PARENT_PID"
 STOP_VARIABLE = "RLHF_STOP_SECONDS"
 SUSPEND_VARIABLE = "RLHF_SUSPEND_SECONDS"
+WAIT_VARIABLE = "RLHF_WAIT_FD"
 MIN_SECONDS = 0.2
 """Progress of one task is sent at most this often; first and last reports always are."""
 

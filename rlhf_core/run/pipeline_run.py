@@ -27,6 +27,7 @@ from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
+from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.spec import StageRecord, StageSpec
 from rlhf_core.run.state import describe_unfinished, read_state
 from rlhf_core.run.summary import nothing_made, reuse_sentence, run_markdown, summarize
@@ -90,6 +91,7 @@ class PipelineRun:
         """When this run first came to a stage, by the monotonic clock. Failed attempts count in its time."""
         self.making: dict[str, str] = {}
         """`stage` and `log` of the stage that is being made."""
+        self.next_stage = NextStage()
 
     @property
     def folder(self) -> Path:
@@ -170,6 +172,11 @@ class PipelineRun:
                 continue
             return path
         raise InputError(f"{self.logs} has 10000 logs of stage {stage}; remove old ones")
+
+    def stage_after(self, stage: StageName) -> StageName | None:
+        """Return the stage that this run makes after `stage`, if there is one."""
+        later = self.stages[self.stages.index(stage) + 1 :] if stage in self.stages else ()
+        return next((name for name in later if self.has(name)), None)
 
     def begin(self, stage: StageName, log_file: Path) -> None:
         """Record that a stage is being made, for `rlhf status`."""
@@ -309,6 +316,7 @@ def open_run(
         continued_elsewhere = isinstance(error, StageHeld | Superseded)
         raise
     finally:
+        run.next_stage.close()
         run.save_state(state, failure)
         if not continued_elsewhere:
             run.tracking.finish(run.parent_run_id, status, reused=reused)
@@ -320,11 +328,3 @@ def _tags(checked: CheckedConfig) -> dict[str, str]:
     if checked.warnings:
         tags["rlhf.warnings"] = "\n".join(checked.warnings)[:_MAX_TAG_LENGTH]
     return tags
-
-
-def warm_up(config: PipelineConfig) -> None:
-    """Import MLflow and open its database, which takes seconds, while something else starts."""
-    tracking = open_tracking(config)
-    if tracking.uri.startswith("sqlite:"):
-        with suppress(Exception):  # the run itself reports the error
-            _ = tracking.mlflow.experiment_id

@@ -21,7 +21,7 @@ from tenacity import Retrying, retry_if_exception, wait_exponential
 
 from rlhf_core.errors import StageHeld, Superseded
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.child import OnEvent, run_child
+from rlhf_core.run.child import OnEvent, StageProcess, run_child
 from rlhf_core.run.display import current_display
 from rlhf_core.run.environment import stage_environment
 from rlhf_core.run.executors.choose import open_scheduler
@@ -79,7 +79,8 @@ def find_or_make(
     ref = run.find(spec)
     reused, continued = ref is not None, False
     if ref is None:
-        log_file = run.log_file(stage)
+        waiting = _take_waiting(run, stage)
+        log_file = run.log_file(stage) if waiting is None else waiting.log_file
         display.started(stage, str(log_file))
         run.begin(stage, log_file)
         failpoint("flow.stage")
@@ -91,12 +92,13 @@ def find_or_make(
             for kind in ("guard", "advice"):
                 if event["event"] == "warning" and kind in event:
                     run.note(f"{kind}.{event[kind]}", event["message"])
+            prepare_next(run, stage, event)
             policy.on_event(event)
             display.event(stage, event)
             if on_event is not None:
                 on_event(event)
 
-        ref = _make(run, spec, log_file, dispatch, policy)
+        ref = _make(run, spec, log_file, dispatch, policy, waiting)
         failpoint("flow.made")
     if reused:
         # An artifact that was made under other limits must meet those of this configuration.
@@ -109,8 +111,33 @@ def find_or_make(
     return record
 
 
+def _take_waiting(run: PipelineRun, stage: StageName) -> StageProcess | None:
+    """Return the process that waits for `stage`, if there is one."""
+    return run.next_stage.take(stage, run.config, stage_environment(run.config))
+
+
+def prepare_next(run: PipelineRun, stage: StageName, event: Mapping[str, Any]) -> None:
+    """Start the process of the stage after `stage`, at the first event of `stage` that reports progress.
+
+    Earlier, it would delay the start of `stage` itself.
+    """
+    if event["event"] != "progress" or not event["done"] or not run.config.run.prepare_next:
+        return
+    following = run.stage_after(stage)
+    if following is None or following == run.next_stage.stage:
+        return
+    if run.config.run.executor_of(following) == "local":
+        log_file = run.log_file(following)
+        run.next_stage.prepare(following, run.config, stage_environment(run.config), log_file)
+
+
 def _make(
-    run: PipelineRun, spec: StageSpec, log_file: Path, on_event: OnEvent, policy: RetryPolicy
+    run: PipelineRun,
+    spec: StageSpec,
+    log_file: Path,
+    on_event: OnEvent,
+    policy: RetryPolicy,
+    waiting: StageProcess | None,
 ) -> ArtifactRef:
     """Run the child or the job, and end its MLflow run if it failed.
 
@@ -121,7 +148,8 @@ def _make(
     left = config.run.stage_timeout - (time.monotonic() - run.began[spec.stage])
     try:
         if config.run.executor_of(spec.stage) == "local":
-            return run_child(spec, log_file, stage_environment(config), max(0.0, left), on_event)
+            environment = stage_environment(config)
+            return run_child(spec, log_file, environment, max(0.0, left), on_event, waiting)
         scheduler = open_scheduler(config, spec.stage)
         return run_remote(scheduler, spec, log_file, max(0.0, left), on_event)
     except (StageHeld, Superseded):

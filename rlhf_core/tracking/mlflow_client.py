@@ -125,6 +125,12 @@ class Mlflow:
             ensure_database(database)
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
+    def prepare(self) -> None:
+        """Import MLflow. If the tracker is a file, open it and find the experiment."""
+        client = self._client
+        if sqlite_path(self.uri):
+            client.search_runs([self.experiment_id], "", max_results=1)
+
     def ping(self) -> bool:
         """Return True if it answers; raises if not."""
         self._client.search_experiments(max_results=1)

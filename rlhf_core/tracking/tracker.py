@@ -99,6 +99,11 @@ class Tracking:
         """The tracker's address without credentials."""
         return _public_uri(self.mlflow.uri)
 
+    def warm_up(self) -> None:
+        """Import MLflow, which takes seconds, and open its database if that is a file."""
+        with suppress(Exception):  # the first call that needs it reports the error
+            self.mlflow.prepare()
+
     def parent_run(
         self,
         pipeline_key: str,

@@ -22,15 +22,30 @@ _INSTALL = """
 module = types.ModuleType('rlhf_core.run.attempt')
 module.execute = execute
 sys.modules[module.__name__] = module
+module = types.ModuleType('rlhf_core.stages.imports')
+module.import_for = import_for
+sys.modules[module.__name__] = module
 """
 
 
-def toy_environment(folder: Path, body: str) -> dict[str, str]:
-    """Return the environment of processes whose stage is the given body of `execute(spec, events, stop)`."""
-    lines = "".join(f"    {line}\n" for line in body.splitlines())
-    (folder / "sitecustomize.py").write_text(f"{_PRELUDE}{lines}\n{_INSTALL}")
+_PREPARE = """
+def import_for(stage, config):
+    folder = Path(os.environ["TOY_FOLDER"])
+"""
+
+
+def toy_environment(folder: Path, body: str, prepare: str = "pass") -> dict[str, str]:
+    """Return the environment of processes whose stage is the given body of `execute(spec, events, stop)`, and
+    that prepare it by the given body of `import_for(stage, config)`.
+    """
+    text = _PRELUDE + _indented(body) + _PREPARE + _indented(prepare) + _INSTALL
+    (folder / "sitecustomize.py").write_text(text)
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
         "TOY_FOLDER": str(folder),
     }
+
+
+def _indented(body: str) -> str:
+    return "".join(f"    {line}\n" for line in body.splitlines())

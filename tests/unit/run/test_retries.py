@@ -18,6 +18,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed
 from rlhf_core.run import stage_runner
+from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.retries import NEVER_RETRIED, RetryPolicy
 from rlhf_core.run.spec import StageRecord
 from rlhf_core.types import ArtifactRef
@@ -75,7 +76,9 @@ def test_lack_of_memory_is_counted_separately() -> None:
 def test_all_attempts_share_the_time_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = [1000.0], []
 
-    def child(spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any) -> Any:
+    def child(
+        spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any, waiting: Any
+    ) -> Any:
         given.append(timeout)
         now[0] += 45.0
         raise KILLED
@@ -89,6 +92,8 @@ def test_all_attempts_share_the_time_of_the_stage(tmp_path: Path, monkeypatch: p
         ensure_parent=lambda: None,
         spec=lambda stage, inputs: SimpleNamespace(stage=stage, key="0" * 16),
         find=lambda spec: None,
+        next_stage=NextStage(),
+        stage_after=lambda stage: None,
         log_file=lambda stage: tmp_path / "data.log",
         begin=lambda stage, log_file: None,
         tracking=SimpleNamespace(finish_stage=lambda *given: None),
@@ -131,7 +136,9 @@ def test_failed_attempts_are_repeated_after_a_growing_delay(monkeypatch: pytest.
 def test_guards_and_advice_become_tags_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[str, str]] = []
 
-    def child(spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any) -> Any:
+    def child(
+        spec: Any, log_file: Path, environment: Any, timeout: float, on_event: Any, waiting: Any
+    ) -> Any:
         on_event({"event": "warning", "message": "the disk is nearly full"})
         on_event({"event": "warning", "message": "step 4: guard loops: 30 %", "guard": "loops"})
         on_event({"event": "warning", "message": "advice, step 4: 30 %", "advice": "sync"})
@@ -145,6 +152,8 @@ def test_guards_and_advice_become_tags_of_the_run(tmp_path: Path, monkeypatch: p
         ensure_parent=lambda: None,
         spec=lambda stage, inputs: SimpleNamespace(stage=stage, key="0" * 16),
         find=lambda spec: None,
+        next_stage=NextStage(),
+        stage_after=lambda stage: None,
         log_file=lambda stage: tmp_path / "data.log",
         begin=lambda stage, log_file: None,
         note=lambda *given: noted.append(given),
