@@ -5,12 +5,14 @@
   request drew there
 - on a GPU, vLLM does not look for a sampler that our requests cannot use, and float32 is not rounded to TF32;
   what the user has set stays
+- a small model on the CPU starts without torch's compiler
 - memory that is not there is told by who has it: others on the device, or a share too small; any other error
   stays
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -45,6 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "VLLM_CPU_KVCACHE_SPACE",
         "VLLM_USE_FLASHINFER_SAMPLER",
         "TRITON_F32_DEFAULT",
+        "TORCHDYNAMO_DISABLE",
     ):
         monkeypatch.setenv(name, "1")
     return found
@@ -71,6 +74,24 @@ def test_on_the_cpu_no_sequence_is_computed_in_parts(
     Engine(tmp_path, EngineConfig(max_num_seqs=sequences), device="cpu", max_model_len=longest, seed=0)
     assert asked["enable_chunked_prefill"] is False
     assert asked["max_num_batched_tokens"] == budget
+
+
+@pytest.mark.parametrize(
+    ("device", "eager", "vocabulary", "compiles"),
+    [
+        ("cpu", True, 384, False),
+        ("cpu", True, 32000, True),  # compiled code counts the ranks of tokens 18 times as fast
+        ("cpu", False, 384, True),
+        ("cuda", True, 384, True),
+    ],
+)
+def test_a_small_model_on_the_cpu_starts_without_the_compiler(
+    asked: dict[str, Any], tmp_path: Path, device: str, eager: bool, vocabulary: int, compiles: bool
+) -> None:
+    del os.environ["TORCHDYNAMO_DISABLE"]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2, "vocab_size": vocabulary}))
+    Engine(tmp_path, EngineConfig(enforce_eager=eager), device=device, max_model_len=64, seed=0)
+    assert ("TORCHDYNAMO_DISABLE" not in os.environ) == compiles
 
 
 @pytest.mark.parametrize(("head", "given"), [("model", None), ("float32", {"head_dtype": "float32"})])
