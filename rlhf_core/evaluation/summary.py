@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -166,6 +167,11 @@ def _numbers(
             rules[name] = interval.pair(f"rule/{name}", unmasked)
     return {
         "win_rate": win_rate(preferences, **interval.settings("win_rate")).to_json(),
+        "win_rate_length_controlled": length_controlled(
+            preferences,
+            [ppo - sft for sft, ppo in zip(lengths["sft"], lengths["ppo"], strict=True)],
+            interval.confidence,
+        ).to_json(),
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
         **({"judge_model": measures["judge_model"]} if "judge_model" in measures else {}),
@@ -239,7 +245,8 @@ def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
     for name, pair in pairs.items():
         for model, interval in pair.items():
             flat |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
-    flat |= {f"win_rate/{part}": value for part, value in evaluation["win_rate"].items()}
+    for name in ("win_rate", "win_rate_length_controlled"):
+        flat |= {f"{name}/{part}": value for part, value in evaluation[name].items()}
     for model in ("sft", "ppo"):
         flat[f"eos_rate/{model}"] = evaluation["eos_rate"][model]
         flat[f"length/{model}"] = evaluation["lengths"][model]["mean"]

@@ -33,6 +33,7 @@ def summarize(
                                                 rules/<name>; difference: paired by prompt, policy minus SFT
     evaluate.gold_reward_exchanged              the same, with each response judged against another prompt
     evaluate.win_rate.{mean,low,high}           policy against SFT
+    evaluate.win_rate_length_controlled         the same for responses of equal length
     evaluate.judge, evaluate.judge_trained_on   the judge, and whether the policy was trained with it
     evaluate.kl                                 nats per response
     weights_sha256                              of the final policy's safetensors
@@ -89,8 +90,9 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
         measure, _, who = name.rpartition("/")
         if who in _WHO and (interval := _interval(metrics, name)):
             found.setdefault(measure, {})[who] = interval
-    if interval := _interval(metrics, "win_rate"):
-        found["win_rate"] = interval
+    for name in ("win_rate", "win_rate_length_controlled"):
+        if interval := _interval(metrics, name):
+            found[name] = interval
     if "judge" in ref.attributes:
         found["judge"] = ref.attributes["judge"]
         found["judge_trained_on"] = ref.attributes.get("judge_trained_on") == "True"
@@ -141,6 +143,9 @@ def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             ]
     if "win_rate" in evaluation:
         rows.append((f"win rate, PPO over SFT{_judged(evaluation)}", _with_interval(evaluation["win_rate"])))
+    if "win_rate_length_controlled" in evaluation:
+        controlled = _with_interval(evaluation["win_rate_length_controlled"])
+        rows.append(("the same, length-controlled", controlled))
     if "kl" in evaluation:
         rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
     return rows
