@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
@@ -31,7 +31,7 @@ def retrain(
         min_new_rows: Rows that must have been added to the sources since the last retraining.
         min_pause_hours: Hours since the start of the last retraining.
     """
-    watch = Watch(load_config(config, overrides))
+    watch = Watch(load_config(config, overrides), run=str(runtime.flow_run.id or ""))
     verdict = watch.look(min_new_rows=min_new_rows, min_pause_hours=min_pause_hours)
     if not verdict.due:
         return Completed(name=verdict.name, message=verdict.message)

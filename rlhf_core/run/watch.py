@@ -41,6 +41,8 @@ class WatchState:
     """Rows of its sources; None if they were not counted."""
     started: float = 0.0
     """Start of the last one, finished or not, in seconds since 1970."""
+    run: str = ""
+    """Id of the flow run that began it; empty if it has finished."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class Verdict:
 class Watch:
     """Looks at the sources of one configuration."""
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, run: str = "") -> None:
+        """Look at the sources. `run` is the id of the flow run, which continues its own retraining."""
         self.config = pinned(config)
+        self._run = run
         self._model = config.registered_model
         self._tag = _STATE + pipeline_key(config, {})
         self._tracking = open_tracking(config)
@@ -83,9 +87,11 @@ class Watch:
             return Verdict(False, "Unchanged", f"{self._model} version {version} was made from these inputs")
         if min_new_rows:
             self._rows = count_rows(self.config)
-            new = self._rows - (state.rows or 0)
-            if state.rows is not None and new < min_new_rows:
-                return Verdict(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
+        if self._run and state.run == self._run:
+            return Verdict(True, "Due", "this flow run began it, and was interrupted")
+        if self._rows is not None and state.rows is not None and self._rows - state.rows < min_new_rows:
+            new = self._rows - state.rows
+            return Verdict(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
         hours = (time.time() - state.started) / 3600
         if 0 <= hours < min_pause_hours:
             return Verdict(
@@ -95,12 +101,13 @@ class Watch:
 
     def started(self) -> None:
         """Record the start of a retraining."""
-        self._state = replace(self._state, started=time.time())
+        self._state = replace(self._state, started=time.time(), run=self._run)
         self._write(self._state)
 
     def finished(self, weights: str) -> None:
         """Record the end of a retraining that registered these weights."""
-        self._write(replace(self._state, marks=self._marks, weights=weights, rows=self._rows))
+        rows = self._state.rows if self._rows is None else self._rows
+        self._write(replace(self._state, marks=self._marks, weights=weights, rows=rows, run=""))
 
     def _has(self, weights: str) -> bool:
         return bool(weights) and not self._tracking.is_missing(self._model, weights)

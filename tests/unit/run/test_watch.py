@@ -146,6 +146,18 @@ def test_it_waits_for_rows_and_for_the_pause(
     assert look(config, rows=5, hours=24)[0] == "Due", "a failed retraining is due again"
 
 
+def test_an_interrupted_flow_run_continues_its_retraining(configured: Any, rows: Path) -> None:
+    config = configured("one")
+    first = Watch(config, run="flow-run-1")
+    first.started()
+    for run, due in (("flow-run-1", True), ("flow-run-2", False), ("", False)):
+        assert Watch(config, run=run).look(min_new_rows=0, min_pause_hours=24).due is due
+    finish(config)
+    first.finished(DIGEST)
+    add(rows, 1)
+    assert not Watch(config, run="flow-run-1").look(min_new_rows=0, min_pause_hours=24).due
+
+
 def test_state_that_cannot_be_read_or_written_costs_a_look_only(
     configured: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
