@@ -113,6 +113,11 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
     yield from _kl(ppo)
     yield from _critic(ppo)
     yield from _merge(ppo)
+    if ppo.publish == "best" and ppo.uses_reward_model and config.reward.judge is None:
+        yield (
+            "ppo.publish is best, but the reward model that the policy is trained with decides: under"
+            " over-optimisation its score rises until the end; add reward.judge={}"
+        )
     if config.data.eval_fraction > 0.5:
         yield (
             f"data.eval_fraction is {config.data.eval_fraction:g}: more prompts are held out than trained on;"

@@ -1,0 +1,117 @@
+"""The metrics of an evaluation during PPO, with scripted engines and models.
+
+- each version is sampled once per prompt, as the step of its number, so that its seeds are its own
+- the judge decides objective and wins if there is one, otherwise the training reward with its penalties
+- a response whose reward failed is left out of means and wins
+- measures by data source are there if there are several sources
+- wins are counted against the SFT model's scores, also after a restart
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.evaluation import held_out
+from rlhf_core.evaluation.held_out import HeldOutEvaluation
+from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.types import PromptExample, RewardInput
+
+PROMPTS = [PromptExample(f"p{i}", "What is it?", (1,), source="ab"[i % 2]) for i in range(4)]
+NAN = float("nan")
+
+
+class Collector:
+    """Returns the responses of a version: all finished but the last, with these rewards."""
+
+    rewards_of: dict[int, list[float]]
+
+    def __init__(self, ppo: Any, _fleet: Any, prompts: Any, *_other: Any) -> None:
+        assert ppo.samples_per_prompt == 1 and prompts == PROMPTS
+
+    def sample(self, prompts: Any, step: int, round_: int, version: int) -> Any:
+        assert (prompts, step, round_) == (PROMPTS, version, 0)
+        finished = np.array([True, True, True, False])
+        return Batch(version=version, lengths_B=np.array([2, 2, 2, 4], np.int32), finished_B=finished)
+
+    def rewards(self, batch: Any) -> RewardBatch:
+        values = self.rewards_of[batch.version]
+        return RewardBatch(values, {"keywords": values})
+
+
+class Batch(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(PROMPTS)
+
+
+class Gathered(list[Any]):
+    def gather(self, _name: str = "") -> list[Any]:
+        return list(self)
+
+
+def evaluation_of(
+    monkeypatch: pytest.MonkeyPatch, rewards: dict[int, list[float]], judge: dict[int, list[float]] | None
+) -> HeldOutEvaluation:
+    monkeypatch.setattr(Collector, "rewards_of", rewards, raising=False)
+    monkeypatch.setattr(held_out, "Collector", Collector)
+    texts = [RewardInput(p.prompt_id, p.prompt, "a b a b", (1,), (2, 3), True) for p in PROMPTS]
+    monkeypatch.setattr(held_out, "RewardInputs", lambda *_: texts)
+
+    def logprobs(role: str, batch: Any, *, with_entropy: bool) -> Gathered:
+        shift = 0.25 * batch.version if role == "policy" else 0.0
+        return Gathered(np.full(n, -1.0 + shift, np.float32) for n in batch.lengths_B)
+
+    groups = {"policy": None, "reference": None} | ({} if judge is None else {"judge": None})
+    fleet: Any = SimpleNamespace(
+        groups=groups,
+        logprobs=logprobs,
+        scores=lambda batch, role: Gathered((judge or {})[batch.version]),
+        retry_after_restart=lambda call, what: call(),
+    )
+    tree = {
+        "reward": {"enabled": False},
+        "ppo": {
+            "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0}],
+            "missing_eos_penalty": 0.5,
+            "kl": {"coef": 0.1},
+        },
+    }
+    nothing: Any = None
+    return HeldOutEvaluation(config_from_tree(tree, "test"), fleet, PROMPTS, str, nothing)
+
+
+def test_the_training_reward_decides_without_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {0: [0.0, 1.0, 0.0, 0.0], 4: [1.0, 1.0, NAN, 1.0]}
+    evaluation = evaluation_of(monkeypatch, rewards, None)
+    first = evaluation.evaluate(0)
+    assert (first["eval/win_rate"], first["eval/kl"]) == (0.5, 0.0)
+    found = evaluation.evaluate(4)
+    # Twice the reward, and 0.5 less for the response without EOS; the third is left out.
+    assert found["eval/score"] == pytest.approx((2 + 2 + 1.5) / 3)
+    # Each token's log-ratio is 4 x 0.25; responses have 2, 2, 2 and 4 tokens.
+    assert found["eval/kl"] == pytest.approx(2.5)
+    assert found["eval/objective"] == pytest.approx(5.5 / 3 - 0.25)
+    assert found["eval/win_rate"] == pytest.approx((1 + 0.5 + 1) / 3)
+    assert found["eval/rewards/keywords"] == 1.0
+    assert (found["eval/length"], found["eval/eos_rate"]) == (2.5, 0.75)
+    assert found["eval/by_source/a/score"] == 2.0 and found["eval/by_source/b/kl"] == pytest.approx(3.0)
+    assert found["eval/distinct_2"] == pytest.approx(2 / 12)
+    assert not any("judge" in name or "gold" in name for name in found)
+
+
+def test_the_judge_decides_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = {0: [0.0] * 4, 2: [5.0] * 4}
+    judge = {0: [0.3] * 4, 2: [0.1, 0.2, 0.3, 0.4]}
+    evaluation = evaluation_of(monkeypatch, rewards, judge)
+    evaluation.evaluate(0)
+    restarted = evaluation_of(monkeypatch, rewards, judge)
+    restarted.load_state_dict(evaluation.state_dict())
+    for found in (evaluation.evaluate(2), restarted.evaluate(2)):
+        assert found["eval/judge"] == pytest.approx(0.25)
+        assert found["eval/objective"] == pytest.approx(0.25 - 0.1 * 1.25)
+        assert found["eval/win_rate"] == pytest.approx((0 + 0 + 0.5 + 1) / 4)
+        assert found["eval/judge_error"] == pytest.approx(0.1290994449 / 2)
