@@ -210,6 +210,67 @@ def test_a_killed_registration_is_finished_by_the_same_command(
     assert len(outcome["tests"]) == 1, "the test that was repeated spends its level once"
 
 
+WRITES = (
+    "create_model_version",
+    "set_registered_model_alias",
+    "set_registered_model_tag",
+    "set_model_version_tag",
+)
+
+
+def killed_before_write(number: int, mlflow: Mlflow, action: Any) -> bool:
+    """Run `action` in a process that is killed before a write to MLflow; False if there are fewer writes."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+        for name in WRITES:
+            write = getattr(mlflow._client, name)
+
+            def counted(*given: Any, write: Any = write, **more: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return write(*given, **more)
+
+            setattr(mlflow._client, name, counted)
+        try:
+            action(mlflow)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rollback", "promote", "register"])
+def test_a_kill_between_any_two_writes_leaves_one_end(what: str, database: Path, mlflow: Mlflow) -> None:
+    ends, number = [], 1
+    while True:
+        model = f"{what} killed before write {number}"
+        for digest in "abc":
+            enter(mlflow, model, digest)
+
+        def act(mlflow: Mlflow, model: str = model) -> None:
+            if what == "rollback":
+                rollback(mlflow, model, "bad")
+            elif what == "promote":
+                promote(mlflow, model, "1", "good")
+            else:
+                enter(mlflow, model, "d")
+
+        killed = killed_before_write(number, Mlflow(f"sqlite:///{database}", "champions"), act)
+        assert champion(mlflow, model) in ("1", "2", "3", "4")
+        act(mlflow)
+        moves = [(each.action, each.version, each.previous, each.state) for each in history(mlflow, model)]
+        ends.append((champion(mlflow, model), revoked(mlflow, model), moves))
+        if not killed:
+            break
+        number += 1
+    assert all(end == ends[-1] for end in ends)
+    assert number > (3 if what == "promote" else 4)
+
+
 def test_another_registration_finishes_a_move_that_was_interrupted(
     database: Path, mlflow: Mlflow, model: str
 ) -> None:
