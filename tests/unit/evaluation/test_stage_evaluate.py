@@ -5,6 +5,7 @@
   judge is refused
 - a prompt for which a reward source masks a failure is left out for both models and counted
 - batch-normalised rules normalise both models' responses together
+- the second reward model judges without having trained the policy
 - ranks and engines in other processes share one connection to Ray
 - the same run gives the same bytes, and intervals have the configured level
 """
@@ -370,3 +371,36 @@ def test_caption_mentions_overoptimisation_only_with_a_gold_reward(
     document = (context.output / "report.html").read_text()
     assert ("Over-optimisation is where the true reward bends down" in document) == gold
     assert ("so this curve cannot show it" in document) != gold
+
+
+def test_the_second_reward_model_judges(
+    scripted: Any, context: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prefers short responses, and the reward model long ones."""
+
+    def score(config: Any, folder: Path, samples: Sequence[Any], **more: Any) -> list[float]:
+        sign = -1.0 if folder.parent.name == "judge" else 1.0
+        return [sign * len(sample.response) for sample in samples]
+
+    monkeypatch.setattr(scoring, "score_reward_model", score)
+    assert context.lineage is not None
+    inputs = {**context.lineage.inputs, "judge": ArtifactRef("judge", "1" * 16, "e" * 64, "uri")}
+    judged = replace(
+        context,
+        inputs={**context.inputs, "judge": tmp_path / "judge"},
+        lineage=replace(context.lineage, inputs=inputs),
+    )
+    config = config_of(
+        [{"type": "model"}],
+        reward={"judge": {}},
+        evaluate={"prompts": 6, "bootstrap": 200, "judge": "judge_model"},
+    )
+    result = evaluate.run(config, judged)
+    found = read(judged)
+    assert (found["judge"], found["judge_trained_on"]) == ("judge_model", False)
+    assert found["judge_digests"]["judge_model"] == "e" * 64
+    assert found["win_rate"]["mean"] == 0.0
+    assert found["judge_model"]["ppo"]["mean"] == -found["reward_model"]["ppo"]["mean"]
+    assert result.metrics["judge_model/ppo/mean"] == found["judge_model"]["ppo"]["mean"]
+    page = (judged.output / "report.html").read_text()
+    assert "a second reward model, trained with other pairs" in page and "Second reward model" in page
