@@ -7,6 +7,7 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 - on GPUs, processes share the cores of their host, and only those without CUDA IPC have segments that grow
 - an engine that is lost in a broadcast over NCCL ends the attempt: the sender may wait for it without limit
 - an engine that no host has the GPUs for is refused
+- the usage of all processes is known only if all answer at once; a dead or suspended one is no error
 - gathered values are in the order of the responses, for any number of ranks and size of chunks
 - routes divide the work evenly, by whole chunks, with the same number of micro-batches on every rank
 """
@@ -21,14 +22,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.cluster.rpc import Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo import fleet as module
 from rlhf_core.ppo.batch import RolloutBatch
 from rlhf_core.ppo.columns import Places, RolloutColumns, columns_of, row_columns
-from rlhf_core.ppo.fleet import FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
+from rlhf_core.ppo.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup, reindex
 from rlhf_core.ppo.placement import check_engine_size
 from rlhf_core.ppo.routes import places_of, route
 from rlhf_core.types import PromptExample, Rollout
@@ -113,6 +114,27 @@ def test_any_other_loss_fails_the_attempt(made: Made, parts: tuple[str, ...]) ->
     with pytest.raises(InfrastructureError):
         fleet.retry_after_restart(failing(lost, [parts]), "the scoring")
     assert done == []
+
+
+def test_usage_is_known_only_if_all_processes_answer(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, _, _ = made
+    usage = Usage(1.0, 2)
+    for workers in fleet.distinct_groups:
+        actor = scripted(SimpleNamespace(usage=lambda: usage))
+        fleet.groups[workers.group.roles[0]] = WorkerGroup(workers.group, (actor,))
+    fleet.engines = SimpleNamespace(actors=[actor] * 2)  # type: ignore[assignment]
+    monkeypatch.setattr(module, "ready", lambda calls, _seconds: [True] * len(calls))
+    monkeypatch.setattr(module, "fetch", lambda calls, _seconds: results(calls))
+    names = [workers.group.name for workers in fleet.distinct_groups]
+    assert fleet.usage_by_group() == {ENGINES: [usage] * 2, **{name: [usage] for name in names}}
+
+    def dead(_calls: Any, _seconds: float) -> Any:
+        raise WorkerDied("engine 1 has died")
+
+    monkeypatch.setattr(module, "fetch", dead)
+    assert fleet.usage_by_group() is None
+    monkeypatch.setattr(module, "ready", lambda calls, _seconds: [True] * (len(calls) - 1) + [False])
+    assert fleet.usage_by_group() is None
 
 
 class _Actor:
