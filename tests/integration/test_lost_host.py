@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterator
 
@@ -36,6 +37,8 @@ SECONDS = 90.0
 """30 s of silence after which a host is lost, up to 15 s each to save stacks and to end processes, and the
 end of the run.
 """
+_UPLOAD_SECONDS = 8.0
+"""After the first step, until a checkpoint is in the store."""
 CONFIG = """
 run:
   name: lost
@@ -52,10 +55,10 @@ data:
   synthetic: {sft_examples: 256, pairs: 128, prompts: 40}
   max_prompt_tokens: 48
   max_response_tokens: 64
-sft: {batch_size: 16, epochs: 2, samples: 1, checkpoint_every: 1, deepspeed: {ranks: 3, zero_stage: 3}}
+sft: {batch_size: 16, epochs: 3, samples: 1, checkpoint_every: 1, deepspeed: {ranks: 3, zero_stage: 3}}
 reward:
   batch_size: 16
-  epochs: 4
+  epochs: 6
   min_accuracy: 0
   checkpoint_every: 1
   deepspeed: {ranks: 3, zero_stage: 3}
@@ -91,9 +94,11 @@ class Lost:
         """Cut the power of the second host in the middle of a stage, and return what was said."""
         run = self.first.start(*self.command(stage), log=f"{stage}-lost", **self._environment)
         deadline = time.monotonic() + 600
-        while f"{stage}: 2/" not in self._said(f"{stage}-lost"):
+        while not re.search(rf"{stage}: [1-9]\d*/\d+ steps", self._said(f"{stage}-lost")):
             assert run.poll() is None and time.monotonic() < deadline, self._said(f"{stage}-lost")[-3000:]
             time.sleep(0.2)
+        time.sleep(_UPLOAD_SECONDS)
+        assert run.poll() is None, self._said(f"{stage}-lost")[-3000:]
         self.second.cut_power()
         cut = time.monotonic()
         code = run.wait(600)

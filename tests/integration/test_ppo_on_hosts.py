@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 from tests.support.hosts import (
     RAY_PORT,
     Host,
+    artifact_digests,
     missing_right,
     rlhf,
     s3_server,
@@ -97,10 +99,11 @@ class Hosts:
         return self.hosts[host].output(home) + "".join(log.read_text()[-3000:] for log in logs)
 
     def digest(self, host: int, home: str) -> str:
-        """Return the sha256 of the policy's weights."""
+        """Return the digest of the policy that a run has made."""
         (summary,) = (self.hosts[host].home / home / "runs").glob("*/summary.json")
-        digest: str = json.loads(summary.read_text())["stages"]["ppo"]["artifact"]["digest"]
-        return digest
+        uri: str = json.loads(summary.read_text())["stages"]["ppo"]["artifact"]
+        (name,) = re.findall(r"/artifacts/(ppo/\w+)/", uri)
+        return artifact_digests(self.hosts[host], "x", **self.store)[name]
 
     def forget_ppo(self) -> None:
         """Remove the policy and its checkpoints from the store."""

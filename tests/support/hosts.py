@@ -308,6 +308,28 @@ def start_node(host: Host, head: str | None, cpus: int, **environment: str) -> s
     return host.start(ray, "start", *where, address, *size, "--block", log="ray", **environment)
 
 
+_DIGESTS = """
+import json, boto3
+for item in boto3.resource("s3").Bucket("rlhf-test").objects.filter(Prefix="{store}/artifacts/"):
+    if item.key.endswith("/manifest.json"):
+        print("digest", item.key, json.loads(item.get()["Body"].read())["digest"])
+"""
+
+
+def artifact_digests(host: Host, store: str, **environment: str) -> dict[str, str]:
+    """Return the digests of all artifacts in the folder `store` of the bucket, by `stage/key`."""
+    script = _DIGESTS.format(store=store)
+    code, output = host.run(sys.executable, "-c", script, log="digests", **environment)
+    assert code == 0, output
+    digests = {}
+    for line in output.splitlines():
+        if line.startswith("digest "):
+            _, key, digest = line.split()
+            stage, stage_key = key.split("/")[-3:-1]
+            digests[f"{stage}/{stage_key}"] = digest
+    return digests
+
+
 # -- helpers --
 
 
