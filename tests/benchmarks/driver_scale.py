@@ -96,7 +96,7 @@ class _Rank:
 
     values = logprobs
 
-    def scores(self, places: Places, *_args: Any) -> list[float]:
+    def scores(self, _role: str, places: Places, *_args: Any) -> list[float]:
         return np.random.default_rng(0).normal(size=len(places)).tolist()  # type: ignore[no-any-return]
 
     def make_experience(self, inputs: ExperienceInputs, *_objects: Any) -> list[Any]:

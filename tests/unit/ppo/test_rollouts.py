@@ -479,7 +479,10 @@ class _RewardRank:
     def __init__(self) -> None:
         self.calls = 0
 
-    def scores(self, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns) -> list[float]:
+    def scores(
+        self, role: str, places: Places, micro_batches: list[list[int]], *chunks: RolloutColumns
+    ) -> list[float]:
+        assert role == "reward"
         self.calls += 1
         assert sorted(chain(*micro_batches)) == list(range(len(places)))
         return [mark(chunks[number].response(row)) for number, row in places]
