@@ -148,7 +148,8 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
     names = [policy.name, f"{policy.name}@{policy.version.version}"]
     engine = policy.config["ppo"]["engine"]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(policy.files.model),
+        # Not `vllm serve`, which fails with the package for CPUs: that one is not named `vllm`.
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(policy.files.model),
         "--host", host, "--port", str(port), "--dtype", str(engine["dtype"]),
     ]  # fmt: skip
     if _is_loopback(host):

@@ -16,7 +16,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ def served(home: Path, environment: dict[str, str]) -> Iterator[tuple[int, str]]
     """Run `rlhf serve`: its port and its first line."""
     port = free_port(18000)
     command = [sys.executable, "-m", "flows.cli", "serve", MODEL, "--home", str(home), "--port", str(port)]
+    command += ["--vllm", "--enforce-eager"]  # compiling takes minutes on a CPU
     with (home / "serve.log").open("a") as log:
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
@@ -63,7 +64,8 @@ def served(home: Path, environment: dict[str, str]) -> Iterator[tuple[int, str]]
         assert wait(ready, 300), (home / "serve.log").read_text()[-3000:]
         yield port, first
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:

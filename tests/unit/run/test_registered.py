@@ -54,7 +54,7 @@ def test_vllm_serves_on_loopback_or_with_a_key(home: str, monkeypatch: pytest.Mo
     policy = open_policy(MODEL, home)
     command = serve_command(policy, "127.0.0.1", 8000, ["--max-model-len", "32"])
     text = " ".join(command)
-    assert f"serve {policy.files.model} --host 127.0.0.1 --port 8000 --dtype float32" in text
+    assert f"--model {policy.files.model} --host 127.0.0.1 --port 8000 --dtype float32" in text
     assert "--middleware rlhf_core.system.loopback.OwnAddressOnly" in text
     assert f"--served-model-name {MODEL} {MODEL}@2" in text and text.endswith("--max-model-len 32")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -71,7 +71,7 @@ def test_an_adapter_is_served_on_its_base(home: str, tmp_path: Path) -> None:
     policy = open_policy(MODEL, home)
     adapted = replace(policy, files=PolicyFiles(tmp_path / "sft", tmp_path))
     text = " ".join(serve_command(adapted, "localhost", 1))
-    assert f"serve {tmp_path}/sft" in text and "--enable-lora --max-lora-rank 16" in text
+    assert f"--model {tmp_path}/sft" in text and "--enable-lora --max-lora-rank 16" in text
     assert f"--lora-modules {MODEL}={tmp_path} {MODEL}@2={tmp_path}" in text
 
 
